@@ -1,0 +1,81 @@
+"""What a rollout is: token ids in, token ids out. Text is derived from it for people and verifiers and never comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the seeds of the completions wanted for it; `len(seeds)` is the group size."""
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion.
+
+    `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature, top-k,
+    top-p, min-p); `logprobs[t]` is the policy's own, after temperature only, which is what the trainer recomputes.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sampling_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    seed: int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The distribution that tokens are drawn from, and when a completion ends.
+
+    The filters act in the order of transformers: temperature, top_k, top_p, min_p. `temperature` 0 is greedy.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, ok, expected in (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} is {value}; it must be {expected}.")
+
+
+class Sampler(Protocol):
+    """Who samples. The embedded sampler, transformers' generate and the scripted fake all are one."""
+
+    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+        """The completions of each request, in the order of the requests and of their seeds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One scored completion of one prompt, ready for the mathematics and for `rollouts.jsonl`."""
+
+    row: int
+    k: int
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    version: int
+    text: str = ""
+    reward: float | None = None
+    status: str = "unscored"
+    reason: str = ""
+    parts: dict[str, Any] = field(default_factory=dict)
