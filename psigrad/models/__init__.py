@@ -1,0 +1,1 @@
+"""Language models: loading, the packed forward, chunked log-probs, LoRA."""

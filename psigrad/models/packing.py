@@ -1,0 +1,183 @@
+"""From token ids to one forward pass: packed (prefixes once, no padding) or padded (the slow oracle, for models that can't pack)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from psigrad.models.attention import PackedLayout
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`completions[b]` continue `prompts[b]`. All completion tokens are targets: N completions in order, T = the longest."""
+
+    prompts: Sequence[Ids]
+    completions: Sequence[Sequence[Ids]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Independent rows; the tokens where `masks` is True are targets. T = the longest row, token t of row n stands at [n, t].
+
+    A row's first token has no context, so its mask must be False.
+    """
+
+    rows: Sequence[Ids]
+    masks: Sequence[Sequence[bool]]
+
+    def __post_init__(self) -> None:
+        for n, mask in enumerate(self.masks):
+            if mask and mask[0]:
+                raise ValueError(f"Row {n} trains on its first token, which nothing precedes; start rows with a prompt or a BOS token.")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """M wanted log-probs: `rows` [M] are flat positions whose hidden state predicts `ids` [M]; the m-th belongs at [n[m], t[m]]."""
+
+    rows: Tensor
+    ids: Tensor
+    n: Tensor
+    t: Tensor
+    shape: tuple[int, int]
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """[M] -> [N, T], zeros elsewhere."""
+        return values.new_zeros(self.shape).index_put((self.n, self.t), values)
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """`input_ids` and `position_ids` [B, S]; a `layout` when packed (B = 1), an `attention_mask` [B, S] when padded.
+
+    `prefix_ends` are the flat positions of the last token of each prefix (packed groups only).
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Targets
+    layout: PackedLayout | None = None
+    attention_mask: Tensor | None = None
+    prefix_ends: Tensor | None = None
+
+
+@dataclass
+class _TargetLists:
+    rows: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    n: list[int] = field(default_factory=list)
+    t: list[int] = field(default_factory=list)
+
+    def add(self, rows: Ids, ids: Ids, n: int, ts: Ids) -> None:
+        self.rows += rows
+        self.ids += ids
+        self.n += [n] * len(ids)
+        self.t += ts
+
+    def tensors(self, shape: tuple[int, int], device: torch.device | str) -> Targets:
+        return Targets(*(torch.tensor(x, dtype=torch.long, device=device) for x in (self.rows, self.ids, self.n, self.t)), shape)
+
+
+def _shape(lengths: Sequence[int]) -> tuple[int, int]:
+    return len(lengths), max(lengths, default=0)
+
+
+def _positions(lengths: Sequence[int], start: int, device: torch.device | str) -> Tensor:
+    """[len(lengths), longest] packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
+    width, table = max(lengths, default=0), []
+    for length in lengths:
+        table.append([*range(start, start + length), *[-1] * (width - length)])
+        start += length
+    return torch.tensor(table, dtype=torch.long, device=device).view(len(lengths), width)
+
+
+def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
+    """One packed row. Each prompt is laid down once; a completion's last token predicts nothing and is never computed."""
+    return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
+
+
+def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
+    ends, total = [], 0
+    for prompt in groups.prompts:
+        total += len(prompt)
+        ends.append(total - 1)
+    tokens = [t for prompt in groups.prompts for t in prompt]
+    positions = [i for prompt in groups.prompts for i in range(len(prompt))]
+    own, prefix, lengths, targets = [], [], [], _TargetLists()
+    for b, completions in enumerate(groups.completions):
+        offset = len(groups.prompts[b])
+        for ids in completions:
+            keep = max(len(ids) - 1, 0)
+            if ids:
+                targets.add([ends[b], *range(len(tokens), len(tokens) + keep)], ids, len(own), range(len(ids)))
+            tokens += ids[:-1]
+            positions += range(offset, offset + keep)
+            own.append(keep)
+            prefix.append(b)
+            lengths.append(len(ids))
+    layout = PackedLayout(
+        _positions([len(p) for p in groups.prompts], 0, device),
+        _positions(own, total, device),
+        torch.tensor(prefix, dtype=torch.long, device=device),
+        len(tokens),
+    )
+    return ForwardInputs(
+        torch.tensor([tokens], device=device),
+        torch.tensor([positions], device=device),
+        targets.tensors(_shape(lengths), device),
+        layout=layout,
+        prefix_ends=torch.tensor(ends, device=device),
+    )
+
+
+def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
+    tokens, positions, own, targets = [], [], [], _TargetLists()
+    for n, (ids, mask) in enumerate(zip(rows.rows, rows.masks, strict=True)):
+        wanted = [t for t in range(1, len(ids)) if mask[t]]
+        targets.add([len(tokens) + t - 1 for t in wanted], [ids[t] for t in wanted], n, wanted)
+        tokens += ids[:-1]
+        positions += range(len(ids) - 1)
+        own.append(max(len(ids) - 1, 0))
+    layout = PackedLayout(
+        torch.zeros(0, 0, dtype=torch.long, device=device),
+        _positions(own, 0, device),
+        torch.zeros(len(own), dtype=torch.long, device=device),
+        len(tokens),
+    )
+    return ForwardInputs(
+        torch.tensor([tokens], device=device),
+        torch.tensor([positions], device=device),
+        targets.tensors(_shape([len(ids) for ids in rows.rows]), device),
+        layout=layout,
+    )
+
+
+def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
+    """One right-padded batch, every sequence whole: what transformers itself would run."""
+    sequences, targets = [], _TargetLists()
+    if isinstance(inputs, Groups):
+        pairs = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]
+        sequences = [[*p, *c] for p, c in pairs]
+        shape = _shape([len(c) for _, c in pairs])
+        starts = [(len(p), c, range(len(c))) for p, c in pairs]
+    else:
+        sequences = [list(ids) for ids in inputs.rows]
+        shape = _shape([len(ids) for ids in sequences])
+        wanted = [[t for t in range(1, len(ids)) if mask[t]] for ids, mask in zip(inputs.rows, inputs.masks, strict=True)]
+        starts = [(0, [ids[t] for t in ts], ts) for ids, ts in zip(sequences, wanted, strict=True)]
+    width = max(len(s) for s in sequences)
+    for n, (offset, ids, ts) in enumerate(starts):
+        targets.add([n * width + offset + t - 1 for t in ts], ids, n, ts)
+    lengths = torch.tensor([len(s) for s in sequences], device=device)
+    return ForwardInputs(
+        torch.tensor([s + [0] * (width - len(s)) for s in sequences], device=device),
+        torch.arange(width, device=device).expand(len(sequences), width),
+        targets.tensors(shape, device),
+        attention_mask=(torch.arange(width, device=device) < lengths[:, None]).long(),
+    )

@@ -1,0 +1,82 @@
+"""Small models and tokenizers made on the spot: for the demo, for tests, and for trying things on a laptop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
+
+
+def tokenizer(corpus: Iterable[str], vocabulary: int = 256, *, digits_alone: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `corpus`, with distinct EOS and PAD tokens and a ChatML template.
+
+    Any text round-trips: the 256 bytes are in the alphabet. `digits_alone` keeps every digit a token of its own, so that
+    numbers are read and written in one way only.
+    """
+    bpe = Tokenizer(models.BPE())
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_alone else []
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|pad|>")
+
+
+def model(
+    architecture: Architecture,
+    vocabulary: int,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    max_length: int = 256,
+    tied: bool = True,
+    seed: int = 0,
+    eos_token_id: int = 0,
+    pad_token_id: int = 1,
+) -> PreTrainedModel:
+    """A freshly initialised causal language model of a Hugging Face architecture; grouped-query attention where it has it."""
+    common = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": max_length,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
+    llama = {"intermediate_size": 3 * hidden, "num_key_value_heads": max(heads // 2, 1)}
+    match architecture:
+        case "qwen3":
+            config = Qwen3Config(**common, **llama, head_dim=hidden // heads)
+        case "llama":
+            config = LlamaConfig(**common, **llama)
+        case "gpt2":
+            config = GPT2Config(**common)
+        case "gpt_neox":
+            config = GPTNeoXConfig(**common, intermediate_size=4 * hidden)
+        case _:
+            raise ValueError(f"Unknown architecture {architecture!r}; it must be qwen3, llama, gpt2 or gpt_neox.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,134 @@
+"""psigrad's own sampler: it decodes with the very model that trains, so there are no weights to copy and no second arithmetic."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from psigrad.errors import UserError
+from psigrad.models.attention import PackedLayout
+from psigrad.models.language_model import LanguageModel
+from psigrad.models.packing import Groups, pack
+from psigrad.rollout.cache import Decode, KVCache, Prefill
+from psigrad.rollout.distribution import draw
+from psigrad.rollout.types import Completion, Request, SamplingParams
+
+
+class EmbeddedSampler:
+    """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at once,
+    waiting groups enter as slots come free.
+
+    A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
+    matrix products of another size). `progress(tokens)` is called after each step.
+    """
+
+    def __init__(self, model: LanguageModel, max_batch: int = 256, progress: Callable[[int], None] | None = None) -> None:
+        self.model, self.max_batch, self.progress = model, max_batch, progress
+
+    @torch.inference_mode()
+    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+        """The completions of each request, in order. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+        check_room(self.model, requests, params)
+        self.model.hf.eval()
+        batch = _Batch(self.model, requests, params, self.max_batch)
+        while batch.waiting or batch.sequences.size:
+            batch.admit()
+            while batch.sequences.size and not batch.can_admit():
+                batch.decode()
+                if self.progress is not None:
+                    self.progress(batch.sequences.size)
+        return batch.completions()
+
+
+def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:
+    """Refuse empty prompts and prompts that would run past the model's positions."""
+    for request in requests:
+        if not request.prompt_ids:
+            raise UserError("A prompt has no tokens; give it some text or a tokenizer with a BOS token.")
+        if len(request.prompt_ids) + params.max_tokens > model.max_length:
+            raise UserError(
+                f"A prompt of {len(request.prompt_ids)} tokens and max_completion_length {params.max_tokens} exceed the model's "
+                f"{model.max_length} positions; lower max_completion_length or set max_prompt_length."
+            )
+
+
+class _Batch:
+    """The state of one call: what waits, what is being decoded (aligned with the cache's slots), what has been written."""
+
+    def __init__(self, model: LanguageModel, requests: list[Request], params: SamplingParams, max_batch: int) -> None:
+        self.model, self.requests, self.params, self.max_batch = model, requests, params, max_batch
+        self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
+        self.seeds = np.array([s for r in requests for s in r.seeds], dtype=np.uint64)
+        firsts = np.cumsum([0] + [len(r.seeds) for r in requests])
+        # a group wider than the batch enters in pieces
+        self.waiting = deque(
+            (r, np.arange(start, min(start + max_batch, firsts[r + 1])))
+            for r in range(len(requests))
+            for start in range(firsts[r], firsts[r + 1], max_batch)
+        )
+        self.firsts = firsts
+        self.cache = KVCache(min(max_batch, len(self.seeds)))
+        self.sequences = np.zeros(0, dtype=np.int64)
+        self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
+        self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
+        self.counts = np.zeros(len(self.seeds), dtype=np.int64)
+        self.stopped = np.zeros(len(self.seeds), dtype=bool)
+
+    def can_admit(self) -> bool:
+        return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
+
+    def admit(self) -> None:
+        """Prefill the waiting groups that fit, draw their first tokens."""
+        groups = []
+        room = self.max_batch - self.sequences.size
+        while self.waiting and len(self.waiting[0][1]) <= room:
+            groups.append(self.waiting.popleft())
+            room -= len(groups[-1][1])
+        inputs = pack(Groups([self.requests[r].prompt_ids for r, _ in groups], [[] for _ in groups]), self.model.device)
+        assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
+        copies = torch.tensor([i for i, (_, members) in enumerate(groups) for _ in members], device=self.model.device)
+        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, Prefill(self.cache, inputs.layout, copies))
+        logits = self.model.head(hidden[0].index_select(0, inputs.prefix_ends)).index_select(0, copies)
+        new = np.concatenate([members for _, members in groups])
+        before = self.sequences.size
+        self.sequences = np.concatenate([self.sequences, new])
+        self._write(logits, new, before)
+
+    def decode(self) -> None:
+        """One token for every sequence in the batch."""
+        last = self.ids[self.sequences, self.counts[self.sequences] - 1]
+        step = Decode(self.cache)
+        tokens = torch.from_numpy(last).to(self.model.device)[:, None]
+        hidden = self.model.forward(tokens, step.places[:, None], step)
+        self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
+
+    def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:
+        """Draw and record a token for `sequences`, which stand in the slots from `before` on; let go of those that end."""
+        counts = self.counts[sequences]
+        drawn = draw(logits, self.params, self.seeds[sequences], counts)
+        ids = drawn.ids.cpu().numpy()
+        self.ids[sequences, counts] = ids
+        self.logprobs[0, sequences, counts] = drawn.logprobs.cpu().numpy()
+        self.logprobs[1, sequences, counts] = drawn.sampling_logprobs.cpu().numpy()
+        self.counts[sequences] += 1
+        self.stopped[sequences] = np.isin(ids, self.stops)
+        ended = self.stopped[self.sequences] | (self.counts[self.sequences] == self.params.max_tokens)
+        if ended.any():
+            order = self.cache.remove(torch.from_numpy(ended).to(self.model.device))
+            self.sequences = self.sequences[order.cpu().numpy()]
+
+    def completions(self) -> list[list[Completion]]:
+        done = [
+            Completion(
+                ids=tuple(self.ids[i, :count].tolist()),
+                logprobs=tuple(self.logprobs[0, i, :count].tolist()),
+                sampling_logprobs=tuple(self.logprobs[1, i, :count].tolist()),
+                finish_reason="stop" if self.stopped[i] else "length",
+                seed=int(self.seeds[i]),
+            )
+            for i, count in enumerate(self.counts)
+        ]
+        return [done[a:b] for a, b in zip(self.firsts[:-1], self.firsts[1:], strict=True)]
