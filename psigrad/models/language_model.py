@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,8 @@ class LanguageModel:
     ) -> Evaluation:
         """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy and the exact KL to `kl_to`.
 
-        Gradients flow unless the caller is under `torch.no_grad()`. `packed=False` asks for the padded oracle.
+        Gradients flow unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`: the adapter is then off.
+        `packed=False` asks for the padded oracle.
         """
         self.hf.train(self.train_mode and torch.is_grad_enabled())
         if not (packed if packed is not None else not self.why_padded):
@@ -101,7 +102,7 @@ class LanguageModel:
         forward = pack(inputs, self.device)
         reference = None
         if kl_to is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self._frozen(kl_to):
                 reference = (kl_to._hidden(forward), kl_to.head)
         stats = logprobs.token_stats(
             self._hidden(forward),
@@ -134,7 +135,7 @@ class LanguageModel:
 
         reference = None
         if kl_to is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self._frozen(kl_to):
                 reference = (logits(kl_to), nn.Identity())
         stats = logprobs.token_stats(
             logits(self),
@@ -147,13 +148,15 @@ class LanguageModel:
         )
         return _evaluation(inputs, stats)
 
-    @contextlib.contextmanager
-    def reference(self) -> Iterator[LanguageModel]:
-        """This model without its adapter: the frozen reference of a LoRA run costs no memory."""
+    def _frozen(self, reference: LanguageModel) -> contextlib.AbstractContextManager[Any]:
+        """While computing with `reference`: a LoRA model that is its own reference runs without its adapter."""
+        return self.without_adapter() if reference is self else contextlib.nullcontext()
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a LoRA model is the model it started from: its reference costs no memory."""
         if self.adapter is None:
             raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
-        with self.adapter.disable_adapter():
-            yield self
+        return self.adapter.disable_adapter()
 
     def frozen_copy(self) -> LanguageModel:
         """A copy that never learns: the reference of full fine-tuning."""

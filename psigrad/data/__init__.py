@@ -1,0 +1,1 @@
+"""Dataset forms, chat templates, sources, batches and procedural tasks."""

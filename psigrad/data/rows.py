@@ -1,0 +1,234 @@
+"""One row of a dataset, checked once: every other room may trust what it finds in a `Row`.
+
+Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
+`completion`; conversations `messages`, and their plain kin `text`. Each is plain (strings) or conversational (lists of
+{"role", "content"}).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from psigrad.errors import UserError, nearest
+
+Form = Literal["prompt-only", "prompt-completion", "messages", "sft"]
+Message = dict[str, Any]
+
+FORMS = ("prompt-only", "prompt-completion", "messages", "sft")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# Columns that a form uses up. TRL hands no `completion` to reward functions either: that name is the sampled one's.
+_OWN = {"prompt-only": ("prompt", "completion"), "prompt-completion": ("prompt", "completion"), "messages": ("messages", "text")}
+# Keyword arguments that every reward function gets; a column of that name would be passed twice.
+_TAKEN = ("prompts", "completions")
+_FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
+_KINDS = {type(None): "null", bool: "a bool", int: "a number", float: "a number", str: "a string", dict: "an object", list: "a list"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checked row. `source` is file and 1-based line or row number, as in "my.jsonl:12".
+
+    Set are: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; or `completion` alone, which is
+    plain text to model as a whole (TRL's `text`). `columns` holds all other columns, which reward functions receive.
+    """
+
+    source: str
+    prompt: str | list[Message] | None = None
+    completion: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """Why a row was refused. `column` is "" when the row as a whole is at fault; then `source` may end in the character's position."""
+
+    source: str
+    column: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: column {show(self.column)} {self.reason}" if self.column else f"{self.source}: {self.reason}"
+
+
+class RowError(UserError):
+    """A row that can't be used; `bad` says where and why."""
+
+    def __init__(self, bad: BadRow) -> None:
+        super().__init__(str(bad))
+        self.bad = bad
+
+
+def show(value: object, limit: int = 60) -> str:
+    """A short form of any value, safe to print: lone surrogates and control characters are escaped."""
+    text = repr(value)
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def validate(raw: object, form: Form, source: str) -> Row:
+    """The `Row` in one raw mapping.
+
+    `form` "sft" takes prompt-completion where the row has both columns, else messages. Raises RowError with source, column and reason.
+    Strings are kept as they are, lone surrogates and NUL included; keys that are null in a message (Parquet's way of saying
+    "absent") are dropped from it.
+    """
+    check = _Check(source)
+    if not isinstance(raw, Mapping):
+        check.fail("", f"is {_kind(raw)}; a row must be an object with named columns")
+    for name in raw:
+        if not isinstance(name, str):
+            check.fail("", f"has the column name {show(name)}; names must be strings")
+    wanted = _resolve(raw, form)
+    columns = {name: value for name, value in raw.items() if name not in _OWN[wanted]}
+    check.columns(columns, prompt_only=wanted == "prompt-only")
+    if wanted == "prompt-only":
+        return Row(source, prompt=check.prompt(raw), columns=columns)
+    if wanted == "prompt-completion":
+        prompt = check.prompt(raw)
+        return Row(source, prompt, check.completion(raw, prompt), columns=columns)
+    if raw.get("messages") is None and raw.get("text") is not None:
+        return Row(source, completion=check.text(raw["text"], "text", "a string"), columns=columns)
+    return Row(source, messages=check.messages(raw), columns=columns)
+
+
+def _resolve(raw: Mapping[str, Any], form: Form) -> str:
+    if form != "sft":
+        return form
+    present = {name for name in raw if raw[name] is not None}
+    if "prompt" in present and "completion" in present:
+        return "prompt-completion"
+    return "messages" if present & {"messages", "text"} else "prompt-completion"
+
+
+def _kind(value: object) -> str:
+    return _KINDS.get(type(value), f"of type {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The checks of one row; every method returns the good value or raises RowError."""
+
+    source: str
+
+    def fail(self, column: str, reason: str) -> NoReturn:
+        raise RowError(BadRow(self.source, column, reason))
+
+    def present(self, raw: Mapping[str, Any], column: str) -> Any:
+        if column not in raw:
+            found = ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
+            self.fail(column, f"is missing (found: {found}{nearest(column, raw)})")
+        if raw[column] is None:
+            self.fail(column, "is null; it must be a string or a list of messages")
+        return raw[column]
+
+    def text(self, value: object, column: str, expected: str = "a string or a list of messages") -> str:
+        if not isinstance(value, str):
+            self.fail(column, f"is {_kind(value)}; it must be {expected}")
+        if not value:
+            self.fail(column, "is an empty string")
+        return value
+
+    def prompt(self, raw: Mapping[str, Any]) -> str | list[Message]:
+        value = self.present(raw, "prompt")
+        if not isinstance(value, list):
+            return self.text(value, "prompt")
+        turns = self.turns(value, "prompt")
+        if turns[-1]["role"] not in ("user", "tool"):
+            self.fail("prompt", f"ends with the role {turns[-1]['role']!r}; the turn before the model's must be 'user' or 'tool'")
+        return turns
+
+    def completion(self, raw: Mapping[str, Any], prompt: str | list[Message]) -> str | list[Message]:
+        value = self.present(raw, "completion")
+        if isinstance(value, list) != isinstance(prompt, list):
+            self.fail("completion", f"is {_kind(value)} and prompt is {_kind(prompt)}; both must be strings or both lists of messages")
+        if not isinstance(value, list):
+            return self.text(value, "completion")
+        turns = self.turns(value, "completion", before="user")
+        for index in (0, -1):
+            if turns[index]["role"] != "assistant":
+                where = "starts" if index == 0 else "ends"
+                self.fail("completion", f"{where} with the role {turns[index]['role']!r}; it must start and end with 'assistant'")
+        return turns
+
+    def messages(self, raw: Mapping[str, Any]) -> list[Message]:
+        turns = self.turns(self.present(raw, "messages"), "messages")
+        roles = [turn["role"] for turn in turns]
+        if "assistant" not in roles:
+            self.fail("messages", "has no assistant turn, so there is nothing to learn from")
+        if roles[0] == "assistant":
+            self.fail("messages[0]", "is the assistant's; a system or user turn must come before it")
+        return turns
+
+    def turns(self, value: object, column: str, before: str = "") -> list[Message]:
+        if not isinstance(value, list):
+            self.fail(column, f"is {_kind(value)}; it must be a list of messages")
+        if not value:
+            self.fail(column, "is an empty list")
+        turns = [self.turn(message, f"{column}[{i}]") for i, message in enumerate(value)]
+        for i, role in enumerate(turn["role"] for turn in turns):
+            if role == "tool" and before not in ("assistant", "tool"):
+                self.fail(f"{column}[{i}]", f"is a tool's answer after {before or 'nothing'}; only an assistant can call a tool")
+            before = role
+        return turns
+
+    def turn(self, message: object, where: str) -> Message:
+        if not isinstance(message, Mapping):
+            self.fail(where, f"is {_kind(message)}; a message must be an object with 'role' and 'content'")
+        if "role" not in message and "from" in message:
+            self.fail(where, "has 'from' and 'value' (ShareGPT's names); rename them to 'role' and 'content'")
+        turn = {key: value for key, value in message.items() if value is not None}
+        role = turn.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            guess = _FOREIGN_ROLES.get(role, "") if isinstance(role, str) else ""
+            hint = f"; did you mean {guess!r}?" if guess else nearest(str(role), ROLES)
+            self.fail(f"{where}.role", f"is {show(role)}; it must be one of {', '.join(ROLES)}{hint}")
+        calls = turn.get("tool_calls")
+        if calls is not None and (role != "assistant" or not isinstance(calls, list)):
+            self.fail(f"{where}.tool_calls", "must be a list, in an assistant's message")
+        content = turn.get("content", "")
+        if "content" not in turn and not calls:
+            self.fail(f"{where}.content", "is missing or null")
+        if not isinstance(content, str):
+            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string (images and content parts are not supported)")
+        if not content and role in ("user", "assistant") and not calls:
+            self.fail(f"{where}.content", "is an empty string")
+        return turn
+
+    def columns(self, columns: Mapping[str, Any], *, prompt_only: bool) -> None:
+        for name, value in columns.items():
+            if prompt_only and name in _TAKEN:
+                self.fail(name, "has the name of an argument of reward functions; rename it")
+            for path, number in _numbers(name, value):
+                if not math.isfinite(number):
+                    self.fail(path, f"is {float(number)}; numbers must be finite (use null for a missing one)")
+        self.tools(columns.get("tools"))
+        if not isinstance(columns.get("chat_template_kwargs") or {}, Mapping):
+            self.fail("chat_template_kwargs", f"is {_kind(columns['chat_template_kwargs'])}; it must be an object")
+
+    def tools(self, value: object) -> None:
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail("tools", f"is a string that is not JSON ({error}); it must be a list of tool schemas")
+        if value is not None and not isinstance(value, list):
+            self.fail("tools", f"is {_kind(value)}; it must be a list of tool schemas")
+
+
+def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Path and value of every real number in a column, however deep. A stack, not recursion: rows may be nested as deep as JSON allows."""
+    stack: list[tuple[str, object]] = [(name, value)]
+    while stack:
+        path, item = stack.pop()
+        if isinstance(item, numbers.Real) and not isinstance(item, numbers.Rational):
+            yield path, item
+        elif isinstance(item, Mapping):
+            stack += [(f"{path}.{key}", inner) for key, inner in item.items()]
+        elif isinstance(item, list | tuple):
+            stack += [(f"{path}[{i}]", inner) for i, inner in enumerate(item)]

@@ -1,0 +1,13 @@
+"""The mathematics of policy gradients on tensors. Imports torch and nothing else of psigrad.
+
+Read batch.py, then policy_gradient.py, then catalog.py; the parts are one file per slot.
+"""
+
+from __future__ import annotations
+
+from psigrad.objective.batch import Batch, Evaluation, Totals, terminal
+from psigrad.objective.catalog import names, resolve
+from psigrad.objective.explain import explain
+from psigrad.objective.policy_gradient import Loss, PolicyGradient, Prepared
+
+__all__ = ["Batch", "Evaluation", "Loss", "PolicyGradient", "Prepared", "Totals", "explain", "names", "resolve", "terminal"]

@@ -1,0 +1,311 @@
+"""The psi slot: Batch -> A [N,T], what multiplies grad log π(a_t|s_t).
+
+An advantage never carries gradient. A part that needs more than rewards says so in `needs`: "value" (a critic) or "group" (at
+least two trajectories of each group); `PolicyGradient` checks it. A user's own psi is any function Batch -> Tensor [N,T].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from psigrad.objective import stats
+from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.returns import discounted_sum, next_chosen, td_errors
+
+__all__ = [
+    "batch_mean",
+    "best_of_group",
+    "gae",
+    "group_mean",
+    "k_step",
+    "leave_one_out",
+    "moving_average",
+    "ones",
+    "reward_to_go",
+    "td_residual",
+    "total_return",
+    "whitened",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+VALUE = frozenset({"value"})
+GROUP = frozenset({"group"})
+
+
+class StatefulPsi(ABC):
+    """A psi with memory between steps. The memory is a dict of plain numbers kept by the caller; the part itself stays frozen."""
+
+    @abstractmethod
+    def initial_state(self) -> dict[str, float]:
+        """The memory before the first batch."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
+        """Advantage [N,T] and the memory after this batch."""
+
+
+Psi = Callable[[Batch], Tensor] | StatefulPsi
+
+
+def needs(what: frozenset[str]) -> Callable[[F], F]:
+    """Mark a plain function with what it needs."""
+
+    def mark(part: F) -> F:
+        part.__dict__["needs"] = what
+        return part
+
+    return mark
+
+
+def needs_of(part: object) -> frozenset[str]:
+    """What a part says it needs; nothing when it says nothing."""
+    return frozenset(getattr(part, "needs", ()))
+
+
+def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
+    """One number per trajectory, given to each of its chosen steps."""
+    return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
+
+
+def ones(batch: Batch) -> Tensor:
+    """Every step counts the same: maximum likelihood of what was kept.
+
+    Formula: A_t = 1
+
+    Source: Dong et al. 2023, RAFT, arXiv:2304.06767.
+    """
+    return batch.mask.to(batch.reward.dtype)
+
+
+@dataclass(frozen=True)
+class total_return:
+    """The return of the whole trajectory, for each of its steps.
+
+    Formula: A_t = R(τ) = Σ_u γ^u · r_u
+
+    Source: Williams 1992, REINFORCE; Schulman et al. 2016, arXiv:1506.02438, form 1 of Ψ.
+    """
+
+    gamma: float = 1.0
+    """Discount per chosen step."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        steps_before = (batch.mask.cumsum(1) - 1).to(batch.reward.dtype)
+        return over_steps(zero_outside(batch.mask, self.gamma**steps_before * batch.reward).sum(1), batch)
+
+
+@dataclass(frozen=True)
+class reward_to_go:
+    """The return from each step on: what a step cannot have caused is left out.
+
+    Formula: A_t = G_t = Σ_{u≥t} γ^(u−t) · r_u
+
+    Source: Sutton et al. 2000; Schulman et al. 2016, arXiv:1506.02438, form 2 of Ψ.
+    """
+
+    gamma: float = 1.0
+    """Discount per chosen step."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return discounted_sum(batch.reward, batch.mask, self.gamma)
+
+
+def batch_mean(batch: Batch) -> Tensor:
+    """The return minus the mean return of the batch.
+
+    Formula: A_t = R_i − (1/N)·Σ_j R_j
+
+    The mean contains R_i, so the expected gradient is (N − 1)/N of the true one: the direction is right.
+
+    Source: Williams 1992; Ahmadian et al. 2024, arXiv:2402.14740.
+    """
+    return over_steps(stats.centred(batch.sequence_reward, batch.present.long()), batch)
+
+
+@dataclass(frozen=True)
+class moving_average(StatefulPsi):
+    """The return minus the moving average of the returns of earlier batches.
+
+    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^batches)
+
+    b is 0 on the first batch. It never contains R_i, so the expected gradient is unchanged.
+
+    Source: Williams 1992 (reinforcement comparison); Ahmadian et al. 2024, arXiv:2402.14740.
+    """
+
+    decay: float = 0.9
+    """Share of the old average that each batch keeps."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"moving_average has decay={self.decay}; expected 0 <= decay < 1; 0.9 remembers about ten batches.")
+
+    def initial_state(self) -> dict[str, float]:
+        return {"reward_average": 0.0, "reward_batches": 0.0}
+
+    def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
+        average, batches = state["reward_average"], state["reward_batches"]
+        baseline = average / (1 - self.decay**batches) if batches else 0.0
+        advantage = over_steps(batch.sequence_reward - baseline, batch)
+        if not batch.present.any():
+            return advantage, dict(state)
+        mean = float(stats.masked_mean(batch.sequence_reward, batch.present))
+        return advantage, {"reward_average": self.decay * average + (1 - self.decay) * mean, "reward_batches": batches + 1}
+
+
+@needs(GROUP)
+def leave_one_out(batch: Batch) -> Tensor:
+    """The return minus the mean return of the other completions of the same prompt.
+
+    Formula: A_t = R_i − (1/(K−1))·Σ_{j≠i} R_j = K/(K−1) · (R_i − mean(R))
+
+    Source: Kool et al. 2019, Buy 4 REINFORCE samples; Ahmadian et al. 2024, RLOO, arXiv:2402.14740.
+    """
+    size_N = stats.group_size(batch.group)
+    scaled_N = stats.centred(batch.sequence_reward, batch.group) * size_N / (size_N - 1).clamp(min=1)
+    return over_steps(scaled_N, batch)
+
+
+@dataclass(frozen=True)
+class group_mean:
+    """The return minus the mean return of its group, divided by the group's standard deviation when std is on.
+
+    Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) with std off
+
+    The standard deviation is the unbiased one (G − 1). A group with equal returns has advantage exactly 0.
+
+    Source: Shao et al. 2024, GRPO, arXiv:2402.03300, section 4.1; std off: Liu et al. 2025, Dr. GRPO, arXiv:2503.20783.
+    """
+
+    std: bool = True
+    """Divide by the standard deviation (GRPO) or not (Dr. GRPO)."""
+    eps: float = 1e-4
+    """Added to the standard deviation; TRL's value."""
+    needs: ClassVar[frozenset[str]] = GROUP
+
+    @property
+    def formula(self) -> str:
+        """The formula with or without the standard deviation."""
+        return f"A_t = (R_i − mean(R)) / (std(R) + {self.eps:g})" if self.std else "A_t = R_i − mean(R)"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        centred_N = stats.centred(batch.sequence_reward, batch.group)
+        if not self.std:
+            return over_steps(centred_N, batch)
+        scale_N = stats.group_std(batch.sequence_reward, batch.group) + self.eps
+        return over_steps(torch.where(centred_N == 0, torch.zeros_like(centred_N), centred_N / scale_N), batch)
+
+
+def best_of_group(batch: Batch) -> Tensor:
+    """1 for the best completion of each group (the earliest of equals), 0 for the others.
+
+    Formula: A_t = 1 if R_i is the greatest of its group, else 0
+
+    Source: Dong et al. 2023, RAFT, arXiv:2304.06767.
+    """
+    best_N = stats.rank_in_group(batch.sequence_reward, batch.group) == 0
+    return over_steps(best_N.to(batch.reward.dtype), batch)
+
+
+@dataclass(frozen=True)
+class td_residual:
+    """The one-step temporal-difference error of the critic.
+
+    Formula: A_t = δ_t = r_t + γ·V(s_{t+1}) − V(s_t)
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, form 6 of Ψ.
+    """
+
+    gamma: float = 1.0
+    """Discount per chosen step."""
+    needs: ClassVar[frozenset[str]] = VALUE
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return td_errors(batch, self.gamma)
+
+
+@dataclass(frozen=True)
+class k_step:
+    """The k-step advantage: k rewards, then the critic.
+
+    Formula: A_t = Σ_{l<k} γ^l · δ_{t+l} = Σ_{l<k} γ^l · r_{t+l} + γ^k · V(s_{t+k}) − V(s_t)
+
+    Source: Schulman et al. 2016, GAE, arXiv:1506.02438, eq. 14; Mnih et al. 2016, A3C, arXiv:1602.01783.
+    """
+
+    k: int = 5
+    """Rewards before the critic takes over."""
+    gamma: float = 1.0
+    """Discount per chosen step."""
+    needs: ClassVar[frozenset[str]] = VALUE
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k_step has k={self.k}; expected at least 1; k=1 is td_residual.")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        term = total = td_errors(batch, self.gamma)
+        for _ in range(min(self.k, batch.mask.shape[1]) - 1):
+            term = self.gamma * next_chosen(term, batch.mask, torch.zeros_like(term[:, 0]))
+            total = total + term
+        return total
+
+
+@dataclass(frozen=True)
+class gae:
+    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is Monte Carlo − V.
+
+    Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}
+
+    Source: Schulman et al. 2016, GAE, arXiv:1506.02438, eq. 16.
+    """
+
+    gamma: float = 1.0
+    """Discount per chosen step."""
+    lam: float = 1.0
+    """λ: trades bias (0) for variance (1)."""
+    needs: ClassVar[frozenset[str]] = VALUE
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return discounted_sum(td_errors(batch, self.gamma), batch.mask, self.gamma * self.lam)
+
+
+@dataclass(frozen=True)
+class whitened:
+    """Another psi, shifted and scaled to mean 0 and standard deviation 1 over all chosen steps of the batch.
+
+    Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), over the whole batch
+
+    Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; Andrychowicz et al. 2021, arXiv:2006.05990.
+    """
+
+    psi: Callable[[Batch], Tensor] = reward_to_go()
+    """The psi to whiten."""
+    eps: float = 1e-8
+    """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.psi, StatefulPsi):
+            raise ValueError(
+                f"whitened got {type(self.psi).__name__}, a psi with memory; expected a function of the batch alone; whitening removes a "
+                "constant baseline anyway, so whiten total_return instead."
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the inner psi needs."""
+        return needs_of(self.psi)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        psi_NT = self.psi(batch)
+        chosen = psi_NT[batch.mask]
+        one_group = torch.zeros_like(chosen, dtype=torch.long)
+        centred = stats.centred(chosen, one_group)
+        scale = stats.group_std(chosen, one_group) + self.eps
+        return psi_NT.masked_scatter(batch.mask, torch.where(centred == 0, torch.zeros_like(centred), centred / scale))

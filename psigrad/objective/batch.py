@@ -1,0 +1,166 @@
+"""What an algorithm reads: N trajectories × T steps as tensors, and what the model says about them now.
+
+Axes in names: `_N` trajectories, `_T` steps (completion tokens of a language model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+EMPTY_ROW = torch.iinfo(torch.int64).min
+"""Group id given to rows without a chosen step, so that padding rows never join a real group."""
+
+_PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value")
+_PER_ROW = ("group", "last_value", "truncated", "version")
+
+
+@runtime_checkable
+class Selectable(Protocol):
+    """Opaque model inputs that can give a subset of their rows."""
+
+    def select(self, rows: Tensor) -> Any:
+        """The same inputs for these rows, in this order."""
+        ...
+
+
+def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
+    """x where mask is True, 0 elsewhere; masked values have no influence on value or gradient, NaN and inf included.
+
+    Multiplying by the mask would not do: 0 · NaN = NaN. Nor would masking after a function: the gradient of
+    where(mask, exp(x), 0) at a masked x = inf is 0 · inf = NaN. So mask first, compute after.
+    """
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
+    """[N, T] rewards that are 0 but for `score_N[i]` on the last chosen step of row i (outcome reward of a language model)."""
+    last_N = mask_NT.shape[1] - 1 - mask_NT.flip(1).int().argmax(1)
+    steps_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
+    return zero_outside(mask_NT & (steps_T == last_N[:, None]), score_N[:, None].expand(mask_NT.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """N collected trajectories. Algorithms read everything here but `inputs`.
+
+    On construction every per-step tensor is detached, copied and set to 0 outside `mask`, so nothing downstream can read padding or
+    observations. A reward on a masked step is therefore ignored: put it on the last chosen step before it (`terminal` does).
+    Errors: ValueError when a tensor has the wrong shape or `mask` is not boolean.
+    """
+
+    mask: Tensor
+    """[N, T] bool: True on the steps that the policy chose."""
+    reward: Tensor
+    """[N, T] reward of each step."""
+    logp_old: Tensor
+    """[N, T] log-probability of each step under the policy as it was when the batch was collected."""
+    group: Tensor
+    """[N] int64: rows with the same number answer the same prompt (or start from the same state)."""
+    inputs: Any = None
+    """What the model needs to evaluate these rows; opaque."""
+    logp_ref: Tensor | None = None
+    """[N, T] log-probability under the frozen reference policy."""
+    logp_sampler: Tensor | None = None
+    """[N, T] log-probability under the exact distribution that was sampled from."""
+    value: Tensor | None = None
+    """[N, T] critic's value of the state before each step."""
+    last_value: Tensor | None = None
+    """[N] value of the state after the last step: the bootstrap of a cut trajectory, 0 for a finished one."""
+    truncated: Tensor | None = None
+    """[N] bool: True where the trajectory was cut by its length limit."""
+    version: Tensor | None = None
+    """[N] version of the policy that sampled the row."""
+
+    def __post_init__(self) -> None:
+        if self.mask.dim() != 2 or self.mask.dtype != torch.bool:
+            raise ValueError(
+                f"Batch.mask has shape {tuple(self.mask.shape)} and dtype {self.mask.dtype}; expected a boolean tensor [N, T]; "
+                "build it from the lengths."
+            )
+        for name in (*_PER_STEP, *_PER_ROW):
+            tensor: Tensor | None = getattr(self, name)
+            expected = self.mask.shape if name in _PER_STEP else self.mask.shape[:1]
+            if tensor is None:
+                continue
+            if tensor.shape != expected:
+                raise ValueError(
+                    f"Batch.{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)} to match mask {tuple(self.mask.shape)}; "
+                    "pad or index it like the mask."
+                )
+            if name in _PER_STEP and name != "mask":
+                object.__setattr__(self, name, zero_outside(self.mask, tensor.detach()))
+        group = self.group.long()
+        object.__setattr__(self, "group", torch.where(self.present, group, torch.full_like(group, EMPTY_ROW)))
+
+    @property
+    def present(self) -> Tensor:
+        """[N] bool: rows with at least one chosen step; all others are padding and count nowhere."""
+        return self.mask.any(1)
+
+    @property
+    def sequence_reward(self) -> Tensor:
+        """[N] sum of the rewards of each trajectory, undiscounted."""
+        return self.reward.sum(1)
+
+    def select(self, rows: Tensor) -> Batch:
+        """The batch of these rows (indices or a boolean mask), `inputs` included."""
+        picked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inputs"}
+        picked = {name: tensor if tensor is None else tensor[rows] for name, tensor in picked.items()}
+        return replace(self, inputs=_select_inputs(self.inputs, rows), **picked)
+
+
+def _select_inputs(inputs: Any, rows: Tensor) -> Any:
+    if inputs is None:
+        return None
+    if isinstance(inputs, Tensor):
+        return inputs[rows]
+    if isinstance(inputs, Mapping):
+        return {key: _select_inputs(value, rows) for key, value in inputs.items()}
+    if isinstance(inputs, (list, tuple)):
+        indices = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+        return type(inputs)([inputs[int(i)] for i in indices])
+    if isinstance(inputs, Selectable):
+        return inputs.select(rows)
+    raise ValueError(
+        f"Batch.inputs is a {type(inputs).__name__}; expected None, a tensor, a list, a mapping of them, or an object with "
+        "select(rows); add that method so that the inputs can follow their rows."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What the model says now about a batch's steps, with gradient. Values at masked steps are never read."""
+
+    logp: Tensor
+    """[N, T] log-probability of each chosen step."""
+    entropy: Tensor | None = None
+    """[N, T] entropy of the step's distribution, in nats."""
+    value: Tensor | None = None
+    """[N, T] critic's value."""
+    kl: Tensor | None = None
+    """[N, T] exact KL(pi‖pi_ref) of the step's distribution, summed over the vocabulary, in nats."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over every row of one optimiser step, whatever micro-batches or ranks it is split into; ranks add theirs with `+`.
+
+    Losses divide by these and never by the size of a micro-batch: that is why any split gives the same gradient.
+    """
+
+    sequences: int = 0
+    """Kept rows."""
+    tokens: int = 0
+    """Chosen steps in kept rows."""
+    gradient_tokens: int = 0
+    """Chosen steps in rows that need a forward pass; metrics are means over these."""
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.sequences + other.sequences, self.tokens + other.tokens, self.gradient_tokens + other.gradient_tokens
+        )

@@ -1,0 +1,33 @@
+"""The critic slot: the loss that fits V to the returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["value_loss"]
+
+
+@dataclass(frozen=True)
+class value_loss:
+    """Squared error of the critic against the return A_t + V_old(s_t), mean over all steps.
+
+    Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
+
+    Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
+    """
+
+    coefficient: float = 0.1
+    """c_V; TRL's vf_coef."""
+    clip: float | None = None
+    """ε: how far V may move from V_old with credit; TRL's cliprange_value. None: no clip."""
+
+    def __call__(self, value: Tensor, value_old: Tensor, returns: Tensor) -> Tensor:
+        """Per-step loss [N,T] before the coefficient."""
+        error = (value - returns) ** 2
+        if self.clip is not None:
+            near = value_old + (value - value_old).clamp(-self.clip, self.clip)
+            error = torch.maximum(error, (near - returns) ** 2)
+        return error / 2

@@ -1,0 +1,146 @@
+"""What a method optimises, in words and formulas taken from the docstrings of its parts."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from psigrad.objective.catalog import resolve
+from psigrad.objective.policy_gradient import PolicyGradient
+
+WIDTH = 100
+_MEANING = {
+    "psi": "psi (advantage A)",
+    "ratio": "ratio ρ",
+    "surrogate": "surrogate L",
+    "aggregate": "aggregate w",
+    "kl": "KL to the reference",
+    "keep": "keep (filter)",
+    "critic": "critic",
+    "entropy": "entropy",
+    "correction": "correction c",
+}
+_ABSENT = {
+    "kl": "none: no reference policy is needed",
+    "keep": "none: every trajectory is trained on",
+    "critic": "none",
+    "entropy": "none",
+    "correction": "none: the sampler's log-probabilities are taken as the policy's own",
+}
+Spec = str | Mapping[str, Any] | PolicyGradient
+
+
+def explain(spec: Spec, other: Spec | None = None) -> str:
+    """The formula that a method minimises, slot by slot; with two methods, what differs between them."""
+    method = resolve(spec)
+    if other is not None:
+        return _difference(method, resolve(other))
+    blocks = [f"{method.name or 'custom method'} minimises", "    " + _formula(method), *_legend(method), ""]
+    for slot in _MEANING:
+        blocks += [*_slot_lines(method, slot), ""]
+    return "\n".join(blocks).rstrip() + "\n"
+
+
+def _formula(method: PolicyGradient) -> str:
+    weight = "c·" if method.correction else ""
+    inner = f"{weight}L(π, ρ, A)"
+    if method.kl is not None and method.kl.where == "loss" and method.needs_reference:
+        inner = f"[ {inner} + β·KL ]"
+    formula = f"loss(θ) = Σ_i Σ_t w_it · {inner}"
+    if method.entropy is not None:
+        formula += " − c_H·mean(H)"
+    if method.critic is not None:
+        formula += " + c_V·mean(value error)"
+    return formula
+
+
+def _legend(method: PolicyGradient) -> list[str]:
+    lines = ["over the chosen steps t of the kept trajectories i; gradient flows through log π alone."]
+    if method.kl is not None and method.kl.where == "reward" and method.needs_reference:
+        lines.append("The rewards that A is made of carry the KL penalty.")
+    return lines
+
+
+def _parts(method: PolicyGradient, slot: str) -> tuple[Any, ...]:
+    value = getattr(method, slot)
+    if slot == "keep":
+        return tuple(value)
+    return () if value is None else (value,)
+
+
+def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
+    parts = _parts(method, slot)
+    if not parts:
+        return [f"{_MEANING[slot]}: {_ABSENT[slot]}"]
+    lines: list[str] = []
+    for part in parts:
+        lines += _wrapped(f"{_MEANING[slot]}: {label(part)}", "") + _part_lines(part, "    ")
+    return lines
+
+
+def _part_lines(part: Any, indent: str) -> list[str]:
+    """Purpose, formula and source from the docstring. A part whose formula depends on its parameters says so in `formula`."""
+    paragraphs = (inspect.getdoc(part) or "A part without a docstring.").split("\n\n")
+    lines = _wrapped(" ".join(paragraphs[0].split()), indent)
+    for paragraph in paragraphs[1:]:
+        if paragraph.startswith("Formula:"):
+            formula: str = getattr(part, "formula", paragraph.removeprefix("Formula:"))
+            for row in formula.splitlines():
+                lines += _wrapped(row.strip(), indent + "    ")
+        elif paragraph.startswith("Source:"):
+            lines += _wrapped(" ".join(paragraph.split()), indent)
+    inner = [getattr(part, f.name) for f in fields(part)] if is_dataclass(part) and not isinstance(part, type) else []
+    for value in inner:
+        if callable(value) or is_dataclass(value):
+            lines += _wrapped(f"with {label(value)}", indent) + _part_lines(value, indent + "    ")
+    return lines
+
+
+def label(part: Any) -> str:
+    """A part's name with its parameters: clip(low=0.2, high=0.28)."""
+    if is_dataclass(part) and not isinstance(part, type):
+        inside = ", ".join(f"{f.name}={_shown(getattr(part, f.name))}" for f in fields(part))
+        return f"{type(part).__name__}({inside})"
+    return str(getattr(part, "__name__", part))
+
+
+def _shown(value: Any) -> str:
+    return label(value) if callable(value) or is_dataclass(value) else repr(value)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=True) or [""]
+
+
+def _difference(a: PolicyGradient, b: PolicyGradient) -> str:
+    first, second = a.name or "the first", b.name or "the second"
+    if first == second:
+        first, second = f"{first} (1)", f"{second} (2)"
+    same = [slot for slot in _MEANING if getattr(a, slot) == getattr(b, slot)]
+    lines = [f"{first} minimises", "    " + _formula(a), f"{second} minimises", "    " + _formula(b), ""]
+    for slot in _MEANING:
+        if slot in same:
+            continue
+        lines.append(f"{_MEANING[slot]} differs")
+        for name, method in ((first, a), (second, b)):
+            lines += [f"  {name}:", *_side(method, slot)]
+        lines.append("")
+    if len(same) == len(_MEANING):
+        lines += ["They are the same method.", ""]
+    elif same:
+        lines += _wrapped("Same in both: " + ", ".join(f"{slot} ({_short(a, slot)})" for slot in same), "")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _side(method: PolicyGradient, slot: str) -> list[str]:
+    parts = _parts(method, slot)
+    if not parts:
+        return ["    " + _ABSENT[slot]]
+    return [line for part in parts for line in (*_wrapped(label(part), "    "), *_part_lines(part, "      "))]
+
+
+def _short(method: PolicyGradient, slot: str) -> str:
+    return ", ".join(label(part) for part in _parts(method, slot)) or "none"

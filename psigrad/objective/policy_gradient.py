@@ -1,0 +1,327 @@
+"""A policy-gradient method as nine parts, and the three steps that every one of them takes.
+
+    loss = Σ_{i,t} w_{i,t} · ( c_{i,t} · L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β · KL_{i,t} ) − c_H · mean H + c_V · mean value error
+
+prepare: KL in the reward, advantage, then the filter, on the whole collected batch. totals: count the rows of one optimiser step.
+loss: any micro-batch of them. Schedule (epochs, minibatches, learning rate) belongs to the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from psigrad.objective import aggregate as aggregates
+from psigrad.objective import kl as kls
+from psigrad.objective import penalty, ratio, stats
+from psigrad.objective.advantage import Psi, StatefulPsi, needs_of, whitened
+from psigrad.objective.aggregate import Aggregate
+from psigrad.objective.batch import Batch, Evaluation, Totals, zero_outside
+from psigrad.objective.correction import Correction
+from psigrad.objective.critic import value_loss
+from psigrad.objective.entropy import bonus
+from psigrad.objective.keep import Keep, has_signal
+from psigrad.objective.kl import KL
+from psigrad.objective.surrogate import Surrogate, clip_fractions, differentiates_ratio, score, silent_without_advantage
+
+Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
+State = Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A collected batch with its advantages, ready for any number of passes."""
+
+    batch: Batch
+    """As collected: `reward` is without a KL penalty."""
+    advantage: Tensor
+    """[N, T], 0 on masked steps."""
+    keep: Tensor
+    """[N] bool: rows that are trained on."""
+    needs_gradient: Tensor
+    """[N] bool: False where a row surely contributes exactly zero gradient, so that its forward pass may be skipped."""
+    metrics: dict[str, float]
+    """Figures of the whole batch."""
+    state: dict[str, float]
+    """The state after this batch."""
+    returns: Tensor | None = None
+    """[N, T] target of the critic, when there is one."""
+
+    def select(self, rows: Tensor) -> Prepared:
+        """The same for these rows (indices or a boolean mask)."""
+        return replace(
+            self,
+            batch=self.batch.select(rows),
+            advantage=self.advantage[rows],
+            keep=self.keep[rows],
+            needs_gradient=self.needs_gradient[rows],
+            returns=None if self.returns is None else self.returns[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A micro-batch's share of the loss of one optimiser step; shares add up, for value, gradient and terms."""
+
+    value: Tensor
+    """Scalar with gradient."""
+    terms: dict[str, Tensor]
+    """Detached scalars. Metrics are means over the steps of rows that need a gradient."""
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """One method: nine parts and a name. A variant is `dataclasses.replace(GRPO, kl=None)`.
+
+    Errors: ValueError at construction when the parts do not fit together.
+    """
+
+    psi: Psi
+    """Batch -> advantage [N,T]; see advantage.py."""
+    ratio: Ratio
+    """(logp, logp_old, mask) -> log ratio [N,T]; see ratio.py."""
+    surrogate: Surrogate
+    """(logp, log_ratio, advantage) -> loss per step [N,T]; see surrogate.py, penalty.py."""
+    aggregate: Aggregate
+    """(mask, totals) -> weights [N,T]; see aggregate.py."""
+    kl: KL | None = None
+    """Penalty on the distance from the reference policy."""
+    keep: tuple[Keep, ...] = ()
+    """Batch -> bool [N]; a row must pass all; see keep.py."""
+    critic: value_loss | None = None
+    """Loss of the value function."""
+    entropy: bonus | None = None
+    """Entropy bonus."""
+    correction: Correction | None = None
+    """Batch -> weights [N,T] for the gap between sampler and trainer; see correction.py."""
+    name: str = ""
+    """For people."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", tuple(self.keep))
+        for wrong, sentence in (
+            (
+                "value" in needs_of(self.psi) and self.critic is None,
+                f"psi {_name(self.psi)} reads a critic's values and critic is None; set critic=value_loss() or choose a psi without a critic.",
+            ),
+            (
+                "value" not in needs_of(self.psi) and self.critic is not None,
+                f"critic is set and psi {_name(self.psi)} never reads its values; choose gae, k_step or td_residual, or set critic=None.",
+            ),
+            (
+                self.ratio is ratio.none and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, penalty.kl_penalty)),
+                f"surrogate {_name(self.surrogate)} takes its gradient from the ratio and ratio is none; set ratio=token, or surrogate=score.",
+            ),
+            (
+                self.ratio is not ratio.none and self.surrogate is score,
+                f"surrogate score ignores the ratio and ratio is {_name(self.ratio)}; set ratio=none, or surrogate=unclipped or clip.",
+            ),
+            (
+                self.ratio is ratio.trajectory and self.aggregate is not aggregates.sequence_mean,
+                f"ratio trajectory is one number for the whole completion and aggregate {_name(self.aggregate)} would count it once per "
+                "step; set aggregate=sequence_mean.",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"{self.name or 'PolicyGradient'}: {sentence}")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy is read."""
+        return self.kl is not None and self.kl.coefficient != 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the batch and the evaluation must hold values."""
+        return self.critic is not None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the evaluation must hold entropies."""
+        return self.entropy is not None
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether the evaluation must hold the KL summed over the vocabulary."""
+        return self.kl is not None and self.kl.estimator == "exact" and self.kl.coefficient != 0
+
+    @property
+    def min_group_size(self) -> int:
+        """Fewest trajectories per prompt."""
+        return 2 if "group" in needs_of(self.psi) or self.dynamic_sampling else 1
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Whether groups without signal are dropped, so that the trainer should collect others."""
+        return has_signal in self.keep
+
+    def initial_state(self) -> dict[str, float]:
+        """What the method remembers between steps, before the first one: plain numbers, kept by the caller."""
+        state: dict[str, float] = {}
+        if isinstance(self.psi, StatefulPsi):
+            state |= self.psi.initial_state()
+        if self.kl is not None:
+            state |= self.kl.initial_state()
+        if isinstance(self.surrogate, penalty.kl_penalty):
+            state[penalty.STATE_KEY] = self.surrogate.coefficient
+        return state
+
+    def prepare(self, batch: Batch, state: State) -> Prepared:
+        """Advantages, filter and new state for a whole collected batch.
+
+        Errors: ValueError when a reward is not finite, when no group has the `min_group_size`, or when the batch lacks what a part reads.
+        """
+        self._check_batch(batch)
+        shaped = batch
+        if self.kl is not None and self.kl.where == "reward" and batch.logp_ref is not None:
+            penalty_NT = kls.estimate(self.kl.estimator, batch.logp_old - batch.logp_ref)
+            shaped = replace(batch, reward=batch.reward - self.kl.beta(state) * penalty_NT)
+        new_state = dict(state)
+        if isinstance(self.psi, StatefulPsi):
+            advantage, remembered = self.psi(shaped, state)
+            new_state |= remembered
+        else:
+            advantage = self.psi(shaped)
+        advantage = zero_outside(batch.mask, advantage.detach())
+        keep = batch.present
+        for part in self.keep:
+            keep = keep & part(batch)
+        metrics = self._batch_metrics(batch, shaped, keep, state)
+        if self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive):
+            updated = self.kl.coefficient.updated(self.kl.beta(state), metrics["objective/kl"], int(batch.present.sum()))
+            new_state[kls.STATE_KEY] = updated
+        needs_gradient = keep if self._always_has_gradient() else keep & (advantage != 0).any(1)
+        returns = self._returns(shaped, advantage)
+        return Prepared(batch, advantage, keep, needs_gradient, metrics, new_state, returns)
+
+    def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
+        """Counts over the rows of one optimiser step (all rows when None)."""
+        part = prepared if rows is None else prepared.select(rows)
+        steps_N = part.batch.mask.sum(1)
+        return Totals(
+            sequences=int(part.keep.sum()),
+            tokens=int((steps_N * part.keep).sum()),
+            gradient_tokens=int((steps_N * part.needs_gradient).sum()),
+        )
+
+    def loss(self, prepared: Prepared, evaluation: Evaluation, totals: Totals, state: State) -> Loss:
+        """The share of these rows (one micro-batch) in the loss of an optimiser step whose counts are `totals`.
+
+        Errors: ValueError when the batch or the evaluation lacks what a part reads.
+        """
+        batch = prepared.batch
+        mask = batch.mask & prepared.keep[:, None]
+        logp = zero_outside(mask, evaluation.logp.to(torch.promote_types(evaluation.logp.dtype, torch.float32)))
+        logp_old = zero_outside(mask, batch.logp_old)
+        advantage = zero_outside(mask, prepared.advantage)
+        log_ratio = self.ratio(logp, logp_old, mask)
+        per_step = self._surrogate_now(state)(logp, log_ratio, advantage)
+        weights = self.aggregate(mask, totals).to(logp.dtype)
+        counted = mask & prepared.needs_gradient[:, None]
+
+        def mean(x: Tensor) -> Tensor:
+            return zero_outside(counted, x.detach().to(logp.dtype)).sum() / max(totals.gradient_tokens, 1)
+
+        terms = {key: mean(hit) for key, hit in clip_fractions(self.surrogate, log_ratio, advantage).items()}
+        if self.ratio is not ratio.none:
+            moved = (logp - logp_old).detach()
+            terms["policy/approxkl_avg"] = mean(ratio.exp_ratio(moved) - 1 - moved)
+        if self.correction is not None:
+            correction = self.correction(batch).detach()
+            per_step = per_step * correction
+            terms["sampling/importance_sampling_ratio/mean"] = mean(correction)
+        value = zero_outside(mask, per_step * weights).sum()
+        terms["policy_loss"] = value.detach()
+        if self.kl is not None and self.kl.where == "loss" and self.needs_reference:
+            kl = self._kl_per_step(self.kl, mask, batch, logp, logp_old, evaluation)
+            value = value + self.kl.beta(state) * zero_outside(mask, kl * weights).sum()
+            terms["kl"] = mean(kl)
+        if evaluation.entropy is not None:
+            terms["entropy"] = mean(evaluation.entropy)
+        if self.entropy is not None:
+            entropy = zero_outside(mask, _given(evaluation.entropy, "entropy", "an entropy bonus"))
+            value = value - self.entropy.coefficient * entropy.sum() / max(totals.tokens, 1)
+        if self.critic is not None:
+            error = self._value_error(self.critic, prepared, evaluation, mask).sum() / max(totals.tokens, 1)
+            value = value + self.critic.coefficient * error
+            terms["value_loss"] = error.detach()
+        return Loss(value, terms)
+
+    def _check_batch(self, batch: Batch) -> None:
+        if not bool(torch.isfinite(batch.reward).all()):
+            rows = (~torch.isfinite(batch.reward)).any(1).nonzero().flatten().tolist()
+            raise ValueError(f"The reward of rows {rows[:5]} is NaN or infinite; expected numbers; score those rows again or drop them.")
+        if self.min_group_size > 1 and bool(batch.present.any()):
+            largest = int(stats.group_size(batch.group)[batch.present].max())
+            if largest < self.min_group_size:
+                raise ValueError(
+                    f"Every group has {largest} trajectory and {self.name or _name(self.psi)} compares trajectories of a group; expected at "
+                    f"least {self.min_group_size}; sample more completions per prompt (num_generations)."
+                )
+        if self.needs_reference and not self.needs_exact_kl and batch.logp_ref is None:
+            raise ValueError("The batch has no `logp_ref`, which the KL term reads; score it with the reference policy or set kl to null.")
+        if self.critic is not None and batch.value is None:
+            raise ValueError("The batch has no `value`, which the critic's loss reads; give the critic's values.")
+
+    def _always_has_gradient(self) -> bool:
+        kl_in_loss = self.needs_reference and self.kl is not None and self.kl.where == "loss"
+        return kl_in_loss or self.entropy is not None or self.critic is not None or not silent_without_advantage(self.surrogate)
+
+    def _batch_metrics(self, batch: Batch, shaped: Batch, keep: Tensor, state: State) -> dict[str, float]:
+        def mean_N(x_N: Tensor) -> float:
+            return float(stats.masked_mean(x_N.to(batch.reward.dtype), batch.present))
+
+        metrics = {
+            "reward": mean_N(batch.sequence_reward),
+            "frac_reward_zero_std": mean_N(stats.all_equal(batch.sequence_reward, batch.group)),
+            "frac_kept": mean_N(keep),
+        }
+        if batch.logp_ref is not None:
+            metrics["objective/kl"] = mean_N((batch.logp_old - batch.logp_ref).sum(1))
+        if shaped is not batch:
+            metrics["objective/rlhf_reward"] = mean_N(shaped.sequence_reward)
+        if self.kl is not None:
+            metrics["objective/kl_coefficient"] = self.kl.beta(state)
+        if batch.logp_sampler is not None:
+            gap = (batch.logp_old - batch.logp_sampler).abs()
+            metrics["sampling/sampling_logp_difference/mean"] = float(stats.masked_mean(gap, batch.mask))
+            metrics["sampling/sampling_logp_difference/max"] = float(gap.max()) if gap.numel() else 0.0
+        return metrics
+
+    def _returns(self, shaped: Batch, advantage: Tensor) -> Tensor | None:
+        if self.critic is None or shaped.value is None:
+            return None
+        plain = self.psi.psi(shaped) if isinstance(self.psi, whitened) else advantage
+        return plain + shaped.value
+
+    def _surrogate_now(self, state: State) -> Surrogate:
+        if isinstance(self.surrogate, penalty.kl_penalty):
+            return replace(self.surrogate, coefficient=state[penalty.STATE_KEY])
+        return self.surrogate
+
+    @staticmethod
+    def _kl_per_step(kl: KL, mask: Tensor, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: Evaluation) -> Tensor:
+        if kl.estimator == "exact":
+            return zero_outside(mask, _given(evaluation.kl, "kl", "the exact KL term"))
+        logp_ref = zero_outside(mask, _given(batch.logp_ref, "logp_ref", "the KL term"))
+        return kl.per_step(logp, logp_old, logp_ref)
+
+    @staticmethod
+    def _value_error(critic: value_loss, prepared: Prepared, evaluation: Evaluation, mask: Tensor) -> Tensor:
+        value = zero_outside(mask, _given(evaluation.value, "value", "the critic's loss"))
+        value_old = zero_outside(mask, _given(prepared.batch.value, "value", "the critic's loss"))
+        returns = zero_outside(mask, _given(prepared.returns, "returns", "the critic's loss"))
+        return critic(value, value_old, returns)
+
+
+def _name(part: object) -> str:
+    return str(getattr(part, "__name__", type(part).__name__))
+
+
+def _given(tensor: Tensor | None, field: str, reader: str) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"`{field}` is missing and {reader} reads it; let the model compute it, or leave the part out.")
+    return tensor

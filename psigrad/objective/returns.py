@@ -1,0 +1,45 @@
+"""Sums of rewards along a trajectory.
+
+Time counts chosen steps only: a masked observation between two chosen steps takes no time, is not discounted and hides nothing.
+All functions take and return [N, T]; results are 0 on masked steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from psigrad.objective.batch import Batch, zero_outside
+
+__all__ = ["discounted_sum", "next_chosen", "td_errors"]
+
+
+def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float) -> Tensor:
+    """y_t = x_t + discount · y_{t+1}, backwards over the chosen steps.
+
+    With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
+    """
+    carry_N = torch.zeros_like(x_NT[:, 0]) if x_NT.shape[1] else x_NT.sum(1)
+    out_NT = torch.zeros_like(x_NT)
+    for t in reversed(range(x_NT.shape[1])):
+        carry_N = torch.where(mask_NT[:, t], x_NT[:, t] + discount * carry_N, carry_N)
+        out_NT[:, t] = carry_N
+    return zero_outside(mask_NT, out_NT)
+
+
+def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
+    """x at the next chosen step of the same row; `last_N` where there is none."""
+    n_steps = x_NT.shape[1]
+    steps_NT = torch.arange(n_steps, device=x_NT.device).expand(x_NT.shape)
+    chosen_NT = torch.where(mask_NT, steps_NT, n_steps)
+    after_NT = torch.cat([chosen_NT[:, 1:], torch.full_like(chosen_NT[:, :1], n_steps)], dim=1)
+    next_NT = after_NT.flip(1).cummin(1).values.flip(1)
+    return zero_outside(mask_NT, torch.cat([x_NT, last_N[:, None]], dim=1).gather(1, next_NT))
+
+
+def td_errors(batch: Batch, gamma: float) -> Tensor:
+    """δ_t = r_t + γ·V(s_{t+1}) − V(s_t); after the last step V is `batch.last_value` (0 when absent)."""
+    if batch.value is None:
+        raise ValueError("The batch has no `value`, which TD errors read; give the critic's values or choose a psi without a critic.")
+    last_N = torch.zeros_like(batch.value[:, 0]) if batch.last_value is None else batch.last_value.detach().to(batch.value.dtype)
+    return zero_outside(batch.mask, batch.reward + gamma * next_chosen(batch.value, batch.mask, last_N) - batch.value)

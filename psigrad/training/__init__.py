@@ -1,0 +1,1 @@
+"""How models are trained: `loop.py` (online) and `offline.py` (SFT), and what both stand on."""

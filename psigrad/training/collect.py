@@ -1,0 +1,140 @@
+"""From prompts to scored trajectories to a `Batch`: the half of an online step that needs no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from psigrad import seeds
+from psigrad.data.batches import order
+from psigrad.data.templates import completion_for_reward, decode
+from psigrad.models.language_model import LanguageModel
+from psigrad.objective import Batch, terminal
+from psigrad.rewards import Failed, Scored, Scorer
+from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One dataset row as training sees it: its index, its tokens, the row itself (text and columns for the rewards)."""
+
+    index: int
+    ids: tuple[int, ...]
+    row: Any
+
+    @property
+    def text(self) -> str | list[dict[str, Any]]:
+        return self.row.prompt
+
+
+def prompts_from(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:
+    """Places `cursor` … `cursor + count` of the endless sequence of shuffled epochs: a pure function of its arguments."""
+    n, places, picked = len(prompts), {}, []
+    for place in range(cursor, cursor + count):
+        epoch, offset = divmod(place, n)
+        if epoch not in places:
+            places[epoch] = order(n, seed, epoch)
+        picked.append(prompts[places[epoch][offset]])
+    return picked
+
+
+def sample(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    num_generations: int,
+    seed_of: Callable[[int, int], int],
+    tokenizer: Any,
+    version: int,
+) -> list[Trajectory]:
+    """`num_generations` completions of each prompt; `seed_of(i, k)` seeds completion k of the i-th prompt."""
+    requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
+    return [
+        Trajectory(prompt.index, k, prompt.ids, completion, version, text=decode(tokenizer, completion.ids))
+        for prompt, group in zip(prompts, sampler.sample(requests, params), strict=True)
+        for k, completion in enumerate(group)
+    ]
+
+
+def score(scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], Any]) -> list[Trajectory]:
+    """The trajectories with their rewards; `rows(index)` is the dataset row, whose columns the rewards receive."""
+    sources = [rows(t.row) for t in trajectories]
+    names = {name for row in sources for name in row.columns}
+    results = scorer.score(
+        [row.prompt for row in sources],
+        [completion_for_reward(row, t.text) for row, t in zip(sources, trajectories, strict=True)],
+        [list(t.completion.ids) for t in trajectories],
+        {name: [row.columns.get(name) for row in sources] for name in sorted(names)},
+        groups=[t.row for t in trajectories],
+    )
+    return [replace(t, **_outcome(result)) for t, result in zip(trajectories, results, strict=True)]
+
+
+def _outcome(result: Any) -> dict[str, Any]:
+    match result:
+        case Scored():
+            return {"reward": float(result.value), "status": "scored", "parts": dict(result.parts)}
+        case Failed():
+            return {"reward": float(result.value), "status": "failed", "reason": result.reason, "parts": dict(result.parts)}
+        case _:
+            return {"reward": None, "status": "unscored", "reason": result.reason}
+
+
+def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
+    """Groups of consecutive completions without their unscored members; a group left with fewer than `smallest` is dropped."""
+    for start in range(0, len(trajectories), group_size):
+        group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
+        if len(group) >= smallest:
+            yield group
+
+
+def to_batch(groups: Sequence[Sequence[Trajectory]]) -> Batch:
+    """The padded view [N, T] of scored groups, rows in order; the reward stands on each completion's last token."""
+    rows = [t for group in groups for t in group]
+    lengths = torch.tensor([len(t.completion.ids) for t in rows])
+    width = int(lengths.max())
+    mask = torch.arange(width)[None] < lengths[:, None]
+
+    def padded(values: Callable[[Trajectory], Sequence[float]]) -> torch.Tensor:
+        return torch.tensor([[*values(t), *[0.0] * (width - len(t.completion.ids))] for t in rows])
+
+    return Batch(
+        mask=mask,
+        reward=terminal(torch.tensor([t.reward for t in rows]), mask),
+        logp_old=padded(lambda t: t.completion.logprobs),
+        group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
+        logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
+        truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
+        version=torch.tensor([t.version for t in rows]),
+    )
+
+
+def record(trajectory: Trajectory, step: int, kind: str, row: Any, advantage: float | None = None) -> dict[str, Any]:
+    """One line of rollouts.jsonl."""
+    completion = trajectory.completion
+    return {
+        "step": step,
+        "kind": kind,
+        "row": trajectory.row,
+        "k": trajectory.k,
+        "prompt": row.prompt,
+        "completion": trajectory.text,
+        "completion_ids": list(completion.ids),
+        "reward": trajectory.reward,
+        "parts": trajectory.parts,
+        "status": trajectory.status,
+        "reason": trajectory.reason,
+        "advantage": advantage,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "version": trajectory.version,
+    }
+
+
+def step_seeds(seed: int, purpose: str, step: int, prompts: Sequence[Prompt]) -> Callable[[int, int], int]:
+    """Seed of completion k of the i-th prompt: a hash of (run seed, purpose, step, dataset row, k)."""
+    return lambda i, k: seeds.derive(seed, purpose, step, prompts[i].index, k)

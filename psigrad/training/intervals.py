@@ -1,0 +1,37 @@
+"""Intervals for evaluation figures, and pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+_Z = NormalDist().inv_cdf(0.975)
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """95 % interval of a proportion (Wilson 1927), which stays inside [0, 1] and is not empty at 0 or n successes."""
+    p = successes / n
+    centre = p + _Z**2 / (2 * n)
+    spread = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
+    scale = 1 + _Z**2 / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean: Wilson's for zeros and ones, else the normal one (mean ± 1.96 s/√n; the mean itself for n = 1)."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    if set(values) <= {0.0, 1.0}:
+        return wilson(math.fsum(values), n)
+    if n == 1:
+        return mean, mean
+    error = _Z * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    return mean - error, mean + error
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The chance that k of n completions, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k).
+
+    Unbiased, unlike 1 - (1 - c/n)^k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+    """
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

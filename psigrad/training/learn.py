@@ -1,0 +1,192 @@
+"""The half of an online step that needs gradients: advantages, minibatches, micro-batches, optimiser steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from psigrad import seeds
+from psigrad.data.batches import pack_groups
+from psigrad.errors import UserError
+from psigrad.models.language_model import LanguageModel
+from psigrad.models.packing import Groups
+from psigrad.objective import Batch, Evaluation, Prepared, Totals
+from psigrad.rollout.types import Trajectory
+
+if TYPE_CHECKING:
+    from psigrad.training.loop import Online
+    from psigrad.training.state import State
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of a collected batch: its metrics, the algorithm's new state, and the advantage of each row (mean over its tokens)."""
+
+    metrics: dict[str, Any]
+    algorithm: dict[str, float]
+    advantages: list[float]
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Rows of the batch that share one forward pass, in the order in which `inputs` lists them."""
+
+    rows: Tensor
+    inputs: Groups
+
+
+def micro_batches(groups: Sequence[Sequence[Trajectory]], wanted: Tensor, budget: int) -> list[Micro]:
+    """Forward passes of at most `budget` tokens over the rows where `wanted` [N] is True; a group's prompt is computed once."""
+    numbered, row = [], 0
+    for group in groups:
+        members = [(row + i, t) for i, t in enumerate(group) if bool(wanted[row + i])]
+        row += len(group)
+        if members:
+            numbered.append(members)
+    sizes = [[len(t.completion.ids) for _, t in members] for members in numbered]
+    micros = []
+    for parts in pack_groups([len(members[0][1].prompt_ids) for members in numbered], sizes, budget):
+        picked = [[numbered[g][k] for k in ks] for g, ks in parts]
+        inputs = Groups([p[0][1].prompt_ids for p in picked], [[t.completion.ids for _, t in p] for p in picked])
+        micros.append(Micro(torch.tensor([i for p in picked for i, _ in p]), inputs))
+    return micros
+
+
+def update(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], state: State, lr: float) -> Update:
+    """All optimiser steps on one collected batch. Rows without gradient skip the forward pass; without any, no weight moves."""
+    config, algorithm = run.config, run.algorithm
+    single_pass = config.num_iterations * config.num_minibatches == 1
+    if algorithm.needs_reference and not algorithm.needs_exact_kl:
+        batch = replace(batch, logp_ref=log_probs(run, run.reference, batch, groups))
+    if not (single_pass or run.exact_sampling):
+        batch = replace(batch, logp_old=log_probs(run, run.model, batch, groups))
+    prepared = algorithm.prepare(batch, state.algorithm)
+    tally = _Tally()
+    for iteration in range(config.num_iterations):
+        for part in _minibatches(run, batch.group, state.step, iteration):
+            wanted = prepared.needs_gradient.cpu() & part
+            if not bool(wanted.any()):
+                continue
+            rows = part.nonzero()[:, 0]
+            totals = algorithm.totals(prepared, rows.to(batch.mask.device))
+            tally.steps += 1
+            losses = [
+                lambda micro=micro: _loss(run, prepared, micro, totals, prepared.state, single_pass, tally)
+                for micro in micro_batches(groups, wanted, config.micro_batch_tokens)
+            ]
+            tally.stepped(run.optimizer.step(losses, lr))
+    _check_gap(run, tally.mean_gap, state.step + 1)
+    advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
+    own = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
+    return Update({**own, **tally.result()}, prepared.state, advantage)
+
+
+def _minibatches(run: Online, group: Tensor, step: int, iteration: int) -> list[Tensor]:
+    """Row masks [N] of the optimiser steps of one pass: shuffled groups in `num_minibatches` nearly equal shares."""
+    ids = torch.unique(group).cpu()
+    shuffled = ids[torch.from_numpy(seeds.permutation(len(ids), run.config.run.seed, "minibatch", step, iteration))]
+    return [torch.isin(group.cpu(), share) for share in shuffled.tensor_split(run.config.num_minibatches) if len(share)]
+
+
+def _loss(
+    run: Online, prepared: Prepared, micro: Micro, totals: Totals, state: dict[str, float], single_pass: bool, tally: _Tally
+) -> Tensor:
+    """One micro-batch's share of the loss of an optimiser step."""
+    algorithm = run.algorithm
+    rows = micro.rows.to(prepared.batch.mask.device)
+    evaluation = run.model.evaluate(
+        micro.inputs,
+        temperature=run.params.temperature,
+        entropy=algorithm.needs_entropy,
+        kl_to=run.reference if algorithm.needs_exact_kl else None,
+    )
+    part = prepared.select(rows)
+    evaluation = _widened(evaluation, part.batch.mask.shape[1])
+    if tally.steps == 1:
+        tally.gap(evaluation.logp.detach(), part.batch)
+    if single_pass:
+        # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
+        part = replace(part, batch=replace(part.batch, logp_old=evaluation.logp.detach()))
+    loss = algorithm.loss(part, evaluation, totals, state)
+    tally.add(loss.value, loss.terms)
+    return loss.value
+
+
+@torch.no_grad()
+def log_probs(run: Online, model: LanguageModel | None, batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
+    """[N, T] log-probs of every row under `model` (a LoRA model that is its own reference runs without its adapter)."""
+    if model is None:
+        raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
+    out = torch.zeros_like(batch.logp_old)
+    for micro in micro_batches(groups, batch.present.cpu(), run.config.micro_batch_tokens):
+        own_reference = model is run.reference and model.adapter is not None
+        with model.without_adapter() if own_reference else torch.no_grad():
+            logp = model.evaluate(micro.inputs, temperature=run.params.temperature).logp
+        out[micro.rows.to(out.device), : logp.shape[1]] = logp.to(out.dtype)
+    return out
+
+
+def _widened(evaluation: Evaluation, width: int) -> Evaluation:
+    """The evaluation of a micro-batch [n, t] padded to the batch's [n, T]."""
+
+    def wide(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+    logp = wide(evaluation.logp)
+    assert logp is not None
+    return Evaluation(logp, wide(evaluation.entropy), wide(evaluation.value), wide(evaluation.kl))
+
+
+def _check_gap(run: Online, gap: float, step: int) -> None:
+    half = run.model.hf.dtype in (torch.bfloat16, torch.float16)
+    bound = run.config.max_logp_difference or (0.1 if half else 1e-3)
+    if not gap <= bound:
+        raise UserError(
+            f"At step {step} sampler and trainer disagree by {gap:.2g} in mean log-probability, above the bound {bound:.2g}: the "
+            "completions did not come from the policy that is trained. Look at the sampler, or raise max_logp_difference."
+        )
+
+
+class _Tally:
+    """Sums the terms of micro-batches within an optimiser step and averages them over the steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.applied = 0
+        self.norms: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self._gap_sum, self._gap_max, self._gap_count = 0.0, 0.0, 0
+
+    @property
+    def mean_gap(self) -> float:
+        return self._gap_sum / max(1, self._gap_count)
+
+    def add(self, value: Tensor, terms: dict[str, Tensor]) -> None:
+        for name, term in {"loss": value.detach(), **terms}.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(term)
+
+    def gap(self, logp: Tensor, batch: Batch) -> None:
+        difference = (logp - batch.logp_old).abs()[batch.mask]
+        self._gap_sum += float(difference.sum())
+        self._gap_max = max(self._gap_max, float(difference.max()))
+        self._gap_count += difference.numel()
+
+    def stepped(self, norm: float | None) -> None:
+        if norm is not None:
+            self.applied += 1
+            self.norms.append(norm)
+
+    def result(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {name: value / self.steps for name, value in self.metrics.items()}
+        figures["updates"] = self.applied
+        if self.norms:
+            figures["grad_norm"] = math.fsum(self.norms) / len(self.norms)
+        if self._gap_count:
+            figures["sampling/sampling_logp_difference/mean"] = self.mean_gap
+            figures["sampling/sampling_logp_difference/max"] = self._gap_max
+        return figures

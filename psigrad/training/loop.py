@@ -1,0 +1,159 @@
+"""Online reinforcement learning, whole: collect -> score -> advantage -> update -> record -> (evaluate) -> (save).
+
+Read this file first. The mathematics is the `PolicyGradient`'s; who samples is the `Sampler`'s; who judges is the `Scorer`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from psigrad import seeds
+from psigrad.config import OnlineConfig
+from psigrad.models.language_model import LanguageModel
+from psigrad.objective import PolicyGradient
+from psigrad.rewards import Scorer, check_unscored
+from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
+from psigrad.training import learn
+from psigrad.training.collect import Prompt, prompts_from, record, sample, score, scored_groups, to_batch
+from psigrad.training.evaluate import Evaluator
+from psigrad.training.journal import Clock, Journal
+from psigrad.training.learn import Update
+from psigrad.training.metrics import collection_metrics
+from psigrad.training.progress import bar
+from psigrad.training.state import State
+from psigrad.training.update import Optimizer, learning_rate
+
+
+@dataclass(frozen=True)
+class Online:
+    """The parts of one online run.
+
+    `reference` is the frozen model of the KL term (the model itself under LoRA). `exact_sampling` says that the sampler's log-probs are
+    the trainer's to float32 rounding, so that they need not be computed again before several passes over a batch.
+    """
+
+    config: OnlineConfig
+    algorithm: PolicyGradient
+    model: LanguageModel
+    reference: LanguageModel | None
+    sampler: Sampler
+    scorer: Scorer
+    optimizer: Optimizer
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    total_steps: int
+    journal: Journal
+    exact_sampling: bool
+    evaluator: Evaluator | None = None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Scored completions of one step: all of them, and the groups that go into the batch."""
+
+    trajectories: list[Trajectory]
+    groups: list[list[Trajectory]]
+    cursor: int
+    prompts: int
+
+
+def train(run: Online, state: State, save: Callable[[State], None]) -> State:
+    """Run to `total_steps`, saving through `save` as often as the configuration says and before leaving when asked to stop."""
+    journal, config = run.journal, run.config
+    if state.step == 0:
+        _evaluate(run, state)
+    name = run.algorithm.name or "policy gradient"
+    with bar(name, run.total_steps, shown=config.run.progress, done=state.step) as advance:
+        while state.step < run.total_steps:
+            if journal.stop_requested():
+                save(state)
+                journal.stopped(state.step)
+            state, note = step(run, state)
+            advance(note=note)
+            if state.step == run.total_steps or (config.evaluation.eval_steps and state.step % config.evaluation.eval_steps == 0):
+                _evaluate(run, state)
+            if state.step == run.total_steps or (config.run.save_steps and state.step % config.run.save_steps == 0):
+                save(state)
+    return state
+
+
+def step(run: Online, state: State) -> tuple[State, str]:
+    """One step of the loop: from `state` to the next, with what it has to show."""
+    number, clock = state.step + 1, Clock()
+    collected = collect(run, state, clock)
+    lr = learning_rate(run.config.optim, state.step, run.total_steps)
+    update = Update(metrics={}, algorithm=state.algorithm, advantages=[])
+    if collected.groups:
+        with clock("time/update"):
+            batch = to_batch(collected.groups)
+            update = learn.update(run, batch, collected.groups, state, lr)
+    tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in collected.trajectories)
+    metrics = {
+        **collection_metrics(collected.trajectories, run.config.num_generations),
+        **update.metrics,
+        "learning_rate": lr,
+        "num_tokens": tokens,
+        "groups": len(collected.groups),
+        "prompts": collected.prompts,
+    }
+    _record(run, collected, update, number)
+    run.journal.metrics(number, metrics)
+    run.journal.timings(number, clock, sum(len(t.completion.ids) for t in collected.trajectories))
+    run.optimizer.check(number)
+    after = State(number, collected.cursor, tokens, run.optimizer.nonfinite, update.algorithm)
+    return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
+
+
+def collect(run: Online, state: State, clock: Clock) -> Collected:
+    """Completions of `prompts_per_step` prompts, scored. With dynamic sampling, groups without signal are replaced by new prompts
+    (DAPO, Yu et al. 2025), at most `max_refills` times.
+    """
+    config, cursor, prompts = run.config, state.cursor, 0
+    trajectories: list[Trajectory] = []
+    groups: list[list[Trajectory]] = []
+    for _ in range(1 + (config.max_refills if run.algorithm.dynamic_sampling else 0)):
+        wanted = prompts_from(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
+        with clock("time/sample"):
+            fresh = sample(
+                run.sampler,
+                wanted,
+                run.params,
+                num_generations=config.num_generations,
+                # the place in the endless sequence of prompts names step and prompt at once
+                seed_of=lambda i, k, cursor=cursor: seeds.derive(config.run.seed, "sample", cursor + i, k),
+                tokenizer=run.model.tokenizer,
+                version=state.step,
+            )
+        with clock("time/score"):
+            by_index = {p.index: p.row for p in wanted}
+            fresh = score(run.scorer, fresh, by_index.__getitem__)
+        cursor, prompts = cursor + len(wanted), prompts + len(wanted)
+        trajectories += fresh
+        check_unscored([t.status == "unscored" for t in trajectories], [t.reason for t in trajectories], config.max_unscored)
+        found = scored_groups(fresh, config.num_generations, run.algorithm.min_group_size)
+        groups += [g for g in found if not run.algorithm.dynamic_sampling or len({t.reward for t in g}) > 1]
+        if len(groups) == config.prompts_per_step:
+            break
+    return Collected(trajectories, groups, cursor, prompts)
+
+
+def _evaluate(run: Online, state: State) -> None:
+    if run.evaluator is None:
+        return
+    clock = Clock()
+    with clock("time/eval"):
+        figures, trajectories = run.evaluator(run.model, run.sampler, state.step)
+    rows = {p.index: p.row for p in run.evaluator.prompts}
+    run.journal.rollouts([record(t, state.step, "eval", rows[t.row]) for t in trajectories])
+    run.journal.metrics(state.step, figures)
+    run.journal.timings(state.step, clock, sum(len(t.completion.ids) for t in trajectories))
+
+
+def _record(run: Online, collected: Collected, update: Update, number: int) -> None:
+    """rollouts.jsonl gets every completion of the step; those that were trained on with their advantage."""
+    rows: dict[int, Any] = {p.index: p.row for p in run.prompts}
+    used = [t for group in collected.groups for t in group]
+    advantage = {id(t): a for t, a in zip(used, update.advantages, strict=False)}
+    run.journal.rollouts([record(t, number, "train", rows[t.row], advantage.get(id(t))) for t in collected.trajectories])

@@ -1,0 +1,69 @@
+"""What must survive a stop: weights, optimiser, and the few numbers that change. Saved and restored bitwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psigrad.models.language_model import LanguageModel
+from psigrad.training import checkpoint
+from psigrad.training.update import Optimizer
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that changes from step to step besides weights and optimiser moments.
+
+    `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
+    `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient).
+    """
+
+    step: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    nonfinite: int = 0
+    algorithm: dict[str, float] = field(default_factory=dict)
+
+
+def save(
+    root: Path, state: State, model: LanguageModel, optimizer: Optimizer, *, keep: int, meta: Mapping[str, Any] | None = None
+) -> Path:
+    """A checkpoint under `root`: the model in Hugging Face form, `optimizer.safetensors`, `state.json`; then old ones go."""
+
+    def write(folder: Path) -> None:
+        model.save(folder)
+        checkpoint.save_tensors(folder / "optimizer.safetensors", tensors_of(optimizer))
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
+
+    path = checkpoint.save(root, state.step, write, meta={"torch": torch.__version__, **(meta or {})})
+    checkpoint.prune(root, keep)
+    return path
+
+
+def restore(path: Path, optimizer: Optimizer) -> State:
+    """The state of a verified checkpoint; fills `optimizer` in. The model is loaded from `path` by the caller, who made it."""
+    load_tensors(optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
+    state = State(**json.loads((path / "state.json").read_text()))
+    optimizer.nonfinite = state.nonfinite
+    return state
+
+
+def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Moments by parameter name and, for half-precision models, the float32 master weights."""
+    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.parameters[n]}
+    return {**checkpoint.optimizer_tensors(optimizer.adamw, optimizer.names), **masters}
+
+
+def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The inverse of `tensors_of`."""
+    with torch.no_grad():
+        for name, master in optimizer.masters.items():
+            if f"master.{name}" in tensors:
+                master.copy_(tensors[f"master.{name}"])
+    moments = {name: t for name, t in tensors.items() if not name.startswith("master.")}
+    checkpoint.load_optimizer(optimizer.adamw, optimizer.names, moments)

@@ -1,0 +1,97 @@
+"""One optimiser step: AdamW with float32 master weights, a schedule that is a pure function of the step, clipping, and a guard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from psigrad.config import Optim
+from psigrad.errors import UserError
+
+# Consecutive steps without a finite gradient after which the run stops.
+MAX_NONFINITE = 3
+
+
+class NonFiniteError(UserError):
+    """The gradient was not finite for `MAX_NONFINITE` steps in a row."""
+
+
+def learning_rate(optim: Optim, step: int, total: int) -> float:
+    """The rate of step `step` (from 0) of `total`: linear warm-up, then linear or cosine decay to 0, or constant."""
+    if step < optim.warmup_steps:
+        return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
+    progress = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
+    match optim.lr_scheduler_type:
+        case "linear":
+            return optim.learning_rate * max(0.0, 1 - progress)
+        case "cosine":
+            return optim.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        case _:
+            return optim.learning_rate
+
+
+class Optimizer:
+    """AdamW over named parameters.
+
+    Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of itself,
+    which is most of them at fine-tuning rates. Weight decay acts on matrices only.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim) -> None:
+        self.parameters, self.optim = dict(parameters), optim
+        half = (torch.bfloat16, torch.float16)
+        self.masters = {
+            name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()
+        }
+        decayed = [p for p in self.masters.values() if p.dim() > 1]
+        plain = [p for p in self.masters.values() if p.dim() <= 1]
+        self.adamw = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=optim.learning_rate,
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_epsilon,
+            fused=True,
+        )
+        # AdamW numbers its parameters group by group; checkpoints name them
+        self.names = [n for n, m in self.masters.items() if m.dim() > 1] + [n for n, m in self.masters.items() if m.dim() <= 1]
+        self.nonfinite = 0
+
+    def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
+        """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
+
+        Returns the gradient norm before clipping, or None where it is not finite: then nothing is stepped.
+        """
+        for p in self.parameters.values():
+            p.grad = None
+        for loss in losses:
+            loss().backward()
+        for name, p in self.parameters.items():
+            master = self.masters[name]
+            master.grad = p.grad if p.grad is None or master is p else p.grad.float()
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if not math.isfinite(norm):
+            self.nonfinite += 1
+            return None
+        self.nonfinite = 0
+        if 0 < self.optim.max_grad_norm < norm:
+            torch._foreach_mul_(gradients, self.optim.max_grad_norm / norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                if self.masters[name] is not p:
+                    p.copy_(self.masters[name])
+        return norm
+
+    def check(self, step: int) -> None:
+        """Raise `NonFiniteError` when too many steps in a row had no finite gradient."""
+        if self.nonfinite >= MAX_NONFINITE:
+            raise NonFiniteError(
+                f"The gradient was not finite for {self.nonfinite} steps in a row, up to step {step}; no such step was applied and "
+                "the last checkpoint is sound. Lower the learning rate or look at the rewards in rollouts.jsonl."
+            )
