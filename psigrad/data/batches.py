@@ -1,4 +1,4 @@
-"""Which rows a step trains on, and how they share forward passes: pure functions of counters and lengths, so there is no cursor to save."""
+"""Which rows a step trains on and how they share forward passes: pure functions of counters and lengths, with no cursor to save."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
 def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     """Indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
 
-    The epochs' orders are laid end to end and cut into batches: no row is dropped at the end of an epoch, and a batch may span two
-    epochs (or several, when it is larger than the dataset). Nothing but the arguments decides, so a resumed run needs no cursor.
+    The epochs' orders are laid end to end and cut into batches: no row is dropped at the end of an epoch, and a batch may span
+    two epochs (or several, when it is larger than the dataset). Only the arguments decide, so a resumed run needs no cursor.
     """
     if n < 1:
         raise UserError("There are 0 rows to take batches from; give a dataset with at least one row.")
     if batch_size < 1 or step < 0:
-        raise UserError(f"Step {step} with a batch size of {batch_size} is not possible; give a step from 0 and a batch size from 1.")
+        raise UserError(f"Step {step} with batch size {batch_size} is not possible; give a step from 0 and a batch size from 1.")
     start, stop = step * batch_size, (step + 1) * batch_size
     epochs = range(start // n, (stop - 1) // n + 1)
     laid_out = np.concatenate([order(n, seed, epoch) for epoch in epochs])
@@ -35,8 +35,8 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    First-fit decreasing (Johnson 1973): at most 11/9 of the fewest possible micro-batches, plus one. A row above the budget gets a
-    micro-batch of its own. The longest row is in the first micro-batch, so memory runs out in the first seconds or not at all.
+    First-fit decreasing (Johnson 1973): at most 11/9 of the fewest possible micro-batches, plus one. A row above the budget
+    gets a micro-batch of its own. The longest row comes in the first micro-batch, so memory runs out at once or not at all.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -56,8 +56,8 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def pack_groups(prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int) -> list[list[tuple[int, list[int]]]]:
     """Micro-batches of `(group, its completions)` when each group's prompt is computed once for all of its completions.
 
-    `prompts[g]` and `completions[g][k]` are token counts; a group costs its prompt plus its completions. A group is split only if it
-    alone is above the budget; each part then pays for the prompt again. Every (g, k) occurs exactly once.
+    `prompts[g]` and `completions[g][k]` are token counts; a group costs its prompt plus its completions. A group is split only
+    if it alone is above the budget; each part then pays for the prompt again. Every (g, k) occurs exactly once.
     """
     parts: list[tuple[int, list[int]]] = []
     for g, (prompt, lengths) in enumerate(zip(prompts, completions, strict=True)):

@@ -27,7 +27,7 @@ _OWN = {"prompt-only": ("prompt", "completion"), "prompt-completion": ("prompt",
 # Keyword arguments that every reward function gets; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
-_KINDS = {type(None): "null", bool: "a bool", int: "a number", float: "a number", str: "a string", dict: "an object", list: "a list"}
+_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a string", "dict": "an object", "list": "a list"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """Why a row was refused. `column` is "" when the row as a whole is at fault; then `source` may end in the character's position."""
+    """Why a row was refused. `column` is "" when the whole row is at fault; `source` then ends in the character where that is known."""
 
     source: str
     column: str
@@ -75,9 +75,9 @@ def show(value: object, limit: int = 60) -> str:
 def validate(raw: object, form: Form, source: str) -> Row:
     """The `Row` in one raw mapping.
 
-    `form` "sft" takes prompt-completion where the row has both columns, else messages. Raises RowError with source, column and reason.
-    Strings are kept as they are, lone surrogates and NUL included; keys that are null in a message (Parquet's way of saying
-    "absent") are dropped from it.
+    `form` "sft" takes prompt-completion where the row has both columns, else messages. Strings are kept as they are, lone
+    surrogates and NUL included; keys that are null in a message (Parquet's way of saying "absent") are dropped from it.
+    Raises RowError with source, column and reason.
     """
     check = _Check(source)
     if not isinstance(raw, Mapping):
@@ -108,7 +108,8 @@ def _resolve(raw: Mapping[str, Any], form: Form) -> str:
 
 
 def _kind(value: object) -> str:
-    return _KINDS.get(type(value), f"of type {type(value).__name__}")
+    name = type(value).__name__
+    return _KINDS.get(name, f"of type {name}")
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ class _Check:
     def completion(self, raw: Mapping[str, Any], prompt: str | list[Message]) -> str | list[Message]:
         value = self.present(raw, "completion")
         if isinstance(value, list) != isinstance(prompt, list):
-            self.fail("completion", f"is {_kind(value)} and prompt is {_kind(prompt)}; both must be strings or both lists of messages")
+            both = "both must be strings or both lists of messages"
+            self.fail("completion", f"is {_kind(value)} and prompt is {_kind(prompt)}; {both}")
         if not isinstance(value, list):
             return self.text(value, "completion")
         turns = self.turns(value, "completion", before="user")
@@ -196,7 +198,7 @@ class _Check:
         if "content" not in turn and not calls:
             self.fail(f"{where}.content", "is missing or null")
         if not isinstance(content, str):
-            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string (images and content parts are not supported)")
+            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string (content parts are not supported)")
         if not content and role in ("user", "assistant") and not calls:
             self.fail(f"{where}.content", "is an empty string")
         return turn
@@ -222,7 +224,7 @@ class _Check:
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Path and value of every real number in a column, however deep. A stack, not recursion: rows may be nested as deep as JSON allows."""
+    """Path and value of every float in a column. A stack, not recursion: rows may be nested as deep as JSON allows."""
     stack: list[tuple[str, object]] = [(name, value)]
     while stack:
         path, item = stack.pop()

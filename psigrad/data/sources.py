@@ -1,4 +1,4 @@
-"""From a file, a folder, a hub name or any Python iterable to checked rows, with every fault named by file, line, column and reason.
+"""From a file, a folder, a hub name or any iterable to checked rows, with every fault named by file, line, column and reason.
 
 JSON is read here and not through `datasets`: Arrow can't hold a lone surrogate, and its errors name no line.
 """
@@ -46,9 +46,10 @@ class Rows:
 def load(dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop") -> Rows:
     """The rows of a JSONL, JSON or Parquet file, a folder of them, a folder of `Dataset.save_to_disk`, or a hub dataset.
 
-    In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split` are
-    read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main".
-    Raises UserError naming file, line, column and reason; `bad_rows="skip"` leaves malformed rows out and returns them as `skipped`.
+    In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split`
+    are read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main".
+    Raises UserError naming file, line, column and reason; with `bad_rows="skip"` malformed rows are left out and returned as
+    `skipped`, and only a file that can't be read on raises.
     """
     return _collect(_records(dataset, split), form, dataset, bad_rows)
 
@@ -61,10 +62,10 @@ def from_rows(
 
 
 def holdout(rows: Rows, n: int) -> tuple[Rows, Rows]:
-    """(rows to train on, the last `n` rows as held-out). `skipped` stays with the first. Raises UserError if nothing is left to train on."""
+    """(rows to train on, the last `n` rows as held-out); `skipped` stays with the first. Raises UserError if none is left to train on."""
     if n < 0 or n >= len(rows.rows):
         raise UserError(
-            f"Holding out {n} of {len(rows.rows)} rows leaves none to train on; give more rows, a smaller number, or an eval_dataset."
+            f"Holding out {n} of {len(rows.rows)} rows is not possible; give more rows, a smaller number, or an eval_dataset."
         )
     cut = len(rows.rows) - n
     return Rows(rows.rows[:cut], rows.skipped), Rows(rows.rows[cut:], [])
@@ -94,10 +95,9 @@ def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> Rows:
 def _summary(name: str, form: Form, total: int, bad: list[BadRow]) -> str:
     shown = "; ".join(str(row) for row in bad[:_SHOWN])
     more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    cure = "set bad_rows=skip to leave them out" if len(bad) < total else f"none is left for the form {form}"
-    return f"{name} has {len(bad)} malformed of {total} rows: {shown}{more}. Mend them, or {cure}." if len(bad) < total else (
-        f"{name} has {len(bad)} malformed of {total} rows, so {cure}: {shown}{more}. Mend them."
-    )
+    cure = "mend them, or set bad_rows=skip to leave them out"
+    cure = cure if len(bad) < total else f"none is left for the form {form}; mend them"
+    return f"{name} has {len(bad)} malformed of {total} rows ({shown}{more}); {cure}."
 
 
 def _records(dataset: str, split: str) -> _Records:
@@ -105,7 +105,7 @@ def _records(dataset: str, split: str) -> _Records:
         path = Path(dataset).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"The dataset name {show(dataset)} can't be a path ({error}); give a file, a folder or a hub name.") from None
+        raise UserError(f"The dataset {show(dataset)} can't be a path ({error}); give a file, a folder or a hub name.") from None
     if not dataset.strip():
         raise UserError("The dataset name is empty; give a JSONL, JSON or Parquet file, a folder of them, or a hub name.")
     if is_folder:
@@ -125,7 +125,7 @@ def _neighbour(path: Path) -> str:
 def _file(path: Path, name: str) -> _Records:
     if path.suffix not in _READERS:
         known = ", ".join(_READERS)
-        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; it must be one of {known}. Convert it, or rename it if it is one.")
+        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; it must be one of {known}; convert or rename it.")
     try:
         yield from _READERS[path.suffix](path, name)
     except OSError as error:
@@ -262,25 +262,25 @@ def _json(path: Path, name: str) -> _Records:
     try:
         yield from _json_list(text, name)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}:{error.colno} is not JSON ({error.msg}); a list of objects was expected.") from None
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise UserError(f"{where} is not JSON ({error.msg}); a list of objects was expected.") from None
 
 
 def _refuse_one_object(data: bytes, path: Path) -> None:
     """`.json` often holds JSON lines, which is fine; one object over several lines is not."""
-    lines = data.strip().count(b"\n")
     try:
-        if lines and isinstance(json.loads(data), dict):
-            raise UserError(f"{path} holds one JSON object; a list of objects was expected. Move the list to the top level.")
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        one_object = b"\n" in data.strip() and isinstance(json.loads(data), dict)
+    except (ValueError, RecursionError):
         return
+    if one_object:
+        raise UserError(f"{path}:1 opens one JSON object; a list of objects was expected. Move the list to the top level.")
 
 
 def _json_list(text: str, name: str) -> _Records:
     """Objects of a JSON list one by one, so that each keeps its line number and a bad one doesn't hide the others."""
     at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
-    if text[at : at + 1] == "]":
-        at += 1
-    while text[at - 1] != "]":
+    more = text[at : at + 1] != "]"
+    while more:
         line, counted = line + text.count("\n", counted, at), at
         source = f"{name}:{line}"
         try:
@@ -294,13 +294,11 @@ def _json_list(text: str, name: str) -> _Records:
         at = _skip(text, end)
         if text[at : at + 1] not in (",", "]"):
             raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-        closing = text[at] == "]"
-        at += 1
-        if closing:
-            break
-        at = _skip(text, at)
-    if _skip(text, at) < len(text):
-        raise json.JSONDecodeError("Extra data after the list", text, _skip(text, at))
+        more = text[at] == ","
+        at = _skip(text, at + 1) if more else at
+    at = _skip(text, at + 1)
+    if at < len(text):
+        raise json.JSONDecodeError("Extra data after the list", text, at)
 
 
 def _skip(text: str, at: int) -> int:
@@ -329,8 +327,7 @@ def _parquet(path: Path, name: str) -> _Records:
                 raise UserError(f"{path} has the column {show(min(twice))} twice; rename one of them.")
             number = 0
             for batch in file.iter_batches(batch_size=1024):
-                for record in _batch(batch, name, number):
-                    yield record
+                yield from _batch(batch, name, number)
                 number += batch.num_rows
     except UserError:
         raise

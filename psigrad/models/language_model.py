@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError
-from psigrad.models import attention, logprobs
-from psigrad.models.packing import ForwardInputs, Groups, Rows, pack, pad
+from psigrad.models import attention
+from psigrad.models.logprobs import TokenStats, Wanted, token_stats
+from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -96,61 +98,48 @@ class LanguageModel:
         Gradients flow unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`: the adapter is then off.
         `packed=False` asks for the padded oracle.
         """
+        stats, targets = self.stats(inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, packed=packed)
+        return Evaluation(
+            logp=targets.unpack(stats.logp),
+            entropy=None if stats.entropy is None else targets.unpack(stats.entropy),
+            kl=None if stats.kl is None else targets.unpack(stats.kl),
+        )
+
+    def stats(
+        self,
+        inputs: Groups | Rows,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        accuracy: bool = False,
+        kl_to: LanguageModel | None = None,
+        packed: bool | None = None,
+    ) -> tuple[TokenStats, Targets]:
+        """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
         self.hf.train(self.train_mode and torch.is_grad_enabled())
-        if not (packed if packed is not None else not self.why_padded):
-            return self._evaluate_padded(pad(inputs, self.device), temperature, entropy, kl_to)
-        forward = pack(inputs, self.device)
-        reference = None
+        use_packed = packed if packed is not None else not self.why_padded
+        forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
+        hidden, head = self._target_hidden(forward)
+        reference_hidden, reference_head = None, None
         if kl_to is not None:
-            with torch.no_grad(), self._frozen(kl_to):
-                reference = (kl_to._hidden(forward), kl_to.head)
-        stats = logprobs.token_stats(
-            self._hidden(forward),
-            forward.targets.ids,
-            self.head,
-            self.vocabulary,
-            temperature=temperature,
-            entropy=entropy,
-            reference=reference,
+            alone = self.without_adapter() if kl_to is self else contextlib.nullcontext()
+            with torch.no_grad(), alone:
+                reference_hidden, reference_head = kl_to._target_hidden(forward)
+        wanted = Wanted(temperature, entropy, accuracy, reference_head)
+        return token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden), forward.targets
+
+    def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What predicts each target [M, …], and the head that makes logits of it: hidden states, or where padded the logits themselves."""
+        if inputs.layout is not None:
+            hidden = self.forward(inputs.input_ids, inputs.position_ids, inputs.layout)
+            return hidden[0].index_select(0, inputs.targets.rows), self.head
+        out = self.hf(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.attention_mask,
+            use_cache=False,
         )
-        return _evaluation(forward, stats)
-
-    def _hidden(self, inputs: ForwardInputs) -> Tensor:
-        """Hidden states [M, E] that predict the targets of a packed row."""
-        assert inputs.layout is not None
-        hidden = self.forward(inputs.input_ids, inputs.position_ids, inputs.layout)
-        return hidden[0].index_select(0, inputs.targets.rows)
-
-    def _evaluate_padded(
-        self, inputs: ForwardInputs, temperature: float, entropy: bool, kl_to: LanguageModel | None
-    ) -> Evaluation:
-        def logits(model: LanguageModel) -> Tensor:
-            out = model.hf(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                attention_mask=inputs.attention_mask,
-                use_cache=False,
-            )
-            return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows)
-
-        reference = None
-        if kl_to is not None:
-            with torch.no_grad(), self._frozen(kl_to):
-                reference = (logits(kl_to), nn.Identity())
-        stats = logprobs.token_stats(
-            logits(self),
-            inputs.targets.ids,
-            nn.Identity(),
-            self.vocabulary,
-            temperature=temperature,
-            entropy=entropy,
-            reference=reference,
-        )
-        return _evaluation(inputs, stats)
-
-    def _frozen(self, reference: LanguageModel) -> contextlib.AbstractContextManager[Any]:
-        """While computing with `reference`: a LoRA model that is its own reference runs without its adapter."""
-        return self.without_adapter() if reference is self else contextlib.nullcontext()
+        return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows), nn.Identity()
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which a LoRA model is the model it started from: its reference costs no memory."""
@@ -176,15 +165,6 @@ class LanguageModel:
             model = copy.deepcopy(self.adapter).merge_and_unload()
         model.save_pretrained(folder, safe_serialization=True)
         self.tokenizer.save_pretrained(folder)
-
-
-def _evaluation(inputs: ForwardInputs, stats: logprobs.TokenStats) -> Evaluation:
-    unpack = inputs.targets.unpack
-    return Evaluation(
-        logp=unpack(stats.logp),
-        entropy=None if stats.entropy is None else unpack(stats.entropy),
-        kl=None if stats.kl is None else unpack(stats.kl),
-    )
 
 
 def load(

@@ -15,11 +15,18 @@ CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Per token, each [M]: log pi(a|s), the entropy of pi(.|s), and KL(pi||ref) over the whole vocabulary (None if not asked for)."""
+    """Per token, each [M]: log pi(a|s); on request the entropy of pi(.|s), KL(pi||ref) over the whole vocabulary (both in nats), and
+    whether a is the most probable token.
+    """
 
     logp: Tensor
     entropy: Tensor | None = None
     kl: Tensor | None = None
+    hit: Tensor | None = None
+
+    def detach(self) -> TokenStats:
+        """Without gradient."""
+        return TokenStats(*(x if x is None else x.detach() for x in (self.logp, self.entropy, self.kl, self.hit)))
 
 
 def upcast(logits: Tensor) -> Tensor:
@@ -27,20 +34,35 @@ def upcast(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-def of_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0, entropy: bool = False) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[ids] and the entropy (an empty tensor if not asked for), in float32 at least.
+@dataclass(frozen=True)
+class Wanted:
+    """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact KL."""
 
-    logits [M, V], ids [M].
-    """
-    logits = upcast(logits)
-    if temperature != 1.0:
-        logits = logits / temperature
-    normaliser = logits.logsumexp(-1)
-    logp = logits.gather(-1, ids[:, None])[:, 0] - normaliser
-    if not entropy:
-        return logp, logits.new_empty(0)
-    log_all = logits - normaliser[:, None]
-    return logp, -(log_all.exp() * log_all).sum(-1)
+    temperature: float = 1.0
+    entropy: bool = False
+    accuracy: bool = False
+    reference_head: Callable[[Tensor], Tensor] | None = None
+
+    def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
+        empty = logits.new_empty(0)
+        raw, logits = logits, upcast(logits)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        normaliser = logits.logsumexp(-1)
+        logp = logits.gather(-1, ids[:, None])[:, 0] - normaliser
+        entropy = kl = hit = empty
+        if self.entropy or self.reference_head is not None:
+            log_pi = logits - normaliser[:, None]
+            pi = log_pi.exp()
+            if self.entropy:
+                entropy = -(pi * log_pi).sum(-1)
+            if self.reference_head is not None and reference_hidden is not None:
+                log_ref = torch.log_softmax(upcast(self.reference_head(reference_hidden)) / self.temperature, -1)
+                kl = (pi * (log_pi - log_ref)).sum(-1)
+        if self.accuracy:
+            hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
+        return logp, entropy, kl, hit
 
 
 def token_stats(
@@ -48,32 +70,25 @@ def token_stats(
     ids: Tensor,
     head: Callable[[Tensor], Tensor],
     vocabulary: int,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    reference: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None,
+    wanted: Wanted,
+    reference_hidden: Tensor | None = None,
 ) -> TokenStats:
-    """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
-
-    `reference` is (its hidden states [M, E'], its head): then the exact KL(pi||ref) is computed as well.
-    """
+    """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass."""
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
 
-    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        logits = head(h)
-        logp, ent = of_logits(logits, i, temperature, entropy)
-        kl = logits.new_empty(0)
-        if r is not None and reference is not None:
-            log_pi = torch.log_softmax(upcast(logits) / temperature, -1)
-            log_ref = torch.log_softmax(upcast(reference[1](r)) / temperature, -1)
-            kl = (log_pi.exp() * (log_pi - log_ref)).sum(-1)
-        return logp, ent, kl
+    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return wanted.of(head(h), i, r)
 
-    whole = hidden.shape[0] <= rows
+    whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     parts = []
     for start in range(0, max(hidden.shape[0], 1), rows):
         cut = slice(start, start + rows)
-        args = (hidden[cut], ids[cut], None if reference is None else reference[0][cut])
-        parts.append(chunk(*args) if whole or not torch.is_grad_enabled() else checkpoint(chunk, *args, use_reentrant=False))
-    logp, ent, kl = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return TokenStats(logp, ent if entropy else None, kl if reference is not None else None)
+        args = (hidden[cut], ids[cut], None if reference_hidden is None else reference_hidden[cut])
+        parts.append(chunk(*args) if whole else checkpoint(chunk, *args, use_reentrant=False))
+    logp, entropy, kl, hit = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return TokenStats(
+        logp,
+        entropy if wanted.entropy else None,
+        kl if wanted.reference_head is not None else None,
+        hit if wanted.accuracy else None,
+    )

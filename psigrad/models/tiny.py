@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
-    AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,

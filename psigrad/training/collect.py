@@ -11,7 +11,6 @@ import torch
 from psigrad import seeds
 from psigrad.data.batches import order
 from psigrad.data.templates import completion_for_reward, decode
-from psigrad.models.language_model import LanguageModel
 from psigrad.objective import Batch, terminal
 from psigrad.rewards import Failed, Scored, Scorer
 from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory

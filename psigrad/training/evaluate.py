@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.rewards import Scorer
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
-from psigrad.training.collect import Prompt, sample, score
+from psigrad.training.collect import Prompt, record, sample, score
 from psigrad.training.intervals import mean_interval, pass_at_k
+from psigrad.training.journal import Clock, Journal
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,16 @@ class Evaluator:
             low, high = mean_interval(kl)
             figures |= {"eval/kl": math.fsum(kl) / len(kl), "eval/kl/low": low, "eval/kl/high": high}
         return figures, trajectories
+
+    def record(self, model: LanguageModel, sampler: Sampler, step: int, journal: Journal) -> None:
+        """Evaluate after `step` steps and write figures, completions and seconds to the run folder."""
+        clock = Clock()
+        with clock("time/eval"):
+            figures, trajectories = self(model, sampler, step)
+        rows = {p.index: p.row for p in self.prompts}
+        journal.rollouts([record(t, step, "eval", rows[t.row]) for t in trajectories])
+        journal.metrics(step, figures)
+        journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
 
     @torch.no_grad()
     def _kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:

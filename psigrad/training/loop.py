@@ -6,7 +6,7 @@ Read this file first. The mathematics is the `PolicyGradient`'s; who samples is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from psigrad import seeds
@@ -17,11 +17,11 @@ from psigrad.rewards import Scorer, check_unscored
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.training import learn
 from psigrad.training.collect import Prompt, prompts_from, record, sample, score, scored_groups, to_batch
+from psigrad.training.cycle import cycle
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Clock, Journal
 from psigrad.training.learn import Update
 from psigrad.training.metrics import collection_metrics
-from psigrad.training.progress import bar
 from psigrad.training.state import State
 from psigrad.training.update import Optimizer, learning_rate
 
@@ -60,23 +60,18 @@ class Collected:
 
 
 def train(run: Online, state: State, save: Callable[[State], None]) -> State:
-    """Run to `total_steps`, saving through `save` as often as the configuration says and before leaving when asked to stop."""
-    journal, config = run.journal, run.config
-    if state.step == 0:
-        _evaluate(run, state)
-    name = run.algorithm.name or "policy gradient"
-    with bar(name, run.total_steps, shown=config.run.progress, done=state.step) as advance:
-        while state.step < run.total_steps:
-            if journal.stop_requested():
-                save(state)
-                journal.stopped(state.step)
-            state, note = step(run, state)
-            advance(note=note)
-            if state.step == run.total_steps or (config.evaluation.eval_steps and state.step % config.evaluation.eval_steps == 0):
-                _evaluate(run, state)
-            if state.step == run.total_steps or (config.run.save_steps and state.step % config.run.save_steps == 0):
-                save(state)
-    return state
+    """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
+    return cycle(
+        run.algorithm.name or "policy gradient",
+        state,
+        run.total_steps,
+        lambda s: step(run, s),
+        lambda s: _evaluate(run, s),
+        save,
+        settings=run.config.run,
+        eval_steps=run.config.evaluation.eval_steps,
+        journal=run.journal,
+    )
 
 
 def step(run: Online, state: State) -> tuple[State, str]:
@@ -140,15 +135,8 @@ def collect(run: Online, state: State, clock: Clock) -> Collected:
 
 
 def _evaluate(run: Online, state: State) -> None:
-    if run.evaluator is None:
-        return
-    clock = Clock()
-    with clock("time/eval"):
-        figures, trajectories = run.evaluator(run.model, run.sampler, state.step)
-    rows = {p.index: p.row for p in run.evaluator.prompts}
-    run.journal.rollouts([record(t, state.step, "eval", rows[t.row]) for t in trajectories])
-    run.journal.metrics(state.step, figures)
-    run.journal.timings(state.step, clock, sum(len(t.completion.ids) for t in trajectories))
+    if run.evaluator is not None:
+        run.evaluator.record(run.model, run.sampler, state.step, run.journal)
 
 
 def _record(run: Online, collected: Collected, update: Update, number: int) -> None:

@@ -13,12 +13,12 @@ from psigrad.config import SFTConfig
 from psigrad.data.batches import batch_at, pack_by_tokens
 from psigrad.data.templates import Example
 from psigrad.models.language_model import LanguageModel
+from psigrad.models.logprobs import TokenStats
 from psigrad.models.packing import Rows
 from psigrad.rollout.types import Sampler
-from psigrad.training.collect import record
+from psigrad.training.cycle import cycle
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Clock, Journal
-from psigrad.training.progress import bar
 from psigrad.training.state import State
 from psigrad.training.update import Optimizer, learning_rate
 
@@ -39,23 +39,18 @@ class Offline:
 
 
 def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
-    """Run to `total_steps`, saving through `save` as often as the configuration says and before leaving when asked to stop."""
-    config, journal = run.config, run.journal
-    if state.step == 0:
-        _evaluate(run, state)
-    with bar("SFT", run.total_steps, shown=config.run.progress, done=state.step) as advance:
-        while state.step < run.total_steps:
-            if journal.stop_requested():
-                save(state)
-                journal.stopped(state.step)
-            state, note = step(run, state)
-            advance(note=note)
-            last = state.step == run.total_steps
-            if last or (config.evaluation.eval_steps and state.step % config.evaluation.eval_steps == 0):
-                _evaluate(run, state)
-            if last or (config.run.save_steps and state.step % config.run.save_steps == 0):
-                save(state)
-    return state
+    """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
+    return cycle(
+        "SFT",
+        state,
+        run.total_steps,
+        lambda s: step(run, s),
+        lambda s: _evaluate(run, s),
+        save,
+        settings=run.config.run,
+        eval_steps=run.config.evaluation.eval_steps,
+        journal=run.journal,
+    )
 
 
 def step(run: Offline, state: State) -> tuple[State, str]:
@@ -63,13 +58,12 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     config, clock = run.config, Clock()
     picked = [run.examples[i] for i in batch_at(state.step, config.batch_size, len(run.examples), config.run.seed)]
     targets = sum(sum(e.mask) for e in picked)
-    totals = {"loss": 0.0, "entropy": 0.0, "mean_token_accuracy": 0.0}
+    seen: list[TokenStats] = []
 
     def loss(rows: Rows) -> Tensor:
-        logp = run.model.evaluate(rows).logp
-        value = -logp.sum() / targets
-        totals["loss"] += float(value.detach())
-        return value
+        stats, _ = run.model.stats(rows, entropy=True, accuracy=True)
+        seen.append(stats.detach())
+        return -stats.logp.sum() / targets
 
     lr = learning_rate(config.optim, state.step, run.total_steps)
     with clock("time/update"):
@@ -77,7 +71,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
         norm = run.optimizer.step([lambda rows=rows: loss(rows) for rows in parts], lr)
     number, tokens = state.step + 1, sum(len(e.ids) for e in picked)
     metrics: dict[str, Any] = {
-        "loss": totals["loss"],
+        **_means(seen, targets),
         "learning_rate": lr,
         "num_tokens": state.tokens + tokens,
         "epoch": number * config.batch_size / len(run.examples),
@@ -89,7 +83,18 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     run.journal.timings(number, clock, tokens)
     run.optimizer.check(number)
     after = replace(state, step=number, tokens=state.tokens + tokens, nonfinite=run.optimizer.nonfinite)
-    return after, f"loss {totals['loss']:.3f}"
+    return after, f"loss {metrics['loss']:.3f}"
+
+
+def _means(seen: Sequence[TokenStats], targets: int) -> dict[str, float]:
+    """Loss, entropy and accuracy as means over target tokens, in nats."""
+    total = {"loss": 0.0, "entropy": 0.0, "mean_token_accuracy": 0.0}
+    for stats in seen:
+        assert stats.entropy is not None and stats.hit is not None
+        total["loss"] -= float(stats.logp.sum())
+        total["entropy"] += float(stats.entropy.sum())
+        total["mean_token_accuracy"] += float(stats.hit.sum())
+    return {name: value / max(1, targets) for name, value in total.items()}
 
 
 def _micro_batches(examples: Sequence[Example], budget: int) -> list[Rows]:
@@ -98,22 +103,18 @@ def _micro_batches(examples: Sequence[Example], budget: int) -> list[Rows]:
 
 
 @torch.no_grad()
-def held_out_loss(model: LanguageModel, examples: Sequence[Example], budget: int) -> float:
-    """Mean of -log pi over the target tokens of held-out examples, in nats."""
-    total = sum(float(model.evaluate(rows).logp.double().sum()) for rows in _micro_batches(examples, budget))
-    return -total / max(1, sum(sum(e.mask) for e in examples))
+def held_out_figures(model: LanguageModel, examples: Sequence[Example], budget: int) -> dict[str, float]:
+    """Loss, entropy and accuracy on the target tokens of held-out examples, as `eval/…`."""
+    seen = [model.stats(rows, entropy=True, accuracy=True)[0] for rows in _micro_batches(examples, budget)]
+    return {f"eval/{name}": value for name, value in _means(seen, sum(sum(e.mask) for e in examples)).items()}
 
 
 def _evaluate(run: Offline, state: State) -> None:
-    clock, figures, trajectories = Clock(), {}, []
-    with clock("time/eval"):
-        if run.held_out:
-            figures["eval/loss"] = held_out_loss(run.model, run.held_out, run.config.micro_batch_tokens)
-        if run.evaluator is not None:
-            scored, trajectories = run.evaluator(run.model, run.sampler, state.step)
-            figures |= scored
-            rows = {p.index: p.row for p in run.evaluator.prompts}
-            run.journal.rollouts([record(t, state.step, "eval", rows[t.row]) for t in trajectories])
-    if figures:
+    if run.held_out:
+        clock = Clock()
+        with clock("time/eval"):
+            figures = held_out_figures(run.model, run.held_out, run.config.micro_batch_tokens)
         run.journal.metrics(state.step, figures)
-        run.journal.timings(state.step, clock, sum(len(t.completion.ids) for t in trajectories))
+        run.journal.timings(state.step, clock, sum(len(e.ids) for e in run.held_out))
+    if run.evaluator is not None:
+        run.evaluator.record(run.model, run.sampler, state.step, run.journal)

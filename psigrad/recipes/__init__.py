@@ -1,0 +1,1 @@
+"""Whole runs, from settings to a trained model on disk."""

@@ -1,0 +1,227 @@
+"""What every recipe does before and after training: run folder, model, rows, rewards, report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psigrad.config import Evaluation, Model, OnlineConfig, Run, Sampling, SFTConfig
+from psigrad.data import holdout, load, prompt_ids
+from psigrad.data.rows import Row
+from psigrad.errors import UserError
+from psigrad.models import language_model
+from psigrad.models.language_model import LanguageModel, Lora
+from psigrad.recipes.load import to_dict
+from psigrad.rewards import RewardPool, resolve
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.transformers_backend import TransformersSampler
+from psigrad.rollout.types import Sampler, SamplingParams
+from psigrad.training import checkpoint, state
+from psigrad.training.collect import Prompt
+from psigrad.training.evaluate import Evaluator
+from psigrad.training.journal import Journal
+from psigrad.training.run_folder import RunFolder
+from psigrad.training.stop import StopSignal
+from psigrad.training.trackers import open_trackers
+from psigrad.training.update import Optimizer
+
+Config = SFTConfig | OnlineConfig
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind: its folder, the trained model, and its last figures (`before` training and `after`)."""
+
+    folder: Path
+    model: Path
+    report: Path
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def open_run(config: Config, recipe: str) -> Iterator[Journal]:
+    """The run folder with its lock, the trackers, and the stop signal, for the length of the block."""
+    prepare_torch(config.run)
+    path = Path(config.run.output_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    settings = {"recipe": recipe, **to_dict(config)}
+    with RunFolder.open(path, settings, config.run.resume) as folder, StopSignal() as stop:
+        trackers = open_trackers(config.run.report_to, folder.path, settings)
+        try:
+            yield Journal(folder, trackers, stop)
+        finally:
+            for tracker in trackers:
+                tracker.close()
+
+
+def prepare_torch(run: Run) -> None:
+    """Threads as asked for, and a loud refusal of a device that is not there."""
+    torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
+    if run.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch.")
+
+
+def device(run: Run) -> str:
+    """The device of the run: what was asked for, or cuda where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
+
+
+def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
+    """The model to train: from `settings.path`, with the weights of the checkpoint `found` where there is one."""
+    if not settings.path:
+        raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
+    lora = None
+    if settings.lora_rank:
+        lora = Lora(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_target_modules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)  # a fresh adapter's A matrices
+        return language_model.load(
+            str(found) if found is not None and lora is None else settings.path,
+            dtype=settings.dtype,
+            device=device(run),
+            lora=lora,
+            adapter=found if lora is not None else None,
+            gradient_checkpointing=settings.gradient_checkpointing,
+        )
+
+
+def newest_checkpoint(journal: Journal) -> Path | None:
+    """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
+    found = checkpoint.latest(journal.folder.checkpoints)
+    for line in found.ignored:
+        journal.folder.event("checkpoint_ignored", reason=line)
+    journal.folder.rewind(found.step if found.path is not None else -1)
+    return found.path
+
+
+def start(config: Config, journal: Journal, model: LanguageModel, found: Path | None, fresh: state.State) -> tuple[Optimizer, state.State]:
+    """The optimiser and the state to go on from."""
+    optimizer = Optimizer(model.trainable(), config.optim)
+    begin = fresh if found is None else state.restore(found, optimizer)
+    journal.folder.event("started" if found is None else "resumed", step=begin.step, why_padded=model.why_padded)
+    return optimizer, begin
+
+
+def saver(config: Config, journal: Journal, model: LanguageModel, optimizer: Optimizer) -> Callable[[state.State], None]:
+    """The function that loops save through. The run folder's rows are on disk before the checkpoint that vouches for them."""
+
+    def save(now: state.State) -> None:
+        journal.folder.flush()
+        state.save(journal.folder.checkpoints, now, model, optimizer, keep=config.run.save_total_limit)
+        journal.folder.event("saved", step=now.step)
+
+    return save
+
+
+def read_rows(config: Config, form: str) -> tuple[list[Row], list[Row]]:
+    """Training rows and held-out rows. Without an eval dataset the last `eval_prompts` rows are held out."""
+    data, wanted = config.data, config.evaluation.eval_prompts
+    if not data.dataset:
+        raise UserError("No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset).")
+    rows = load(data.dataset, form=form, split=data.split, bad_rows=data.bad_rows).rows
+    if data.eval_dataset:
+        held = load(data.eval_dataset, form=form, split=data.eval_split, bad_rows=data.bad_rows).rows
+        return rows, held[:wanted] if wanted else []
+    return holdout(rows, wanted) if wanted else (rows, [])
+
+
+def prompts_of(rows: Sequence[Row], model: LanguageModel, max_prompt_length: int) -> list[Prompt]:
+    """The rows with their prompt tokens. A prompt above `max_prompt_length` tokens is refused by its place in the file."""
+    prompts = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(rows)]
+    for prompt in prompts:
+        if 0 < max_prompt_length < len(prompt.ids):
+            raise UserError(
+                f"{prompt.row.source}: the prompt has {len(prompt.ids)} tokens, above max_prompt_length {max_prompt_length}; shorten the "
+                "prompt, leave the row out or raise the limit."
+            )
+    return prompts
+
+
+def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
+    """The sampler asked for; models that cannot run packed are sampled by transformers."""
+    if sampling.sampler == "transformers" or model.why_padded:
+        return TransformersSampler(model, sampling.max_decode_batch)
+    return EmbeddedSampler(model, sampling.max_decode_batch)
+
+
+def sampling_params(sampling: Sampling, temperature: float | None = None) -> SamplingParams:
+    """The distribution that is sampled from; evaluation may have its own temperature."""
+    return SamplingParams(
+        max_tokens=sampling.max_completion_length,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+
+
+@contextlib.contextmanager
+def reward_pool(functions: Sequence[Any], config: Any, weights: Sequence[float] = ()) -> Iterator[RewardPool]:
+    """Worker processes that score with these reward functions, gone when the block ends."""
+    specs = [resolve(function) for function in functions]
+    with RewardPool(
+        specs,
+        weights=tuple(weights),
+        timeout=getattr(config, "reward_timeout", 10.0),
+        workers=getattr(config, "reward_workers", 1),
+    ) as pool:
+        yield pool
+
+
+def evaluator_for(
+    settings: Evaluation,
+    config: Config,
+    model: LanguageModel,
+    scorer: RewardPool,
+    rows: Sequence[Row],
+    reference: LanguageModel | None,
+) -> Evaluator:
+    """Held-out evaluation by `metric`, or by the reward where none was named."""
+    names = [getattr(spec, "name", "reward") for spec in scorer.specs]
+    return Evaluator(
+        prompts=prompts_of(rows, model, 0),
+        scorer=scorer,
+        metric=names[0] if len(names) == 1 else "reward",
+        params=sampling_params(config.sampling, settings.eval_temperature),
+        seed=config.run.seed,
+        num_generations=settings.num_generations_eval,
+        reference=reference if settings.eval_kl else None,
+        micro_batch_tokens=config.micro_batch_tokens,
+    )
+
+
+def finish(config: Config, journal: Journal, model: LanguageModel) -> Result:
+    """The final model, the report, and what they hold."""
+    from psigrad import report
+
+    journal.folder.save_model(model.save_merged)
+    journal.folder.flush()
+    journal.folder.event("finished")
+    written = report.write([journal.folder.path])
+    before, after = evaluations(journal.folder.path)
+    return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
+
+
+def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first and the last evaluation of a run, with their steps."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if any(name.startswith("eval/") for name in row):
+            rows.setdefault(row["step"], {}).update(row)
+    ordered = [rows[step] for step in sorted(rows)]
+    return (ordered[0], ordered[-1]) if ordered else ({}, {})
+
+
+def summary(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The headline table of the report, for people."""
+    (folder / "summary.json").write_text(json.dumps({"rows": list(rows)}, indent=1) + "\n")

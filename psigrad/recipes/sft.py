@@ -1,0 +1,48 @@
+"""Supervised fine-tuning from settings to a model on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+from psigrad.config import SFTConfig
+from psigrad.data import example
+from psigrad.errors import UserError
+from psigrad.recipes import setup
+from psigrad.recipes.setup import Result
+from psigrad.training import offline
+from psigrad.training.offline import Offline
+from psigrad.training.state import State
+
+
+def run(config: SFTConfig) -> Result:
+    """Fine-tune `config.model` on `config.data`: cross-entropy on completions (prompt-completion rows) or assistant turns (messages).
+
+    Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    """
+    with setup.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
+        found = setup.newest_checkpoint(journal)
+        model = setup.load_model(config.model, config.run, found)
+        rows, held = setup.read_rows(config, "sft")
+        examples = [example(model.tokenizer, row, config.max_length) for row in rows]
+        if not any(any(e.mask) for e in examples):
+            raise UserError(f"No row of {config.data.dataset} has a token to learn within max_length {config.max_length}; raise it.")
+        evaluator = None
+        functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
+        if functions and held:
+            scorer = stack.enter_context(setup.reward_pool(functions, config))
+            evaluator = setup.evaluator_for(config.evaluation, config, model, scorer, held, None)
+        optimizer, state = setup.start(config, journal, model, found, State())
+        job = Offline(
+            config=config,
+            model=model,
+            optimizer=optimizer,
+            examples=examples,
+            held_out=[example(model.tokenizer, row, config.max_length) for row in held],
+            total_steps=config.run.max_steps or math.ceil(len(examples) / config.batch_size),
+            journal=journal,
+            sampler=setup.sampler_for(config.sampling, model),
+            evaluator=evaluator,
+        )
+        offline.train(job, state, setup.saver(config, journal, model, optimizer))
+        return setup.finish(config, journal, model)

@@ -1,0 +1,370 @@
+"""Exact expected gradients: a tabular softmax policy whose every group of trajectories is enumerated.
+
+The oracle never calls psigrad. For unbiased methods it is the gradient of the expected reward J, by autograd through the enumeration
+of all trajectories. For methods with a stated bias (group std, clipping, k3 in the loss) it is the method's own formula: a coefficient
+c[i][t] for each step, written out with Python floats, times the score onehot(a) − π(·|s) of a softmax.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from psigrad.objective import Batch, Evaluation, PolicyGradient, resolve
+from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, ones
+from psigrad.objective.batch import terminal
+from psigrad.objective.critic import value_loss
+from psigrad.objective.entropy import bonus
+
+EOS = 0
+TOLERANCE = 1e-10
+
+
+@dataclass
+class World:
+    """V tokens, at most T of them, EOS ends early. theta[s] are the logits of state (prefix) s."""
+
+    n_tokens: int
+    horizon: int
+    group_size: int
+    off_policy: bool
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(7 * self.horizon + self.group_size)
+        actions = range(1, self.n_tokens)
+        self.prefixes = [p for n in range(self.horizon) for p in itertools.product(actions, repeat=n)]
+        self.row_of = {p: i for i, p in enumerate(self.prefixes)}
+        self.trajectories = [p + (EOS,) for p in self.prefixes] + list(itertools.product(actions, repeat=self.horizon))
+        shape = (len(self.prefixes), self.n_tokens)
+        self.theta = rng.normal(size=shape)
+        self.theta_old = self.theta + (1.2 * rng.normal(size=shape) if self.off_policy else 0.0)
+        self.theta_ref = self.theta + 0.7 * rng.normal(size=shape)
+        self.values = rng.normal(size=len(self.prefixes))
+        # A reward depends on what was done so far and never on what comes after: reward-to-go is right only then.
+        reward_of = {y[: t + 1]: float(rng.integers(0, 2)) for y in self.trajectories for t in range(len(y))}
+        self.step_rewards = [[reward_of[y[: t + 1]] for t in range(len(y))] for y in self.trajectories]
+        self.groups = list(itertools.product(range(len(self.trajectories)), repeat=self.group_size))
+
+    def states(self, y: tuple[int, ...]) -> list[int]:
+        return [self.row_of[y[:t]] for t in range(len(y))]
+
+    def log_probs(self, theta: np.ndarray, y: tuple[int, ...]) -> list[float]:
+        return [float(theta[s, a] - np.log(np.exp(theta[s]).sum())) for s, a in zip(self.states(y), y, strict=True)]
+
+    def truncated(self, y: tuple[int, ...]) -> bool:
+        return y[-1] != EOS
+
+
+def worlds() -> list[World]:
+    return [World(3, 2, 3, off_policy=True), World(3, 3, 2, off_policy=False)]
+
+
+ON_POLICY = World(3, 2, 2, off_policy=False)
+ON_POLICY_LONG = World(4, 2, 2, off_policy=False)
+
+
+def expected_gradient(method: PolicyGradient, world: World, process_reward: bool, state: dict[str, float] | None = None) -> np.ndarray:
+    """Σ over groups of P_old(group) · gradient of the library's loss on that group, padding filled with NaN."""
+    theta = torch.tensor(world.theta, requires_grad=True)
+    log_pi = theta.log_softmax(1)
+    padded = [y + (EOS,) * (world.horizon - len(y)) for y in world.trajectories]
+    states = [world.states(y) + [0] * (world.horizon - len(y)) for y in world.trajectories]
+    mask = torch.tensor([[t < len(y) for t in range(world.horizon)] for y in world.trajectories])
+
+    def table(log_table: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, log_table[torch.tensor(states), torch.tensor(padded)], math.nan)
+
+    logp = table(log_pi)
+    logp_old = table(torch.tensor(world.theta_old).log_softmax(1))
+    logp_ref = table(torch.tensor(world.theta_ref).log_softmax(1))
+    reward = torch.full(mask.shape, math.nan, dtype=torch.float64)
+    for i, rewards in enumerate(world.step_rewards):
+        reward[i, : len(rewards)] = torch.tensor(rewards, dtype=torch.float64)
+    if not process_reward:
+        reward = terminal(torch.nansum(reward, 1), mask)
+    value = torch.tensor(world.values)[torch.tensor(states)]
+    truncated = torch.tensor([world.truncated(y) for y in world.trajectories])
+    entropy = -(log_pi.exp() * log_pi).sum(1)[torch.tensor(states)]
+    total = torch.zeros((), dtype=torch.float64)
+    start = method.initial_state() if state is None else state
+    for members in world.groups:
+        rows = torch.tensor(members)
+        batch = Batch(
+            mask[rows], reward[rows], logp_old[rows], torch.zeros(len(members), dtype=torch.long), logp_ref=logp_ref[rows],
+            value=value[rows], truncated=truncated[rows],
+        )  # fmt: skip
+        prepared = method.prepare(batch, start)
+        evaluation = Evaluation(logp[rows], value=value[rows], entropy=entropy[rows])
+        loss = method.loss(prepared, evaluation, method.totals(prepared), start)
+        probability = math.exp(sum(sum(world.log_probs(world.theta_old, world.trajectories[i])) for i in members))
+        total = total + probability * loss.value
+    (gradient,) = torch.autograd.grad(total, theta)
+    return gradient.numpy()
+
+
+def gradient_of_expected_reward(world: World, beta: float) -> np.ndarray:
+    """∇ Σ_y π(y)·(R(y) − β·log(π(y)/π_ref(y))), all y enumerated."""
+    theta = torch.tensor(world.theta, requires_grad=True)
+    log_pi, log_ref = theta.log_softmax(1), torch.tensor(world.theta_ref).log_softmax(1)
+    objective = torch.zeros((), dtype=torch.float64)
+    for y, rewards in zip(world.trajectories, world.step_rewards, strict=True):
+        log_y = sum(log_pi[s, a] for s, a in zip(world.states(y), y, strict=True))
+        ref_y = sum(log_ref[s, a] for s, a in zip(world.states(y), y, strict=True))
+        objective = objective + log_y.exp() * (sum(rewards) - beta * (log_y - ref_y))
+    (gradient,) = torch.autograd.grad(objective, theta)
+    return gradient.numpy()
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(expected).max() > 1e-3, "an oracle of zeros proves nothing"
+    assert np.abs(actual - expected).max() < TOLERANCE
+
+
+# Unbiased methods: minus the gradient of J, exactly.
+
+
+@pytest.mark.parametrize("world", [ON_POLICY, ON_POLICY_LONG], ids=["T2V3", "T2V4"])
+@pytest.mark.parametrize(
+    ("preset", "process_reward", "beta"),
+    [
+        ("reinforce_total_return", False, 0.0),
+        ("reinforce_total_return", True, 0.0),
+        ("reinforce_reward_to_go", True, 0.0),
+        ("reinforce_moving_average", False, 0.05),
+        ("rloo", False, 0.05),
+        ("rloo", True, 0.05),
+    ],
+)
+def test_expected_gradient_is_that_of_the_expected_reward(world: World, preset: str, process_reward: bool, beta: float) -> None:
+    actual = expected_gradient(resolve(preset), world, process_reward)
+    assert_close(actual, -gradient_of_expected_reward(world, beta))
+
+
+def test_a_moving_average_baseline_of_any_size_leaves_the_expected_gradient_unchanged() -> None:
+    state = {"reward_average": -3.7, "reward_batches": 4.0}
+    actual = expected_gradient(resolve("reinforce_moving_average"), ON_POLICY, False, state)
+    assert_close(actual, -gradient_of_expected_reward(ON_POLICY, 0.05))
+
+
+@pytest.mark.parametrize(("preset", "beta"), [("reinforce", 0.05), ("group mean without std", 0.0)])
+def test_a_mean_that_holds_the_sample_itself_shrinks_the_expected_gradient_by_exactly_one_nth(preset: str, beta: float) -> None:
+    method = resolve("reinforce") if preset == "reinforce" else replace(resolve("reinforce"), psi=group_mean(std=False), kl=None)
+    actual = expected_gradient(method, ON_POLICY, False)
+    assert_close(actual, -gradient_of_expected_reward(ON_POLICY, beta) * (ON_POLICY.group_size - 1) / ON_POLICY.group_size)
+
+
+@pytest.mark.parametrize("psi", [gae(lam=1.0), k_step(k=9)], ids=["gae", "k_step"])
+def test_an_arbitrary_critic_leaves_the_expected_gradient_unchanged_at_lambda_1(psi: gae | k_step) -> None:
+    method = replace(resolve("reinforce_total_return"), psi=psi, critic=value_loss())
+    assert_close(expected_gradient(method, ON_POLICY, True), -gradient_of_expected_reward(ON_POLICY, 0.0))
+
+
+def test_control_an_arbitrary_critic_biases_the_gradient_at_lambda_0() -> None:
+    method = replace(resolve("reinforce_total_return"), psi=gae(lam=0.0), critic=value_loss())
+    difference = expected_gradient(method, ON_POLICY, True) + gradient_of_expected_reward(ON_POLICY, 0.0)
+    assert np.abs(difference).max() > 1e-2
+
+
+def test_the_entropy_bonus_adds_the_gradient_of_the_mean_entropy_of_visited_states() -> None:
+    world = ON_POLICY
+    theta = torch.tensor(world.theta, requires_grad=True)
+    log_pi = theta.log_softmax(1)
+    entropy = -(log_pi.exp() * log_pi).sum(1)
+    mean = torch.zeros((), dtype=torch.float64)
+    for members in world.groups:
+        visited = [s for i in members for s in world.states(world.trajectories[i])]
+        probability = math.exp(sum(sum(world.log_probs(world.theta, world.trajectories[i])) for i in members))
+        mean = mean + probability * entropy[torch.tensor(visited)].mean()
+    (oracle,) = torch.autograd.grad(mean, theta)
+    plain = expected_gradient(resolve("dr_grpo"), world, False)
+    with_bonus = expected_gradient(replace(resolve("dr_grpo"), entropy=bonus(0.3)), world, False)
+    assert_close(with_bonus - plain, -0.3 * oracle.numpy())
+
+
+# Methods with a stated bias: their own formula, step by step.
+
+
+@dataclass
+class Row:
+    """What a formula may read of one trajectory, as Python floats."""
+
+    now: list[float]
+    old: list[float]
+    ref: list[float]
+    rewards: list[float]
+    truncated: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.now)
+
+
+def passes(advantage: float, ratio: float, low: float, high: float) -> float:
+    """The mask M of document 000: 0 where clipping stops the gradient."""
+    stopped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
+    return 0.0 if stopped else 1.0
+
+
+def standardised(returns: list[float], divide: bool) -> list[float]:
+    mean = sum(returns) / len(returns)
+    if len(set(returns)) == 1:
+        return [0.0] * len(returns)
+    std = math.sqrt(sum((r - mean) ** 2 for r in returns) / (len(returns) - 1))
+    return [(r - mean) / (std + 1e-4 if divide else 1.0) for r in returns]
+
+
+def grpo(rows: list[Row]) -> list[list[float]]:
+    advantages = standardised([sum(r.rewards) for r in rows], divide=True)
+    out = []
+    for row, a in zip(rows, advantages, strict=True):
+        weight = 1 / (len(rows) * row.length)
+        steps = []
+        for now, old, ref in zip(row.now, row.old, row.ref, strict=True):
+            rho = math.exp(now - old)
+            steps.append(weight * (-a * rho * passes(a, rho, 0.2, 0.2) + 0.04 * (1 - math.exp(ref - now))))
+        out.append(steps)
+    return out
+
+
+def dr_grpo(rows: list[Row]) -> list[list[float]]:
+    advantages = standardised([sum(r.rewards) for r in rows], divide=False)
+    return [
+        [-a * math.exp(n - o) * passes(a, math.exp(n - o), 0.2, 0.2) / (1024 * len(rows)) for n, o in zip(row.now, row.old, strict=True)]
+        for row, a in zip(rows, advantages, strict=True)
+    ]
+
+
+def dapo(rows: list[Row]) -> list[list[float]]:
+    returns = [sum(r.rewards) for r in rows]
+    advantages = standardised(returns, divide=True)
+    kept = [len(set(returns)) > 1 and not row.truncated for row in rows]
+    tokens = sum(row.length for row, k in zip(rows, kept, strict=True) if k)
+    return [
+        [-a * math.exp(n - o) * passes(a, math.exp(n - o), 0.2, 0.28) / tokens if k else 0.0 for n, o in zip(row.now, row.old, strict=True)]
+        for row, a, k in zip(rows, advantages, kept, strict=True)
+    ]
+
+
+def gspo(rows: list[Row]) -> list[list[float]]:
+    advantages = standardised([sum(r.rewards) for r in rows], divide=True)
+    out = []
+    for row, a in zip(rows, advantages, strict=True):
+        s = math.exp(sum(n - o for n, o in zip(row.now, row.old, strict=True)) / row.length)
+        out.append([-a * s * passes(a, s, 3e-4, 4e-4) / (row.length * len(rows))] * row.length)
+    return out
+
+
+def cispo(rows: list[Row]) -> list[list[float]]:
+    advantages = standardised([sum(r.rewards) for r in rows], divide=True)
+    tokens = sum(row.length for row in rows)
+    return [
+        [-a * min(math.exp(n - o), 5.0) / tokens for n, o in zip(row.now, row.old, strict=True)]
+        for row, a in zip(rows, advantages, strict=True)
+    ]
+
+
+def rloo(rows: list[Row]) -> list[list[float]]:
+    returns = [sum(row.rewards) - 0.05 * (sum(row.old) - sum(row.ref)) for row in rows]
+    out = []
+    for i, row in enumerate(rows):
+        others = [r for j, r in enumerate(returns) if j != i]
+        a = returns[i] - sum(others) / len(others)
+        rho = math.exp(sum(row.now) - sum(row.old))
+        out.append([-a * rho * passes(a, rho, 0.2, 0.2) / len(rows)] * row.length)
+    return out
+
+
+def reinforce_pp(rows: list[Row]) -> list[list[float]]:
+    togo = []
+    for row in rows:
+        shaped = [r - 0.01 * (o - f) for r, o, f in zip(row.rewards, row.old, row.ref, strict=True)]
+        togo.append([sum(shaped[t:]) for t in range(row.length)])
+    flat = [g for steps in togo for g in steps]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((g - mean) ** 2 for g in flat) / (len(flat) - 1))
+    out = []
+    for row, steps in zip(rows, togo, strict=True):
+        coefficients = []
+        for g, now, old in zip(steps, row.now, row.old, strict=True):
+            a, rho = (g - mean) / (std + 1e-8), math.exp(now - old)
+            coefficients.append(-a * rho * passes(a, rho, 0.2, 0.2) / len(flat))
+        out.append(coefficients)
+    return out
+
+
+def raft(rows: list[Row]) -> list[list[float]]:
+    returns = [sum(row.rewards) for row in rows]
+    best = returns.index(max(returns))
+    return [[-1.0 / row.length if i == best else 0.0] * row.length for i, row in enumerate(rows)]
+
+
+def reinforce(rows: list[Row]) -> list[list[float]]:
+    returns = [sum(row.rewards) - 0.05 * (sum(row.old) - sum(row.ref)) for row in rows]
+    mean = sum(returns) / len(rows)
+    return [[-(r - mean) / len(rows)] * row.length for r, row in zip(returns, rows, strict=True)]
+
+
+def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World) -> np.ndarray:
+    """Σ over groups of P_old(group) · Σ c[i][t] · (onehot(a_t) − π(·|s_t))."""
+    gradient = np.zeros_like(world.theta)
+    rows = [
+        Row(world.log_probs(world.theta, y), world.log_probs(world.theta_old, y), world.log_probs(world.theta_ref, y), r, world.truncated(y))
+        for y, r in zip(world.trajectories, world.step_rewards, strict=True)
+    ]
+    pi = np.exp(world.theta) / np.exp(world.theta).sum(1, keepdims=True)
+    for members in world.groups:
+        probability = math.exp(sum(sum(rows[i].old) for i in members))
+        for i, coefficients in zip(members, formula([rows[i] for i in members]), strict=True):
+            y = world.trajectories[i]
+            for s, action, c in zip(world.states(y), y, coefficients, strict=True):
+                score = -pi[s].copy()
+                score[action] += 1
+                gradient[s] += probability * c * score
+    return gradient
+
+
+FORMULAS = [grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, raft, reinforce]
+
+
+@pytest.mark.parametrize("world", worlds(), ids=["off-policy T2 G3", "on-policy T3 G2"])
+@pytest.mark.parametrize("formula", FORMULAS, ids=[f.__name__ for f in FORMULAS])
+def test_expected_gradient_is_that_of_the_stated_formula(world: World, formula: Callable[[list[Row]], list[list[float]]]) -> None:
+    process_reward = formula is reinforce_pp
+    actual = expected_gradient(resolve(formula.__name__), world, process_reward)
+    scale = 1024 if formula is dr_grpo else 1
+    assert_close(actual * scale, from_formula(formula, world) * scale)
+
+
+def test_every_preset_is_held_by_an_enumeration() -> None:
+    from psigrad.objective import names
+
+    unbiased = {"reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average"}
+    assert set(names()) == unbiased | {f.__name__ for f in FORMULAS}
+
+
+def test_the_off_policy_world_reaches_every_bound() -> None:
+    world = worlds()[0]
+    ratios = [
+        math.exp(n - o)
+        for y in world.trajectories
+        for n, o in zip(world.log_probs(world.theta, y), world.log_probs(world.theta_old, y), strict=True)
+    ]
+    assert min(ratios) < 0.8 and max(ratios) > 5.0
+
+
+def test_best_of_group_with_ones_kept_equals_top_1_up_to_the_token_count() -> None:
+    world = ON_POLICY
+    rows = replace(resolve("raft"), psi=best_of_group, keep=())
+
+    def best_over_all_tokens(members: list[Row]) -> list[list[float]]:
+        tokens = sum(row.length for row in members)
+        return [[c * row.length / tokens for c in steps] for row, steps in zip(members, raft(members), strict=True)]
+
+    assert_close(expected_gradient(rows, world, False), from_formula(best_over_all_tokens, world))
+    assert resolve("raft").psi is ones
