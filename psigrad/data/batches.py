@@ -1,4 +1,4 @@
-"""Which rows a step trains on and how they share forward passes: pure functions of counters and lengths, with no cursor to save."""
+"""Which rows a step trains on and how they share forward passes: pure functions of counters and lengths, no cursor to save."""
 
 from __future__ import annotations
 

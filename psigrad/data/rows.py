@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """Why a row was refused. `column` is "" when the whole row is at fault; `source` then ends in the character where that is known."""
+    """Why a row was refused. `column` is "" when the whole row is at fault; `source` then ends in the character, if known."""
 
     source: str
     column: str

@@ -62,7 +62,7 @@ def from_rows(
 
 
 def holdout(rows: Rows, n: int) -> tuple[Rows, Rows]:
-    """(rows to train on, the last `n` rows as held-out); `skipped` stays with the first. Raises UserError if none is left to train on."""
+    """(rows to train on, the last `n` rows as held-out); `skipped` stays with the first. UserError if none is left to train."""
     if n < 0 or n >= len(rows.rows):
         raise UserError(
             f"Holding out {n} of {len(rows.rows)} rows is not possible; give more rows, a smaller number, or an eval_dataset."
@@ -228,7 +228,7 @@ def _json_lines(path: Path, name: str) -> _Records:
                     size += len(line)
                 yield BadRow(f"{name}:{number}", "", f"is a line of {size} bytes; the most is {MAX_LINE_BYTES}")
             elif line.strip():
-                yield _json_line(line, f"{name}:{number}")
+                yield _json_line(line.rstrip(b"\r\n"), f"{name}:{number}")
 
 
 def _json_line(line: bytes, source: str) -> _Raw | BadRow:

@@ -1,7 +1,7 @@
 """From rows to token ids and loss masks, and back to text for people and verifiers.
 
-Text is encoded here, once; what was encoded or sampled stays as ids (contract 1). The context in which a turn is trained is, token
-for token, the one in which it would be sampled: tokens never merge across the start of an assistant's turn.
+Text is encoded here, once; what was encoded or sampled stays as ids (contract 1). The context in which a turn is trained is,
+token for token, the one in which it would be sampled: tokens never merge across the start of an assistant's turn.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 """ChatML for tokenizers without a template: `tokenizer.chat_template = CHATML`.
 
-Turns end with the tokenizer's own EOS (`<|im_end|>` in models made for ChatML), so a sampler that stops at EOS stops at the end of
-a turn, and no token needs to be added.
+Turns end with the tokenizer's own EOS (`<|im_end|>` in models made for ChatML), so a sampler that stops at EOS stops at the end
+of a turn, and no token needs to be added.
 """
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -80,15 +80,15 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -
     - messages: loss on every assistant turn.
 
     An assistant turn is its content and the token that ends it, not the line break that a template writes behind. The turns
-    are taken from the template's `{% generation %}` blocks, or else from rendering the conversation turn by turn. Raises UserError
-    when the template renders a turn differently once others follow, or doesn't end turns with a special token.
+    are taken from the template's `{% generation %}` blocks, or else from rendering the conversation turn by turn. Raises
+    UserError when the template renders a turn differently once others follow, or doesn't end turns with a special token.
     """
     if isinstance(row.completion, str):
         ids, mask = _plain(tokenizer, row, row.completion)
     elif row.completion or row.messages:
         ids, mask = _conversation(tokenizer, row)
     else:
-        raise UserError(f"{row.source} has no completion to train on; a row of the form prompt-completion or messages was expected.")
+        raise UserError(f"{row.source} has no completion to train on; give a row of the form prompt-completion or messages.")
     mask[:1] = [False] * len(mask[:1])
     truncated = 0 < max_length < len(ids)
     return Example(ids[:max_length], mask[:max_length], True) if truncated else Example(ids, mask, False)
@@ -182,8 +182,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], f
     if outer < len(ids) and ends(outer):
         return outer + 1
     raise UserError(
-        f"The chat template doesn't end assistant turn {turn} of {row.source} with a special token of the tokenizer, so the model "
-        "could never learn to stop; write {{ eos_token }} after the content in the template, or add the special token."
+        f"The chat template doesn't end assistant turn {turn} of {row.source} with a special token of the tokenizer, so the "
+        "model could never learn to stop; write {{ eos_token }} after the content in the template, or add the special token."
     )
 
 
@@ -210,7 +210,7 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[str,
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], text: str, first: int) -> list[Span]:
-    """Each assistant turn lies between the rendering of what precedes it, generation prompt included, and the rendering up to it."""
+    """A turn lies between the rendering of what precedes it, generation prompt included, and the rendering up to it."""
     spans = []
     for i in range(first, len(messages)):
         if messages[i]["role"] != "assistant":
@@ -270,10 +270,11 @@ def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
 
     arguments = {**tokenizer.special_tokens_map, **_arguments(row), "chat_template": template, "add_generation_prompt": False}
     try:
-        texts, spans = render_jinja_template([messages], return_assistant_tokens_mask=True, **arguments)
+        rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **arguments)
     except Exception as error:  # a template is a program: it can raise anything
         raise _refused(row, error) from error
-    return str(texts[0]), [(int(start), int(end)) for start, end in spans[0] if end > start]
+    texts, spans = rendered
+    return texts[0], [(start, end) for start, end in spans[0] if end > start]
 
 
 def _refused(row: Row, error: Exception) -> UserError:

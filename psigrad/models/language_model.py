@@ -206,7 +206,6 @@ def prepare(
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    hf.set_attn_implementation(attention.IMPLEMENTATION)
     hf.eval()
     model = LanguageModel(hf, tokenizer)
     model.why_padded = _why_padded(model)
@@ -241,12 +240,32 @@ _PROBE = Groups(prompts=((3, 1, 2), (2, 5, 4, 1, 3)), completions=(((4, 2, 1), (
 
 @torch.no_grad()
 def _why_padded(model: LanguageModel) -> str:
-    """Why the packed forward can't be used for this model: an empty string where it reproduces the padded one."""
-    oracle = model.evaluate(_PROBE, packed=False).logp
+    """Why the packed forward can't be used for this model: an empty string where it reproduces the model's own attention.
+
+    Leaves the model with our attention where that works, else with its own.
+    """
+    own = model.hf.config._attn_implementation
+    oracle, failure = _probe(model, own, packed=False)
+    if oracle is None:  # some models take SDPA for granted and refuse it when they run (softcapped attention)
+        own = "eager"
+        oracle, failure = _probe(model, own, packed=False)
+    if oracle is None:
+        raise UserError(f"{type(model.hf).__name__} does not compute log-probs: {failure}; give a causal language model.")
+    packed, failure = _probe(model, attention.IMPLEMENTATION, packed=True)
+    if packed is not None:
+        gap = float((packed - oracle).abs().max())
+        # float32 agrees to about 1e-6; bfloat16 differs by its own rounding in either form
+        if gap < (1e-3 if model.hf.dtype in (torch.float32, torch.float64) else 0.25):
+            return ""
+        failure = f"its log-probs differ by {gap:.1g} from the padded ones"
+    model.hf.set_attn_implementation(own)
+    return f"{type(model.hf).__name__} does not run packed: {failure}"
+
+
+def _probe(model: LanguageModel, implementation: str, packed: bool) -> tuple[Tensor | None, str]:
+    """Log-probs of `_PROBE` under an attention implementation, or what went wrong."""
     try:
-        gap = float((model.evaluate(_PROBE, packed=True).logp - oracle).abs().max())
+        model.hf.set_attn_implementation(implementation)
+        return model.evaluate(_PROBE, packed=packed).logp, ""
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        return f"{type(model.hf).__name__} does not run packed: {error}"
-    # float32 agrees to about 1e-6; bfloat16 differs by its own rounding in either form
-    bound = 1e-3 if model.hf.dtype in (torch.float32, torch.float64) else 0.25
-    return "" if gap < bound else f"{type(model.hf).__name__} packed differs from padded by {gap:.1g} in log-probability."
+        return None, str(error).strip().splitlines()[0]

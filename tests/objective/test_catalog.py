@@ -1,0 +1,232 @@
+"""Names, mappings, refusals and the text of `explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from psigrad.objective import Batch, Evaluation, PolicyGradient, explain, names, resolve
+from psigrad.objective import catalog as presets
+from psigrad.objective.advantage import gae, group_mean, leave_one_out, moving_average, reward_to_go, whitened
+from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
+from psigrad.objective.correction import truncated_importance
+from psigrad.objective.critic import value_loss
+from psigrad.objective.entropy import bonus
+from psigrad.objective.keep import has_signal, not_truncated, top_k
+from psigrad.objective.kl import KL, adaptive
+from psigrad.objective.ratio import none, sequence, token
+from psigrad.objective.surrogate import clip, dual_clip, score
+
+
+def mine(batch: Batch) -> torch.Tensor:
+    """My own advantage.
+
+    Formula: A_t = 42
+    """
+    return torch.full_like(batch.reward, 42.0)
+
+
+@pytest.fixture
+def user_module(monkeypatch: pytest.MonkeyPatch) -> str:
+    module = ModuleType("users_own_module")
+    module.mine, module.METHOD = mine, replace(presets.GRPO, psi=mine, name="mine")
+    monkeypatch.setitem(sys.modules, "users_own_module", module)
+    return "users_own_module"
+
+
+def test_presets_hold_the_values_of_their_papers() -> None:
+    assert (presets.GRPO.surrogate, presets.GRPO.kl, presets.GRPO.aggregate) == (clip(0.2, 0.2), KL("loss", "k3", 0.04), sequence_mean)
+    assert (presets.GRPO.psi, presets.DR_GRPO.psi) == (group_mean(std=True), group_mean(std=False))
+    assert presets.DR_GRPO.aggregate == fixed_length(1024) and presets.DR_GRPO.kl is None
+    assert (presets.DAPO.surrogate, presets.DAPO.keep, presets.DAPO.kl) == (clip(0.2, 0.28), (has_signal, not_truncated), None)
+    assert presets.DAPO.aggregate is token_mean
+    assert (presets.GSPO.ratio, presets.GSPO.surrogate) == (sequence, clip(3e-4, 4e-4))
+    assert (presets.RLOO.psi, presets.RLOO.kl) == (leave_one_out, KL("reward", "k1", 0.05))
+    assert presets.REINFORCE_PP.psi == whitened(reward_to_go(1.0)) and presets.REINFORCE_PP.kl.where == "reward"
+
+
+def test_every_name_resolves_to_its_preset() -> None:
+    assert len(names()) == len(set(names())) == 12
+    assert all(resolve(name).name == name for name in names())
+    assert resolve(presets.GRPO) is presets.GRPO and resolve({"preset": "grpo"}) == presets.GRPO
+
+
+def test_a_mapping_changes_the_slots_it_names_and_no_other() -> None:
+    method = resolve(
+        json.loads(
+            '{"preset": "grpo", "kl": {"estimator": "k2", "coefficient": 0.01}, "surrogate": {"part": "clip", "high": 0.28},'
+            ' "aggregate": "token_mean", "keep": ["has_signal", {"part": "top_k", "k": 3}], "name": "mine"}'
+        )
+    )
+    assert method == PolicyGradient(
+        group_mean(), token, clip(0.2, 0.28), token_mean, kl=KL("loss", "k2", 0.01), keep=(has_signal, top_k(3)), name="mine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "slot", "expected"),
+    [
+        ({"kl": None}, "kl", None),
+        ({"kl": {"where": "reward", "estimator": "k1"}}, "kl", KL("reward", "k1", 0.04)),
+        ({"kl": {"coefficient": {"initial": 0.2, "target": 3.0}}}, "kl", KL("loss", "k3", adaptive(0.2, 3.0))),
+        ({"surrogate": {"high": 0.3}}, "surrogate", clip(0.2, 0.3)),
+        ({"surrogate": "dual_clip"}, "surrogate", dual_clip()),
+        ({"psi": {"std": False}}, "psi", group_mean(std=False)),
+        ({"psi": {"part": "whitened", "psi": {"part": "reward_to_go", "gamma": 0.9}}}, "psi", whitened(reward_to_go(0.9))),
+        ({"entropy": {"coefficient": 0.2}}, "entropy", bonus(0.2)),
+        ({"entropy": "bonus"}, "entropy", bonus()),
+        ({"correction": {"part": "truncated_importance", "cap": 2}}, "correction", truncated_importance(2)),
+        ({"keep": []}, "keep", ()),
+    ],
+)
+def test_slots_from_plain_data(change: dict, slot: str, expected: object) -> None:
+    assert getattr(resolve({"preset": "grpo", **change}), slot) == expected
+
+
+def test_a_whole_method_from_plain_data() -> None:
+    method = resolve({"psi": {"part": "gae", "lam": 0.95}, "ratio": "token", "surrogate": "clip", "aggregate": "token_mean", "critic": {"clip": 0.2}})
+    assert method == PolicyGradient(gae(lam=0.95), token, clip(), token_mean, critic=value_loss(clip=0.2))
+
+
+def test_a_users_own_function_is_a_part(user_module: str) -> None:
+    method = resolve({"preset": "dr_grpo", "psi": f"{user_module}:mine"})
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    prepared = method.prepare(Batch(mask, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1).long()), {})
+    assert prepared.advantage.tolist() == [[42.0, 42.0]]
+    assert resolve(f"{user_module}:METHOD").psi is mine
+    assert "A_t = 42" in explain(method)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("grop", "did you mean 'grpo'"),
+        ({"preset": "grpo", "surogate": "clip"}, "did you mean 'surrogate'"),
+        ({"preset": "grpo", "surrogate": "clpi"}, "did you mean 'clip'"),
+        ({"preset": "grpo", "surrogate": {"part": "clip", "hihg": 1}}, "did you mean 'high'"),
+        ({"preset": "grpo", "aggregate": "fixed_length"}, "missing.*n"),
+        ({"preset": "grpo", "psi": None}, "Slot psi is None"),
+        ({"preset": "grpo", "aggregate": {"n": 3}}, "mapping with `part`"),
+        ({"preset": "grpo", "psi": {"part": "leave_one_out", "k": 3}}, "takes no parameters"),
+        ({"preset": "grpo", "psi": "no_such_module:x"}, "cannot be imported"),
+        ({"preset": "grpo", "psi": "math:no_such_name"}, "cannot be imported"),
+        ({"psi": "ones"}, "no ratio, surrogate, aggregate"),
+        ({"preset": "grpo", "kl": 0.1}, "or null"),
+        (3, "expected a preset's name"),
+        ("math:pi", "expected a PolicyGradient"),
+    ],
+)
+def test_a_wrong_specification_is_refused_with_what_to_do(spec: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        resolve(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"psi": gae()}, "critic is None"),
+        ({"psi": whitened(gae())}, "critic is None"),
+        ({"critic": value_loss()}, "never reads its values"),
+        ({"ratio": none}, "takes its gradient from the ratio"),
+        ({"surrogate": score}, "ignores the ratio"),
+        ({"ratio": presets.RLOO.ratio, "aggregate": token_mean}, "set aggregate=sequence_mean"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_at_construction(change: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        replace(presets.GRPO, **change)
+
+
+def test_whitening_refuses_a_psi_with_memory() -> None:
+    with pytest.raises(ValueError, match="psi with memory"):
+        whitened(moving_average())
+
+
+def tiny(**changes: object) -> Batch:
+    two = torch.zeros(2, 1)
+    return replace(Batch(torch.ones(2, 1, dtype=torch.bool), two, two, torch.zeros(2).long(), logp_ref=two), **changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "sentence"),
+    [
+        (presets.GRPO, {"group": torch.arange(2)}, "num_generations"),
+        (presets.GRPO, {"logp_ref": None}, "logp_ref"),
+        (presets.GRPO, {"reward": torch.tensor([[0.0], [float("nan")]])}, r"reward of rows \[1\]"),
+        (presets.DAPO, {}, "truncated"),
+        (replace(presets.GRPO, psi=gae(), critic=value_loss()), {}, "critic's values"),
+        (replace(presets.GRPO, correction=truncated_importance()), {}, "logp_sampler"),
+        (replace(presets.GRPO, entropy=bonus()), {}, "`entropy` is missing"),
+        (replace(presets.GRPO, kl=KL("loss", "exact")), {}, "`kl` is missing"),
+    ],
+)
+def test_a_batch_that_lacks_what_a_part_reads_is_refused(method: PolicyGradient, changes: dict, sentence: str) -> None:
+    batch = tiny(**changes)
+    with pytest.raises(ValueError, match=sentence):
+        prepared = method.prepare(batch, method.initial_state())
+        method.loss(prepared, Evaluation(torch.zeros(2, 1)), method.totals(prepared), prepared.state)
+
+
+@pytest.mark.parametrize("changes", [{"reward": torch.zeros(2, 3)}, {"group": torch.zeros(3).long()}, {"mask": torch.ones(2, 1)}])
+def test_a_batch_of_the_wrong_shape_is_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        tiny(**changes)
+
+
+def test_a_lone_completion_among_groups_has_no_advantage() -> None:
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    batch = Batch(mask, torch.tensor([[5.0], [1.0], [0.0]]), torch.zeros(3, 1), torch.tensor([0, 1, 1]))
+    for psi in (leave_one_out, group_mean()):
+        assert psi(batch)[0].item() == 0.0 and psi(batch)[1].item() > 0
+
+
+def test_what_a_method_needs() -> None:
+    assert (presets.GRPO.needs_reference, presets.DAPO.needs_reference) == (True, False)
+    assert not replace(presets.GRPO, kl=KL("loss", "k3", 0.0)).needs_reference
+    assert (presets.GRPO.min_group_size, presets.REINFORCE.min_group_size) == (2, 1)
+    assert (presets.DAPO.dynamic_sampling, presets.GRPO.dynamic_sampling) == (True, False)
+    rich = replace(presets.GRPO, psi=gae(), critic=value_loss(), entropy=bonus(), kl=KL("loss", "exact"))
+    assert rich.needs_critic and rich.needs_entropy and rich.needs_exact_kl and rich.min_group_size == 1
+
+
+def test_state_is_plain_numbers() -> None:
+    method = replace(presets.REINFORCE_MOVING_AVERAGE, kl=KL("reward", "k1", adaptive()))
+    state = method.initial_state()
+    assert set(state) == {"reward_average", "reward_batches", "kl_coefficient"}
+    after = method.prepare(tiny(reward=torch.tensor([[1.0], [3.0]])), state).state
+    assert json.loads(json.dumps(after)) == after and after != state and set(after) == set(state)
+
+
+def test_explain_states_the_formula_of_each_slot_with_its_source() -> None:
+    text = explain("grpo")
+    for piece in (
+        "grpo minimises", "loss(θ) = Σ_i Σ_t w_it · [ L(π, ρ, A) + β·KL ]", "clip(low=0.2, high=0.2)", "arXiv:2402.03300",
+        "L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)", "A_t = (R_i − mean(R)) / (std(R) + 0.0001)", "0.04·(e^(−d_t) − 1 + d_t)",
+    ):  # fmt: skip
+        assert piece in text
+    assert "β·KL" not in explain("dapo") and "A_t = R_i − mean(R)\n" in explain("dr_grpo")
+
+
+def test_explain_of_two_methods_states_what_differs_and_only_that() -> None:
+    text = explain("grpo", "dapo")
+    differing = {line.removesuffix(" differs") for line in text.splitlines() if line.endswith(" differs")}
+    assert differing == {"surrogate L", "aggregate w", "KL to the reference", "keep (filter)"}
+    assert "clip(low=0.2, high=0.28)" in text and "Same in both: psi (group_mean" in text
+    assert "They are the same method." in explain("grpo", {"preset": "grpo"})
+
+
+def test_explain_fits_a_terminal_and_covers_every_part() -> None:
+    texts = [explain(a) for a in names()] + [explain(a, b) for a in names() for b in names()]
+    assert max(len(line) for text in texts for line in text.splitlines()) <= 100
+    from psigrad.objective.catalog import _SLOTS
+
+    for modules in _SLOTS.values():
+        for module in modules:
+            for name in module.__all__:
+                doc = getattr(module, name).__doc__
+                assert "\n    Formula: " in doc and "\n    Source: " in doc, name

@@ -1,0 +1,289 @@
+"""What must not matter: padding, row order, group numbers, micro-batches, observations, empty rows. Each with its control."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psigrad.objective import Batch, Evaluation, PolicyGradient, resolve
+from psigrad.objective.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
+from psigrad.objective.aggregate import token_mean
+from psigrad.objective.correction import masked_importance, truncated_importance
+from psigrad.objective.critic import value_loss
+from psigrad.objective.entropy import bonus
+from psigrad.objective.kl import KL
+from psigrad.objective.penalty import kl_penalty
+from psigrad.objective.ratio import token
+from psigrad.objective.surrogate import clip, dual_clip
+
+GRPO = resolve("grpo")
+METHODS = {
+    name: resolve(name)
+    for name in ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")
+} | {
+    "everything": PolicyGradient(
+        whitened(gae(0.9, 0.8)), token, dual_clip(), token_mean, kl=KL("loss", "k3+", 0.1, importance_weighted=True),
+        critic=value_loss(0.5, clip=0.2), entropy=bonus(0.1), correction=truncated_importance(1.5),
+    ),
+    "masked sequences": replace(GRPO, correction=masked_importance(2.0), kl=KL("loss", "exact", 0.1)),
+    "penalty": replace(GRPO, psi=reward_to_go(), surrogate=kl_penalty(0.3)),
+}  # fmt: skip
+LEAVES = ("logp", "entropy", "value", "kl")
+Case = tuple[Batch, Evaluation]
+methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+seeds = st.integers(0, 10_000)
+few = settings(max_examples=12, deadline=None)
+
+
+def random_case(seed: int, n: int = 8, t: int = 5) -> Case:
+    """Three groups of unequal size, observations in between, one group of equal rewards."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(n, t, generator=g, dtype=torch.float64)
+
+    lengths = torch.randint(1, t + 1, (n,), generator=g)
+    mask = (torch.arange(t) < lengths[:, None]) & (torch.rand(n, t, generator=g) < 0.8)
+    mask[:, 0] = True
+    group = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])[:n]
+    reward = normal()
+    reward[group == 2] = 0.0
+    logp = normal() * 0.3 - 1.5
+    batch = Batch(
+        mask, reward, logp + 0.3 * normal(), group, logp_ref=logp + 0.3 * normal(), logp_sampler=logp + 0.3 * normal(), value=normal(),
+        last_value=normal()[:, 0], truncated=torch.rand(n, generator=g) < 0.2, version=torch.arange(n), inputs=list(range(n)),
+    )  # fmt: skip
+    return batch, Evaluation(logp, normal().exp(), normal(), normal() ** 2)
+
+
+def run(method: PolicyGradient, case: Case, splits: list[torch.Tensor] | None = None, local: bool = False):
+    """Summed loss, terms and the gradient [N,T] of every model output, over the micro-batches `splits`.
+
+    `local` is the classic mistake: each micro-batch is normalised by its own counts and the results are averaged.
+    """
+    batch, evaluation = case
+    leaves = {name: getattr(evaluation, name).clone().requires_grad_() for name in LEAVES}
+    prepared = method.prepare(batch, method.initial_state())
+    totals = method.totals(prepared)
+    value, terms = torch.zeros((), dtype=torch.float64), {}
+    splits = splits or [torch.arange(len(batch.group))]
+    for rows in splits:
+        part = prepared.select(rows)
+        now = Evaluation(**{name: leaf[rows] for name, leaf in leaves.items()})
+        loss = method.loss(part, now, method.totals(part) if local else totals, method.initial_state())
+        value = value + loss.value / (len(splits) if local else 1)
+        for key, term in loss.terms.items():
+            terms[key] = terms.get(key, 0.0) + term.item()
+    value.backward()
+    gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    return value.item(), terms, gradients, prepared
+
+
+def assert_same(a, b, rows=slice(None), columns=slice(None), tolerance: float = 1e-12) -> None:
+    """b's rows and columns carry a's result."""
+    assert a[0] == pytest.approx(b[0], abs=tolerance, rel=1e-11)
+    assert a[1] == pytest.approx(b[1], abs=tolerance, rel=1e-11)
+    for name in LEAVES:
+        torch.testing.assert_close(a[2][name], b[2][name][rows][:, columns], rtol=1e-11, atol=tolerance)
+
+
+def reshaped(case: Case, change) -> Case:
+    """The case with `change` applied to every [N,T] tensor."""
+    batch, evaluation = case
+    two = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    two = {k: change(v) for k, v in two.items() if isinstance(v, torch.Tensor) and v.dim() == 2}
+    return replace(batch, **two), Evaluation(**{name: change(getattr(evaluation, name)) for name in LEAVES})
+
+
+@methods
+@few
+@given(seed=seeds, width=st.integers(1, 4), at=st.integers(0, 5))
+def test_padding_and_observations_anywhere_change_nothing(method: PolicyGradient, seed: int, width: int, at: int) -> None:
+    def widen(x: torch.Tensor) -> torch.Tensor:
+        filler = torch.full((len(x), width), False if x.dtype == torch.bool else float("nan"), dtype=x.dtype)
+        return torch.cat([x[:, :at], filler, x[:, at:]], dim=1)
+
+    case = random_case(seed)
+    wide = run(method, reshaped(case, widen))
+    kept = [t for t in range(5 + width) if not at <= t < at + width]
+    assert_same(run(method, case), wide, columns=kept)
+    for name in LEAVES:
+        assert not wide[2][name][:, at : at + width].any()
+
+
+@methods
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_values_at_masked_steps_have_no_influence_at_all(method: PolicyGradient, garbage: float) -> None:
+    batch, evaluation = case = random_case(11)
+
+    def spoil(x: torch.Tensor) -> torch.Tensor:
+        return x if x.dtype == torch.bool else torch.where(batch.mask, x, garbage)
+
+    clean, spoilt = run(method, case), run(method, reshaped(case, spoil))
+    assert clean[0] == spoilt[0] and clean[1] == spoilt[1]
+    for name in LEAVES:
+        assert torch.equal(clean[2][name], spoilt[2][name])
+
+
+@methods
+def test_control_a_value_at_a_chosen_step_does_matter(method: PolicyGradient) -> None:
+    batch, evaluation = random_case(11)
+    row = int(method.prepare(batch, method.initial_state()).needs_gradient.nonzero()[0])
+    logp = evaluation.logp.clone()
+    logp[row, 0] -= 0.01
+    moved = run(method, (batch, replace(evaluation, logp=logp)))
+    still = run(method, (batch, evaluation))
+    assert moved[0] != still[0] or moved[1] != still[1]
+
+
+@methods
+@few
+@given(seed=seeds)
+def test_rows_may_come_in_any_order(method: PolicyGradient, seed: int) -> None:
+    batch, evaluation = case = random_case(seed)
+    if method.psi is METHODS["raft"].psi:  # the earlier of equal rewards is kept, so there order is meant to count
+        batch = replace(batch, reward=batch.reward + torch.arange(8.0, dtype=torch.float64)[:, None] / 7)
+        case = (batch, evaluation)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    shuffled = (batch.select(order), Evaluation(**{name: getattr(evaluation, name)[order] for name in LEAVES}))
+    assert_same(run(method, case), run(method, shuffled), rows=order.argsort())
+
+
+@methods
+@few
+@given(seed=seeds, labels=st.permutations([-5, 0, 3, 10**12]))
+def test_groups_may_have_any_numbers(method: PolicyGradient, seed: int, labels: list[int]) -> None:
+    batch, evaluation = random_case(seed)
+    relabelled = replace(batch, group=torch.tensor(labels)[batch.group])
+    assert_same(run(method, (batch, evaluation)), run(method, (relabelled, evaluation)))
+
+
+def test_control_merging_two_groups_changes_the_advantage() -> None:
+    batch, _ = random_case(1)
+    merged = replace(batch, group=batch.group.clamp(max=1))
+    assert not torch.allclose(group_mean()(batch), group_mean()(merged))
+
+
+@methods
+@few
+@given(seed=seeds, pieces=st.integers(2, 4))
+def test_any_split_into_micro_batches_gives_the_same_gradient(method: PolicyGradient, seed: int, pieces: int) -> None:
+    case = random_case(seed)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    assert_same(run(method, case), run(method, case, list(order.tensor_split(pieces))))
+
+
+@pytest.mark.parametrize("method", [METHODS["dapo"], METHODS["grpo"], METHODS["everything"]], ids=["dapo", "grpo", "everything"])
+def test_control_averaging_micro_batches_normalised_by_their_own_counts_is_wrong(method: PolicyGradient) -> None:
+    case = random_case(2)
+    right, wrong = run(method, case), run(method, case, [torch.arange(3), torch.arange(3, 8)], local=True)
+    assert (right[2]["logp"] - wrong[2]["logp"]).abs().max() > 1e-3
+
+
+@methods
+@few
+@given(seed=seeds)
+def test_empty_rows_count_nowhere(method: PolicyGradient, seed: int) -> None:
+    batch, evaluation = random_case(seed)
+
+    def longer(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        filler = torch.full((2, *x.shape[1:]), float("nan")).to(x.dtype) if x.is_floating_point() else torch.zeros(2, *x.shape[1:], dtype=x.dtype)
+        return torch.cat([x, filler])
+
+    grown = Batch(**{f.name: longer(getattr(batch, f.name)) for f in fields(batch) if f.name not in ("inputs", "last_value")},
+                  last_value=torch.cat([batch.last_value, torch.zeros(2, dtype=torch.float64)]))  # fmt: skip
+    now = Evaluation(**{name: longer(getattr(evaluation, name)) for name in LEAVES})
+    assert_same(run(method, (batch, evaluation)), run(method, (grown, now)), rows=slice(0, 8))
+    a, b = (method.prepare(x, method.initial_state()) for x in (batch, grown))
+    assert a.metrics == pytest.approx(b.metrics)
+
+
+@methods
+def test_a_batch_without_chosen_steps_gives_loss_and_gradient_zero(method: PolicyGradient) -> None:
+    batch, evaluation = random_case(3)
+    value, terms, gradients, _ = run(method, (replace(batch, mask=torch.zeros_like(batch.mask)), evaluation))
+    assert value == 0.0 and all(term == 0.0 for term in terms.values())
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+@methods
+@few
+@given(seed=seeds)
+def test_rows_that_need_no_gradient_have_none_and_leave_loss_and_metrics_alone(method: PolicyGradient, seed: int) -> None:
+    case = random_case(seed)
+    full = run(method, case)
+    needed = full[3].needs_gradient
+    for name in LEAVES:
+        assert torch.equal(full[2][name][~needed], torch.zeros_like(full[2][name][~needed]))
+    skipped = run(method, case, [needed.nonzero().flatten()])
+    for name in LEAVES:
+        torch.testing.assert_close(full[2][name], skipped[2][name], rtol=0, atol=1e-14)
+    assert full[0] == pytest.approx(skipped[0], abs=1e-12) and full[1] == pytest.approx(skipped[1], abs=1e-12)
+
+
+def test_a_group_of_equal_rewards_needs_no_forward_pass_unless_another_term_does() -> None:
+    batch, _ = random_case(0)
+    silent = batch.group == 2
+    assert not METHODS["dr_grpo"].prepare(batch, {}).needs_gradient[silent].any()
+    for loud in (GRPO, replace(METHODS["dr_grpo"], entropy=bonus(0.1)), replace(METHODS["dr_grpo"], surrogate=lambda p, r, a: p)):
+        assert loud.prepare(batch, {}).needs_gradient.all()
+    assert not replace(GRPO, kl=KL("loss", "k3", 0.0)).prepare(batch, {}).needs_gradient[silent].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9), st.floats(-50, 50), st.floats(0.1, 20))
+def test_leave_one_out_and_group_standardisation(rewards: list[float], shift: float, scale: float) -> None:
+    def batch_of(values: torch.Tensor) -> Batch:
+        n = len(values)
+        return Batch(torch.ones(n, 1, dtype=torch.bool), values[:, None], torch.zeros(n, 1), torch.zeros(n).long())
+
+    r = torch.tensor(rewards, dtype=torch.float64)
+    k = len(r)
+    torch.testing.assert_close(leave_one_out(batch_of(r))[:, 0], k / (k - 1) * (r - r.mean()), rtol=1e-9, atol=1e-9)
+    by_hand = [x - (sum(rewards) - x) / (k - 1) for x in rewards]
+    assert leave_one_out(batch_of(r))[:, 0].tolist() == pytest.approx(by_hand, abs=1e-9)
+    if r.max() - r.min() > 1e-3:
+        standard = group_mean(eps=0.0)
+        torch.testing.assert_close(standard(batch_of(scale * r + shift)), standard(batch_of(r)), rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(group_mean(std=False)(batch_of(2 * r)), group_mean(std=False)(batch_of(r)))
+
+
+def test_inputs_follow_their_rows() -> None:
+    batch, _ = random_case(0)
+    rows = torch.tensor([5, 2])
+    assert batch.select(rows).inputs == [5, 2]
+    assert batch.select(torch.arange(8) > 5).inputs == [6, 7]
+    nested = replace(batch, inputs={"ids": torch.arange(8), "names": tuple("abcdefgh")}).select(rows).inputs
+    assert nested["ids"].tolist() == [5, 2] and nested["names"] == ("f", "c")
+    with pytest.raises(ValueError, match="select"):
+        replace(batch, inputs=object()).select(rows)
+
+
+def test_a_batch_is_a_detached_copy() -> None:
+    parameter = torch.zeros(1, 2, requires_grad=True)
+    batch = Batch(torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2), parameter, torch.zeros(1).long())
+    with torch.no_grad():
+        parameter += 1
+    assert batch.logp_old.tolist() == [[0.0, 0.0]] and not batch.logp_old.requires_grad
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_precision_log_probs_are_summed_in_float32(half: torch.dtype) -> None:
+    batch, evaluation = random_case(0)
+    prepared = GRPO.prepare(batch, {})
+    loss = GRPO.loss(prepared, Evaluation(evaluation.logp.to(half)), GRPO.totals(prepared), {})
+    assert loss.value.dtype in (torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("low_precision_clip", [clip(0.2, 0.2)])
+def test_an_overflowing_ratio_at_a_zero_advantage_is_not_nan(low_precision_clip: clip) -> None:
+    logp = torch.tensor([[500.0]], requires_grad=True)
+    loss = low_precision_clip(logp, logp, torch.zeros(1, 1))
+    loss.sum().backward()
+    assert loss.item() == 0.0 and logp.grad.item() == 0.0

@@ -1,0 +1,159 @@
+"""KL estimators: value and gradient by exact enumeration of one categorical choice, with π_ref and π_old of our own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from psigrad.objective import Batch, Evaluation, resolve
+from psigrad.objective.kl import KL, adaptive, estimate
+from psigrad.objective.penalty import adapted, kl_penalty
+
+G = torch.Generator().manual_seed(0)
+THETA, REF, OLD = (torch.randn(5, generator=G, dtype=torch.float64) for _ in range(3))
+
+
+def log_softmax(theta: torch.Tensor) -> torch.Tensor:
+    return theta - theta.exp().sum().log()
+
+
+def kl_and_gradient(reverse: bool) -> tuple[float, torch.Tensor]:
+    """KL(π‖π_ref) or KL(π_ref‖π) as a sum over all actions, and its gradient."""
+    theta = THETA.clone().requires_grad_()
+    p, q = log_softmax(theta), log_softmax(REF)
+    kl = (p.exp() * (p - q)).sum() if reverse else (q.exp() * (q - p)).sum()
+    (gradient,) = torch.autograd.grad(kl, theta)
+    return kl.item(), gradient
+
+
+def expectation(per_step, sampled_from: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """E over actions of `sampled_from` of the value of per_step(logp), and of its gradient (sampling itself is not differentiated)."""
+    theta = THETA.clone().requires_grad_()
+    mean = (log_softmax(sampled_from).exp() * per_step(log_softmax(theta))).sum()
+    (gradient,) = torch.autograd.grad(mean, theta)
+    return mean.item(), gradient
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).abs().max() < 1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k1+", "k3+"])
+def test_the_value_is_unbiased(estimator: str) -> None:
+    value, _ = expectation(lambda p: estimate(estimator, p - log_softmax(REF)), THETA)
+    assert value == pytest.approx(kl_and_gradient(reverse=True)[0], abs=1e-12)
+
+
+def test_the_value_of_k2_is_biased() -> None:
+    value, _ = expectation(lambda p: estimate("k2", p - log_softmax(REF)), THETA)
+    assert abs(value - kl_and_gradient(reverse=True)[0]) > 0.05
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+"])
+def test_the_gradient_is_that_of_the_reverse_kl(estimator: str) -> None:
+    _, gradient = expectation(lambda p: estimate(estimator, p - log_softmax(REF)), THETA)
+    assert close(gradient, kl_and_gradient(reverse=True)[1])
+
+
+def test_the_gradient_of_k1_is_zero_and_that_of_k3_is_the_forward_kl() -> None:
+    _, k1 = expectation(lambda p: estimate("k1", p - log_softmax(REF)), THETA)
+    _, k3 = expectation(lambda p: estimate("k3", p - log_softmax(REF)), THETA)
+    assert close(k1, torch.zeros(5, dtype=torch.float64))
+    assert close(k3, kl_and_gradient(reverse=False)[1])
+    assert not close(k3, kl_and_gradient(reverse=True)[1])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k2", "k1+", "k3+"])
+@pytest.mark.parametrize("sampled_from", [THETA, OLD], ids=["on-policy", "off-policy"])
+def test_importance_weights_make_the_gradient_right_on_and_off_policy(estimator: str, sampled_from: torch.Tensor) -> None:
+    kl = KL("loss", estimator, 0.1, importance_weighted=True)
+    value, gradient = expectation(lambda p: kl.per_step(p, log_softmax(sampled_from), log_softmax(REF)), sampled_from)
+    assert close(gradient, kl_and_gradient(reverse=True)[1])
+    if estimator != "k2":
+        assert value == pytest.approx(kl_and_gradient(reverse=True)[0], abs=1e-12)
+
+
+def test_control_without_weights_old_samples_give_another_gradient() -> None:
+    _, gradient = expectation(lambda p: estimate("k3+", p - log_softmax(REF)), OLD)
+    assert not close(gradient, kl_and_gradient(reverse=True)[1])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_gradcheck_of_the_differentiable_forms(estimator: str) -> None:
+    weighted = KL("loss", estimator, 1.0, importance_weighted=estimator != "k2")
+    logp = log_softmax(THETA).clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: estimate(estimator, p - log_softmax(REF)), logp)
+    if estimator != "k2":
+        assert torch.autograd.gradcheck(lambda p: weighted.per_step(p, log_softmax(OLD), log_softmax(REF)), logp)
+
+
+def test_the_exact_kl_enters_the_loss_with_the_same_weights_as_the_surrogate() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    exact = torch.tensor([[0.5, 0.25, float("nan")], [2.0, float("inf"), 9.0]], dtype=torch.float64, requires_grad=True)
+    zeros = torch.zeros(2, 3, dtype=torch.float64)
+    method = replace(resolve("grpo"), kl=KL("loss", "exact", 0.1))
+    prepared = method.prepare(Batch(mask, zeros, zeros, torch.zeros(2).long()), {})
+    loss = method.loss(prepared, Evaluation(zeros, kl=exact), method.totals(prepared), {})
+    loss.value.backward()
+    assert loss.value.item() == pytest.approx(0.1 * ((0.5 + 0.25) / 2 + 2.0) / 2)
+    assert exact.grad.tolist() == [[0.025, 0.025, 0.0], [0.05, 0.0, 0.0]]
+    assert loss.terms["kl"].item() == pytest.approx(2.75 / 3)
+
+
+def test_the_penalty_surrogate_has_the_gradient_of_kl_old_to_new() -> None:
+    def kl_part(p: torch.Tensor) -> torch.Tensor:
+        return kl_penalty(1.0)(p, p - log_softmax(OLD), torch.zeros(5, dtype=torch.float64))
+
+    theta = THETA.clone().requires_grad_()
+    old = log_softmax(OLD)
+    kl = (old.exp() * (old - log_softmax(theta))).sum()
+    (oracle,) = torch.autograd.grad(kl, theta)
+    value, gradient = expectation(kl_part, OLD)
+    assert value == pytest.approx(kl.item(), abs=1e-12) and close(gradient, oracle)
+
+
+def test_the_penalty_coefficient_doubles_and_halves() -> None:
+    part = kl_penalty(1.0, target=0.01)
+    state = {"penalty_coefficient": 1.0}
+    assert adapted(part, state, 0.016) == {"penalty_coefficient": 2.0}
+    assert adapted(part, state, 0.006) == {"penalty_coefficient": 0.5}
+    assert adapted(part, state, 0.012) == state
+    assert adapted(kl_penalty(1.0), state, 9.0) == state
+
+
+def test_the_penalty_coefficient_of_the_state_is_the_one_used() -> None:
+    method = replace(resolve("dr_grpo"), surrogate=kl_penalty(1.0, target=0.1))
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    batch = Batch(mask, torch.zeros(2, 1), torch.zeros(2, 1), torch.zeros(2).long())
+    prepared = method.prepare(batch, method.initial_state())
+    now = Evaluation(torch.full((2, 1), -0.5))
+
+    def value(coefficient: float) -> float:
+        return method.loss(prepared, now, method.totals(prepared), {"penalty_coefficient": coefficient}).value.item()
+
+    assert value(3.0) == pytest.approx(3 * value(1.0)) and value(1.0) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"where": "loss", "estimator": "k1"}, r"gradient is 0 in expectation.*use 'k1\+'"),
+        ({"where": "reward", "estimator": "exact"}, "only the value of k1, k2 or k3"),
+        ({"where": "reward", "estimator": "k3+"}, "only the value of k1, k2 or k3"),
+        ({"where": "reward", "estimator": "k1", "importance_weighted": True}, "only the value of k1, k2 or k3"),
+        ({"where": "loss", "estimator": "exact", "importance_weighted": True}, "no sampled step to weigh"),
+        ({"where": "nowhere"}, "expected 'reward' or 'loss'"),
+        ({"estimator": "k9"}, "expected one of k1, k2, k3"),
+        ({"coefficient": -1.0}, "expected 0 or more"),
+    ],
+)
+def test_a_penalty_that_cannot_work_is_refused(arguments: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        KL(**arguments)
+
+
+def test_an_adaptive_coefficient_must_be_able_to_grow() -> None:
+    with pytest.raises(ValueError, match="could never grow"):
+        adaptive(initial=0.0)

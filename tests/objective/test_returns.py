@@ -1,0 +1,91 @@
+"""Returns and advantages along a trajectory, held against slow sums over plain lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psigrad.objective import Batch, terminal
+from psigrad.objective.advantage import gae, k_step, reward_to_go, td_residual, total_return
+
+
+def random_batch(seed: int, n: int = 4, t: int = 7) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(n, t, generator=g) < 0.7
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return Batch(mask, normal(n, t), normal(n, t), torch.arange(n), value=normal(n, t), last_value=normal(n))
+
+
+def compact(batch: Batch, row: int) -> tuple[list[float], list[float]]:
+    """Rewards and values of the chosen steps of a row; the values end with the bootstrap."""
+    chosen = batch.mask[row]
+    return batch.reward[row][chosen].tolist(), [*batch.value[row][chosen].tolist(), batch.last_value[row].item()]
+
+
+def assert_rows(actual: torch.Tensor, batch: Batch, oracle) -> None:
+    for row in range(len(actual)):
+        expected = torch.tensor(oracle(*compact(batch, row)), dtype=torch.float64)
+        torch.testing.assert_close(actual[row][batch.mask[row]], expected, rtol=0, atol=1e-12)
+    assert not actual[~batch.mask].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 1))
+def test_gae_equals_the_double_sum(seed: int, gamma: float, lam: float) -> None:
+    def oracle(r: list[float], v: list[float]) -> list[float]:
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        return [sum((gamma * lam) ** (u - t) * delta[u] for u in range(t, len(r))) for t in range(len(r))]
+
+    batch = random_batch(seed)
+    assert_rows(gae(gamma, lam)(batch), batch, oracle)
+
+
+def test_gae_at_lambda_1_is_monte_carlo_minus_value_and_at_lambda_0_the_td_residual() -> None:
+    batch = random_batch(3)
+
+    def monte_carlo(r: list[float], v: list[float]) -> list[float]:
+        n = len(r)
+        return [sum(0.9 ** (u - t) * r[u] for u in range(t, n)) + 0.9 ** (n - t) * v[n] - v[t] for t in range(n)]
+
+    def td(r: list[float], v: list[float]) -> list[float]:
+        return [r[t] + 0.9 * v[t + 1] - v[t] for t in range(len(r))]
+
+    assert_rows(gae(0.9, 1.0)(batch), batch, monte_carlo)
+    assert_rows(gae(0.9, 0.0)(batch), batch, td)
+    assert_rows(td_residual(0.9)(batch), batch, td)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 50])
+def test_k_step_advantage_is_k_rewards_then_the_critic(k: int) -> None:
+    def oracle(r: list[float], v: list[float]) -> list[float]:
+        n = len(r)
+        out = []
+        for t in range(n):
+            end = min(t + k, n)
+            out.append(sum(0.9 ** (u - t) * r[u] for u in range(t, end)) + 0.9 ** (end - t) * v[end] - v[t])
+        return out
+
+    batch = random_batch(5)
+    assert_rows(k_step(k, 0.9)(batch), batch, oracle)
+
+
+def test_reward_to_go_and_total_return_discount_chosen_steps_only() -> None:
+    batch = random_batch(8)
+    assert_rows(reward_to_go(0.9)(batch), batch, lambda r, v: [sum(0.9 ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))])
+    assert_rows(total_return(0.9)(batch), batch, lambda r, v: [sum(0.9**u * r[u] for u in range(len(r)))] * len(r))
+
+
+def test_a_finished_trajectory_needs_no_bootstrap() -> None:
+    batch = Batch(torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2), torch.zeros(1).long(), value=torch.tensor([[5.0, 7.0]]))
+    assert td_residual(0.5)(batch).tolist() == [[1 + 3.5 - 5, 2 - 7]]
+
+
+def test_terminal_puts_the_score_on_the_last_chosen_step() -> None:
+    mask = torch.tensor([[True, True, False, False], [True, False, True, False], [False] * 4])
+    expected = [[0, 3.0, 0, 0], [0, 0, 4.0, 0], [0, 0, 0, 0]]
+    assert terminal(torch.tensor([3.0, 4.0, 5.0]), mask).tolist() == expected

@@ -1,0 +1,84 @@
+"""The draw and its filters, against transformers' own warpers and against counting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from psigrad import seeds
+from psigrad.rollout.distribution import draw, filtered
+from psigrad.rollout.types import SamplingParams
+
+
+def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """transformers' warpers in transformers' order."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)] if params.temperature != 1 else [])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers(torch.zeros(logits.shape[0], 1, dtype=torch.long), logits).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(1),
+        SamplingParams(1, temperature=0.6),
+        SamplingParams(1, top_k=5),
+        SamplingParams(1, top_p=0.8),
+        SamplingParams(1, min_p=0.1),
+        SamplingParams(1, temperature=1.3, top_k=12, top_p=0.9, min_p=0.02),
+        SamplingParams(1, top_p=1e-9),
+    ],
+    ids=str,
+)
+def test_the_filtered_distribution_is_transformers(params):
+    logits = 2 * torch.randn(200, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(
+        filtered(logits / params.temperature, params).log_softmax(-1).exp(), warped(logits, params).exp(), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("params", [SamplingParams(1), SamplingParams(1, temperature=0.7, top_k=6), SamplingParams(1, min_p=0.2)], ids=str)
+def test_tokens_come_as_often_as_the_distribution_says(params):
+    n = 200_000
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(3))
+    drawn = draw(logits.expand(n, 10), params, np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.int64))
+    expected = warped(logits, params).exp()[0].double()
+    counts = torch.bincount(drawn.ids, minlength=10).double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    chi2 = float(((counts - n * expected)[possible] ** 2 / (n * expected)[possible]).sum())
+    assert chi2 < 33  # 99.98 % quantile at 10 degrees of freedom, for a fixed set of seeds
+    log_q = warped(logits, params)[0]
+    assert torch.allclose(drawn.sampling_logprobs, log_q[drawn.ids], atol=1e-5)
+    log_pi = (logits / params.temperature).log_softmax(-1)[0]
+    assert torch.allclose(drawn.logprobs, log_pi[drawn.ids], atol=1e-5)
+
+
+def test_greedy_takes_the_most_probable_token_with_certainty():
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
+    drawn = draw(logits, SamplingParams(1, temperature=0), np.arange(50, dtype=np.uint64), np.zeros(50, dtype=np.int64))
+    assert torch.equal(drawn.ids, logits.argmax(-1))
+    assert torch.equal(drawn.sampling_logprobs, torch.zeros(50))
+    assert torch.allclose(drawn.logprobs, logits.log_softmax(-1).amax(-1))
+
+
+def test_the_last_draw_before_one_never_lands_on_an_impossible_token(monkeypatch):
+    monkeypatch.setattr(seeds, "uniform", lambda s, c: np.full(len(s), 1 - 2.0**-53))
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
+    assert int(draw(logits, SamplingParams(1), np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)).ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [({"max_tokens": 0}, "at least 1"), ({"temperature": -1.0}, "0 \\(greedy\\) or more"), ({"top_p": 0.0}, "above 0"), ({"min_p": 2.0}, "between 0 and 1")],
+)
+def test_settings_that_mean_nothing_are_refused(setting, expected):
+    with pytest.raises(ValueError, match=expected):
+        SamplingParams(**{"max_tokens": 5, **setting})

@@ -1,0 +1,166 @@
+"""One contract for every sampler, and what only the embedded one promises."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from psigrad.errors import UserError
+from psigrad.models import tiny
+from psigrad.models.language_model import prepare
+from psigrad.models.packing import Groups
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.scripted import ScriptedSampler
+from psigrad.rollout.transformers_backend import TransformersSampler
+from psigrad.rollout.types import Request, SamplingParams
+
+torch.set_num_threads(1)
+EOS = 0
+ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
+SETTINGS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=24, temperature=0.7, top_k=50, top_p=0.9),
+    SamplingParams(max_tokens=24, min_p=0.05),
+    SamplingParams(max_tokens=24, temperature=0),
+    SamplingParams(max_tokens=24, stop_token_ids=tuple(range(40))),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer(["hello world 123"] * 5, 280)
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer):
+    made = {}
+    for name in ARCHITECTURES:
+        made[name] = prepare(tiny.model(name, len(tokenizer)), tokenizer)
+        with torch.no_grad():  # twice the initial weights: distributions that differ between prompts and tokens
+            for p in made[name].hf.parameters():
+                p.mul_(2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def requests_():
+    rng = random.Random(0)
+    return [
+        Request(
+            tuple(rng.randrange(5, 260) for _ in range(rng.randint(1, 20))), tuple(rng.getrandbits(63) for _ in range(rng.randint(1, 6)))
+        )
+        for _ in range(9)
+    ]
+
+
+def scripted(model):
+    """Replays the embedded sampler with no stop token but EOS, as if it were a recording; it cuts and stops by itself."""
+
+    def script(prompt, seed):
+        done = EmbeddedSampler(model).sample([Request(prompt, (seed,))], SamplingParams(max_tokens=40))[0][0]
+        return list(done.ids), list(done.logprobs)
+
+    return ScriptedSampler(script, model.eos_token_ids)
+
+
+SAMPLERS = {"embedded": EmbeddedSampler, "transformers": TransformersSampler, "scripted": scripted}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_the_contract_of_a_sampler(sampler, params, models, requests_):
+    if sampler == "scripted" and (params.temperature != 1 or params.min_p):
+        params = SamplingParams(max_tokens=24)  # a recording keeps the distribution that it was made under
+    made = SAMPLERS[sampler](models["qwen3"])
+    out = made.sample(requests_, params)
+    stops = {EOS, *params.stop_token_ids}
+    assert [[c.seed for c in group] for group in out] == [list(r.seeds) for r in requests_]
+    for completion in (c for group in out for c in group):
+        assert 1 <= len(completion.ids) <= params.max_tokens
+        assert len(completion.logprobs) == len(completion.sampling_logprobs) == len(completion.ids)
+        assert not stops & set(completion.ids[:-1])
+        assert completion.finish_reason == ("stop" if completion.ids[-1] in stops else "length")
+        if completion.finish_reason == "length":
+            assert len(completion.ids) == params.max_tokens
+    assert made.sample(requests_, params) == out
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_embedded_and_generate_write_the_same_tokens_and_the_trainer_agrees(architecture, params, models, requests_):
+    model = models[architecture]
+    ours = EmbeddedSampler(model).sample(requests_, params)
+    theirs = TransformersSampler(model).sample(requests_, params)
+    assert [[c.ids for c in g] for g in ours] == [[c.ids for c in g] for g in theirs]
+    groups = Groups([r.prompt_ids for r in requests_], [[c.ids for c in g] for g in ours])
+    trainer = model.evaluate(groups, temperature=params.temperature or 1.0).logp.detach()
+    for n, completion in enumerate(c for g in ours for c in g):
+        mine = torch.tensor(completion.logprobs)
+        assert torch.allclose(trainer[n, : len(mine)], mine, atol=1e-5, rtol=0)
+
+
+def test_negative_control_the_trainer_disagrees_at_another_temperature(models, requests_):
+    model = models["qwen3"]
+    out = EmbeddedSampler(model).sample(requests_, SamplingParams(max_tokens=24, temperature=0.7))
+    groups = Groups([r.prompt_ids for r in requests_], [[c.ids for c in g] for g in out])
+    trainer = model.evaluate(groups).logp.detach()
+    first = out[0][0]
+    assert float((trainer[0, : len(first.ids)] - torch.tensor(first.logprobs)).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 7])
+def test_slots_that_refill_and_shrink_change_no_token(max_batch, models, requests_):
+    model, params = models["qwen3"], SamplingParams(max_tokens=24, stop_token_ids=tuple(range(60)))
+    whole = EmbeddedSampler(model).sample(requests_, params)
+    narrow = EmbeddedSampler(model, max_batch=max_batch).sample(requests_, params)
+    assert [[c.ids for c in g] for g in narrow] == [[c.ids for c in g] for g in whole]
+    assert len({len(c.ids) for g in whole for c in g}) > 5
+
+
+def test_a_completion_depends_on_its_seed_and_prompt_only(models, requests_):
+    sampler, params = EmbeddedSampler(models["llama"]), SamplingParams(max_tokens=24)
+    together = sampler.sample(requests_, params)
+    alone = sampler.sample([Request(requests_[4].prompt_ids, requests_[4].seeds[:1])], params)
+    assert alone[0][0].ids == together[4][0].ids
+    other = sampler.sample([Request(requests_[4].prompt_ids, (requests_[4].seeds[0] + 1,))], params)
+    assert other[0][0].ids != together[4][0].ids
+
+
+def test_a_prompt_is_prefilled_once_for_its_group(models):
+    model, seen = models["qwen3"], []
+    hook = model.hf.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape[:-1])))
+    EmbeddedSampler(model).sample([Request((5, 6, 7, 8), tuple(range(10))), Request((9, 10), (1, 2))], SamplingParams(max_tokens=3))
+    hook.remove()
+    assert seen[0] == (1, 6)
+    assert all(s[1] == 1 and s[0] <= 12 for s in seen[1:]) and len(seen) == 3
+
+
+def test_weights_that_change_are_sampled_from_at_once(tokenizer, requests_):
+    model = prepare(tiny.model("qwen3", len(tokenizer)), tokenizer)
+    sampler, params = EmbeddedSampler(model), SamplingParams(max_tokens=12, temperature=0)
+    before = sampler.sample(requests_, params)
+    with torch.no_grad():
+        for p in model.hf.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    after = sampler.sample(requests_, params)
+    assert [[c.ids for c in g] for g in after] != [[c.ids for c in g] for g in before]
+    assert after == EmbeddedSampler(model).sample(requests_, params)
+
+
+@pytest.mark.parametrize("make", [EmbeddedSampler, TransformersSampler])
+def test_prompts_without_room_or_tokens_are_refused(make, models):
+    with pytest.raises(UserError, match=r"A prompt of 250 tokens and max_completion_length 10 exceed the model's 256 positions"):
+        make(models["qwen3"]).sample([Request(tuple([5] * 250), (1,))], SamplingParams(max_tokens=10))
+    with pytest.raises(UserError, match="no tokens"):
+        make(models["qwen3"]).sample([Request((), (1,))], SamplingParams(max_tokens=10))
+
+
+def test_bfloat16_samples_within_its_rounding(tokenizer, requests_):
+    model = prepare(tiny.model("qwen3", len(tokenizer)).bfloat16(), tokenizer)
+    out = EmbeddedSampler(model).sample(requests_, SamplingParams(max_tokens=12))
+    groups = Groups([r.prompt_ids for r in requests_], [[c.ids for c in g] for g in out])
+    trainer = model.evaluate(groups).logp.detach()
+    for n, completion in enumerate(c for g in out for c in g):
+        assert float((trainer[n, : len(completion.ids)] - torch.tensor(completion.logprobs)).abs().max()) < 0.1
