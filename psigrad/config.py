@@ -99,7 +99,7 @@ class Evaluation:
     eval_steps: int = 0
     """Evaluate every this many steps; 0: only at the end."""
     eval_prompts: int = 64
-    """Held-out prompts."""
+    """Held-out prompts; 0: none, or in `eval` all."""
     num_generations_eval: int = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: float = 1.0
@@ -192,3 +192,24 @@ class OnlineConfig:
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
     max_logp_difference: float = 0.0
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Sample held-out prompts from a model and score them."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=lambda: Data(split="test"))
+    sampling: Sampling = field(default_factory=Sampling)
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0))
+    run: Run = field(default_factory=Run)
+    reward: tuple[str | Callable[..., Any], ...] = ()
+    """What scores the completions; one function, or several that are added up."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward function; empty: all 1."""
+    reward_timeout: float = 10.0
+    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
+    reward_workers: int = 1
+    """Processes that score."""
+    micro_batch_tokens: int = 16384
+    """Tokens per forward pass."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from psigrad import seeds
 from psigrad.errors import UserError, nearest
@@ -25,3 +24,37 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "task": name, "metadata": entry["metadata"]} for entry in dataset
     ]
+
+
+def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
+    """`size` rows with different prompts, so that no held-out prompt is ever trained on. Raises `UserError` where a task has too few."""
+    rows: dict[str, dict[str, Any]] = {}
+    drawn = 0
+    while len(rows) < size and drawn < 20 * size:
+        for row in generate(name, 2 * size, seed + drawn, **settings):
+            rows.setdefault(row["prompt"], row)
+        drawn += 2 * size
+    if len(rows) < size:
+        raise UserError(f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; ask for fewer or widen it.")
+    return list(rows.values())[:size]
+
+
+def demonstrations(
+    rows: Sequence[dict[str, Any]], wrong_share: float, mistake: Callable[[str, random.Random], str], seed: int
+) -> list[dict[str, Any]]:
+    """Prompt-completion rows of which a share is wrong: `mistake(answer, rng)` writes what a careless demonstrator would.
+
+    Which rows are wrong depends on (seed, index) only. The column `right` tells them apart; training never reads it.
+    """
+    shown = []
+    for i, row in enumerate(rows):
+        rng = random.Random(seeds.derive(seed, "demonstration", i))
+        wrong = rng.random() < wrong_share
+        answer = mistake(row["answer"], rng) if wrong else row["answer"]
+        shown.append({"prompt": row["prompt"], "completion": f" {answer}", "answer": row["answer"], "right": answer == row["answer"]})
+    return shown
+
+
+def swapped_ending(answer: str, rng: random.Random) -> str:
+    """The last two characters in the wrong order: what stands at the other end of a word spelt backward is forgotten first."""
+    return answer[:-2] + answer[:-3:-1]

@@ -192,15 +192,15 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[str,
     prompt = row.prompt if isinstance(row.prompt, list) else []
     messages = row.messages or [*prompt, *(row.completion or [])]
     template = _template(tokenizer, row)
+    text = _render(tokenizer, row, messages)
+    head = _render(tokenizer, row, prompt, generation_prompt=True) if prompt else ""
+    if not text.startswith(head):
+        raise _not_preserving(row, "the prompt", "once the completion follows")
     if _GENERATION.search(template):
-        text, spans = _marked(tokenizer, row, messages, template)
+        spans = _marked(tokenizer, row, messages, template, text)
     else:
-        text = _render(tokenizer, row, messages)
         spans = _by_prefixes(tokenizer, row, messages, text, len(prompt))
     if prompt:
-        head = _render(tokenizer, row, prompt, generation_prompt=True)
-        if not text.startswith(head):
-            raise _not_preserving(row, "the prompt", "once the completion follows")
         spans = [span for span in spans if span[1] > len(head)]
         # The policy continues the prompt from its very end, wherever the template's first block starts.
         spans[:1] = [(len(head), end) for _, end in spans[:1]]
@@ -260,8 +260,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
         raise _refused(row, error) from error
 
 
-def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], template: str) -> tuple[str, list[Span]]:
-    """Text and the spans of its generation blocks.
+def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], template: str, text: str) -> list[Span]:
+    """The spans of the template's generation blocks, less what the generation prompt has said (TRL's Qwen2.5 starts inside it).
 
     `apply_chat_template(return_assistant_tokens_mask=True)` is not used: it lets tokens merge across the start of a turn, and
     where a tokenizer trims offsets it loses every turn after one that starts with a space.
@@ -273,8 +273,14 @@ def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
         rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **arguments)
     except Exception as error:  # a template is a program: it can raise anything
         raise _refused(row, error) from error
-    texts, spans = rendered
-    return texts[0], [(start, end) for start, end in spans[0] if end > start]
+    prompted = _render(tokenizer, row, messages, generation_prompt=True)
+    header = prompted[len(text) :] if prompted.startswith(text) else ""
+    spans = []
+    for start, end in rendered[1][0]:
+        at = text.rfind(header, 0, start + len(header))  # the last that starts no later than the block
+        start = max(start, at + len(header)) if header and at >= 0 else start
+        spans += [(start, end)] if start < end else []
+    return spans
 
 
 def _refused(row: Row, error: Exception) -> UserError:

@@ -293,8 +293,8 @@ class whitened:
     def __post_init__(self) -> None:
         if isinstance(self.psi, StatefulPsi):
             raise ValueError(
-                f"whitened got {type(self.psi).__name__}, a psi with memory; expected a function of the batch alone; whitening removes a "
-                "constant baseline anyway, so whiten total_return instead."
+                f"whitened got {type(self.psi).__name__}, a psi with memory; expected a function of the batch alone; "
+                "whitening removes a constant baseline anyway, so whiten total_return instead."
             )
 
     @property

@@ -63,7 +63,9 @@ class fixed_length:
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise ValueError(f"fixed_length has n={self.n}; expected at least 1; the longest completion allowed is the usual choice.")
+            raise ValueError(
+                f"fixed_length has n={self.n}; expected at least 1; the longest completion allowed is the usual choice."
+            )
 
     def __call__(self, mask: Tensor, totals: Totals) -> Tensor:
         return sequence_sum(mask, totals) / self.n

@@ -48,8 +48,8 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 class Batch:
     """N collected trajectories. Algorithms read everything here but `inputs`.
 
-    On construction every per-step tensor is detached, copied and set to 0 outside `mask`, so nothing downstream can read padding or
-    observations. A reward on a masked step is therefore ignored: put it on the last chosen step before it (`terminal` does).
+    On construction every per-step tensor is detached, copied and set to 0 outside `mask`, so nothing downstream can read padding
+    or observations. A reward on a masked step is therefore ignored: put it on the last chosen step before it, as `terminal` does.
     Errors: ValueError when a tensor has the wrong shape or `mask` is not boolean.
     """
 
@@ -89,8 +89,8 @@ class Batch:
                 continue
             if tensor.shape != expected:
                 raise ValueError(
-                    f"Batch.{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)} to match mask {tuple(self.mask.shape)}; "
-                    "pad or index it like the mask."
+                    f"Batch.{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)} to match mask "
+                    f"{tuple(self.mask.shape)}; pad or index it like the mask."
                 )
             if name in _PER_STEP and name != "mask":
                 object.__setattr__(self, name, zero_outside(self.mask, tensor.detach()))
@@ -161,6 +161,4 @@ class Totals:
     """Chosen steps in rows that need a forward pass; metrics are means over these."""
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(
-            self.sequences + other.sequences, self.tokens + other.tokens, self.gradient_tokens + other.gradient_tokens
-        )
+        return Totals(self.sequences + other.sequences, self.tokens + other.tokens, self.gradient_tokens + other.gradient_tokens)

@@ -1,7 +1,7 @@
 """The methods, each as one declaration, and `resolve`, which turns names and mappings into them.
 
-A preset holds the values of its paper; where TRL's default differs, the comment above says so. Everything is scaled so that the same
-learning rate as in TRL applies, with one exception: DR_GRPO divides by a constant that TRL takes from max_completion_length.
+A preset holds the values of its paper; where TRL's default differs, the comment above says so. Everything is scaled so that the
+same learning rate as in TRL applies, with one exception: DR_GRPO divides by a constant that TRL takes from max_completion_length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from types import ModuleType
 from typing import Any
 
 from psigrad.objective import advantage, aggregate, correction, critic, entropy, keep, kl, penalty, ratio, surrogate
-from psigrad.objective.advantage import batch_mean, group_mean, leave_one_out, moving_average, ones, reward_to_go, total_return, whitened
+from psigrad.objective.advantage import (
+    batch_mean,
+    group_mean,
+    leave_one_out,
+    moving_average,
+    ones,
+    reward_to_go,
+    total_return,
+    whitened,
+)
 from psigrad.objective.aggregate import fixed_length, sequence_mean, sequence_sum, token_mean
 from psigrad.objective.keep import has_signal, not_truncated, top_k
 from psigrad.objective.kl import KL
@@ -29,8 +38,8 @@ REINFORCE_MOVING_AVERAGE = replace(REINFORCE, psi=moving_average(0.9), name="rei
 REINFORCE_TOTAL_RETURN = PolicyGradient(total_return(), ratio.none, score, sequence_sum, name="reinforce_total_return")
 REINFORCE_REWARD_TO_GO = replace(REINFORCE_TOTAL_RETURN, psi=reward_to_go(), name="reinforce_reward_to_go")
 
-# TRL's RLOO: beta 0.05 with k1 in the reward, clip at the level of the completion. On fresh samples the ratio is 1 and the gradient is
-# that of the paper, −A·grad log π(y|x).
+# TRL's RLOO: beta 0.05 with k1 in the reward, clip at the level of the completion. On fresh samples the ratio is 1 and the
+# gradient is that of the paper, −A·grad log π(y|x).
 RLOO = PolicyGradient(leave_one_out, ratio.trajectory, clip(), sequence_mean, kl=KL("reward", "k1", 0.05), name="rloo")
 
 # The paper's GRPO. TRL's defaults differ: beta 0.0 and loss_type "dapo", that is replace(GRPO, kl=None, aggregate=token_mean).
@@ -40,9 +49,7 @@ GRPO = PolicyGradient(group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, 
 DR_GRPO = PolicyGradient(group_mean(std=False), ratio.token, clip(0.2, 0.2), fixed_length(1024), name="dr_grpo")
 
 # The soft overlong punishment of the paper is a reward function, not a part of the loss.
-DAPO = PolicyGradient(
-    group_mean(), ratio.token, clip(0.2, 0.28), token_mean, keep=(has_signal, not_truncated), name="dapo"
-)
+DAPO = PolicyGradient(group_mean(), ratio.token, clip(0.2, 0.28), token_mean, keep=(has_signal, not_truncated), name="dapo")
 
 GSPO = PolicyGradient(group_mean(), ratio.sequence, clip(3e-4, 4e-4), sequence_mean, name="gspo")
 CISPO = PolicyGradient(group_mean(), ratio.token, truncated_weight(5.0), token_mean, name="cispo")
@@ -78,9 +85,9 @@ def names() -> list[str]:
 def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
     """The method that a specification means.
 
-    A string is a preset's name or "module:object". A mapping starts from a `preset` (or states psi, ratio, surrogate and aggregate) and
-    replaces slots: a name, "module:object", {"part": name, parameter: value, …}, or a mapping without "part", which changes parameters
-    of the part that is there. `null` empties a slot; `keep` takes a list.
+    A string is a preset's name or "module:object". A mapping starts from a `preset` (or states psi, ratio, surrogate and
+    aggregate) and replaces slots: a name, "module:object", {"part": name, parameter: value, …}, or a mapping without "part",
+    which changes parameters of the part that is there. `null` empties a slot; `keep` takes a list.
     Errors: ValueError for an unknown name (with the nearest one), parameter or combination.
     """
     if isinstance(spec, PolicyGradient):
@@ -91,17 +98,23 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
         raise ValueError(f"The algorithm is a {type(spec).__name__}; expected a preset's name, a mapping or a PolicyGradient.")
     changes = dict(spec)
     start = _preset(changes.pop("preset")) if "preset" in changes else None
-    parts: dict[str, Any] = {"name": str(changes.pop("name", start.name + " (changed)" if start and changes else start.name if start else ""))}
+    parts: dict[str, Any] = {
+        "name": str(changes.pop("name", start.name + " (changed)" if start and changes else start.name if start else ""))
+    }
     for slot, value in changes.items():
         if slot not in _SLOTS:
-            raise ValueError(f"The algorithm has an unknown slot {slot!r}; expected preset, name or {', '.join(_SLOTS)}{_near(slot, _SLOTS)}.")
+            raise ValueError(
+                f"The algorithm has an unknown slot {slot!r}; expected preset, name or {', '.join(_SLOTS)}{_near(slot, _SLOTS)}."
+            )
         current = None if start is None else getattr(start, slot)
         parts[slot] = tuple(_part("keep", item, None) for item in value or ()) if slot == "keep" else _part(slot, value, current)
     if start is not None:
         return replace(start, **parts)
     missing = [slot for slot in ("psi", "ratio", "surrogate", "aggregate") if slot not in parts]
     if missing:
-        raise ValueError(f"The algorithm has no preset and no {', '.join(missing)}; expected a preset to start from or all four slots.")
+        raise ValueError(
+            f"The algorithm has no preset and no {', '.join(missing)}; expected a preset to start from or all four slots."
+        )
     return PolicyGradient(**parts)
 
 
@@ -113,7 +126,9 @@ def _preset(name: str) -> PolicyGradient:
         return found
     presets = {value.name: value for value in globals().values() if isinstance(value, PolicyGradient)}
     if name not in presets:
-        raise ValueError(f"There is no algorithm {name!r}; expected one of {', '.join(presets)} or module:object{_near(name, presets)}.")
+        raise ValueError(
+            f"There is no algorithm {name!r}; expected one of {', '.join(presets)} or module:object{_near(name, presets)}."
+        )
     return presets[name]
 
 
@@ -145,7 +160,9 @@ def _named(slot: str, name: str) -> Any:
         return _imported(name)
     known = {key: getattr(module, key) for module in _SLOTS[slot] for key in module.__all__}
     if name not in known:
-        raise ValueError(f"Slot {slot} has no part {name!r}; expected one of {', '.join(sorted(known))} or module:object{_near(name, known)}.")
+        raise ValueError(
+            f"Slot {slot} has no part {name!r}; expected one of {', '.join(sorted(known))} or module:object{_near(name, known)}."
+        )
     return known[name]
 
 
@@ -173,7 +190,9 @@ def _imported(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be imported ({error}); expected module:object; check the name and that Python finds the module.") from error
+        raise ValueError(
+            f"{path} cannot be imported ({error}); expected module:object; check the name and that Python finds the module."
+        ) from error
 
 
 def _near(name: str, known: Any) -> str:

@@ -1,4 +1,4 @@
-"""The correction slot: Batch -> detached weights [N,T] on the policy loss, for steps whose sampler was not quite the trainer's policy.
+"""The correction slot: Batch -> detached weights [N,T] on the policy loss, for the gap between sampler and trainer.
 
 They multiply the surrogate only, not the KL term.
 """
@@ -25,8 +25,8 @@ def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
     """π_old / π_sampler [N,T]: per step, or the product over the sequence given to each of its steps."""
     if batch.logp_sampler is None:
         raise ValueError(
-            "The batch has no `logp_sampler`, which an importance correction reads; let the sampler report its log-probabilities or "
-            "set correction to null."
+            "The batch has no `logp_sampler`, which an importance correction reads; let the sampler report its "
+            "log-probabilities or set correction to null."
         )
     gap = batch.logp_old - batch.logp_sampler
     if level == "sequence":

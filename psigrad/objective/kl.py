@@ -49,7 +49,9 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
             return d.detach() + straight_through
         case "k3+":
             return (torch.expm1(-d) + d).detach() + straight_through
-    raise ValueError(f"estimate got {estimator!r}, which is not a function of the sampled action; expected k1, k2, k3, k1+ or k3+.")
+    raise ValueError(
+        f"estimate got {estimator!r}, which is not a function of the sampled action; expected k1, k2, k3, k1+ or k3+."
+    )
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ class KL:
              in the loss: L_t ← L_t + β·k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
 
     k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
-    In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2, k1+,
-    k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps sampled from
-    π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
+    In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
+    k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
+    sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
@@ -112,19 +114,23 @@ class KL:
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"KL has estimator={self.estimator!r}; expected one of {', '.join(ESTIMATORS)}.")
         if not isinstance(self.coefficient, adaptive) and self.coefficient < 0:
-            raise ValueError(f"KL has coefficient={self.coefficient}; expected 0 or more; a negative one would push the policy away.")
+            raise ValueError(
+                f"KL has coefficient={self.coefficient}; expected 0 or more; a negative one would push the policy away."
+            )
         if self.where == "reward" and (self.estimator in ("exact", "k1+", "k3+") or self.importance_weighted):
             raise ValueError(
-                f"KL in the reward has estimator={self.estimator!r}, importance_weighted={self.importance_weighted}; only the value of "
-                "k1, k2 or k3 at the sampled step can enter a reward; choose one of them, or where='loss'."
+                f"KL in the reward has estimator={self.estimator!r}, importance_weighted={self.importance_weighted}; only the "
+                "value of k1, k2 or k3 at the sampled step can enter a reward; choose one of them, or where='loss'."
             )
         if self.where == "loss" and self.estimator == "k1" and not self.importance_weighted:
             raise ValueError(
-                "KL in the loss has estimator='k1', whose gradient is 0 in expectation, so it would only add noise; use 'k1+' (same "
-                "value, right gradient), 'k3', or importance_weighted=True."
+                "KL in the loss has estimator='k1', whose gradient is 0 in expectation, so it would only add noise; use "
+                "'k1+' (same value, right gradient), 'k3', or importance_weighted=True."
             )
         if self.estimator == "exact" and self.importance_weighted:
-            raise ValueError("KL has estimator='exact' and importance_weighted=True; the exact sum has no sampled step to weigh; drop one.")
+            raise ValueError(
+                "KL has estimator='exact' and importance_weighted=True; the exact sum has no sampled step to weigh; drop one."
+            )
 
     @property
     def formula(self) -> str:

@@ -20,9 +20,9 @@ class kl_penalty:
 
     Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t)
 
-    The bracket is an unbiased, never negative estimate of KL(π_old‖π). Steps were sampled from π_old, which does not depend on the
-    parameters, so its gradient is right too. With a `target`, β is doubled when the measured KL is above 1.5 · target and halved
-    when it is below target / 1.5 (call `adapted` after each update; the coefficient lives in the state).
+    The bracket is an unbiased, never negative estimate of KL(π_old‖π). Steps were sampled from π_old, which does not depend on
+    the parameters, so its gradient is right too. With a `target`, β is doubled when the measured KL is above 1.5 · target and
+    halved when it is below target / 1.5 (call `adapted` after each update; the coefficient lives in the state).
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
     """
@@ -35,8 +35,8 @@ class kl_penalty:
     def __post_init__(self) -> None:
         if self.coefficient < 0 or (self.target is not None and self.target <= 0):
             raise ValueError(
-                f"kl_penalty has coefficient={self.coefficient} and target={self.target}; expected coefficient >= 0 and target > 0; "
-                "leave target out for a fixed coefficient."
+                f"kl_penalty has coefficient={self.coefficient} and target={self.target}; expected coefficient >= 0 and "
+                "target > 0; leave target out for a fixed coefficient."
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:

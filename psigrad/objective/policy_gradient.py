@@ -1,6 +1,6 @@
 """A policy-gradient method as nine parts, and the three steps that every one of them takes.
 
-    loss = Σ_{i,t} w_{i,t} · ( c_{i,t} · L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β · KL_{i,t} ) − c_H · mean H + c_V · mean value error
+    loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
 
 prepare: KL in the reward, advantage, then the filter, on the whole collected batch. totals: count the rows of one optimiser step.
 loss: any micro-batch of them. Schedule (epochs, minibatches, learning rate) belongs to the trainer.
@@ -105,24 +105,29 @@ class PolicyGradient:
         for wrong, sentence in (
             (
                 "value" in needs_of(self.psi) and self.critic is None,
-                f"psi {_name(self.psi)} reads a critic's values and critic is None; set critic=value_loss() or choose a psi without a critic.",
+                f"psi {_name(self.psi)} reads a critic's values and critic is None; set critic=value_loss() or choose a psi "
+                "without a critic.",
             ),
             (
                 "value" not in needs_of(self.psi) and self.critic is not None,
-                f"critic is set and psi {_name(self.psi)} never reads its values; choose gae, k_step or td_residual, or set critic=None.",
+                f"critic is set and psi {_name(self.psi)} never reads its values; choose gae, k_step or td_residual, or set "
+                "critic=None.",
             ),
             (
-                self.ratio is ratio.none and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, penalty.kl_penalty)),
-                f"surrogate {_name(self.surrogate)} takes its gradient from the ratio and ratio is none; set ratio=token, or surrogate=score.",
+                self.ratio is ratio.none
+                and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, penalty.kl_penalty)),
+                f"surrogate {_name(self.surrogate)} takes its gradient from the ratio and ratio is none; set ratio=token, or "
+                "surrogate=score.",
             ),
             (
                 self.ratio is not ratio.none and self.surrogate is score,
-                f"surrogate score ignores the ratio and ratio is {_name(self.ratio)}; set ratio=none, or surrogate=unclipped or clip.",
+                f"surrogate score ignores the ratio and ratio is {_name(self.ratio)}; set ratio=none, or surrogate=unclipped "
+                "or clip.",
             ),
             (
                 self.ratio is ratio.trajectory and self.aggregate is not aggregates.sequence_mean,
-                f"ratio trajectory is one number for the whole completion and aggregate {_name(self.aggregate)} would count it once per "
-                "step; set aggregate=sequence_mean.",
+                f"ratio trajectory is one number for the whole completion and aggregate {_name(self.aggregate)} would count "
+                "it once per step; set aggregate=sequence_mean.",
             ),
         ):
             if wrong:
@@ -172,7 +177,8 @@ class PolicyGradient:
     def prepare(self, batch: Batch, state: State) -> Prepared:
         """Advantages, filter and new state for a whole collected batch.
 
-        Errors: ValueError when a reward is not finite, when no group has the `min_group_size`, or when the batch lacks what a part reads.
+        Errors: ValueError when a reward is not finite, when no group has the `min_group_size`, or when the batch lacks what a
+        part reads.
         """
         self._check_batch(batch)
         shaped = batch
@@ -253,16 +259,20 @@ class PolicyGradient:
     def _check_batch(self, batch: Batch) -> None:
         if not bool(torch.isfinite(batch.reward).all()):
             rows = (~torch.isfinite(batch.reward)).any(1).nonzero().flatten().tolist()
-            raise ValueError(f"The reward of rows {rows[:5]} is NaN or infinite; expected numbers; score those rows again or drop them.")
+            raise ValueError(
+                f"The reward of rows {rows[:5]} is NaN or infinite; expected numbers; score those rows again or drop them."
+            )
         if self.min_group_size > 1 and bool(batch.present.any()):
             largest = int(stats.group_size(batch.group)[batch.present].max())
             if largest < self.min_group_size:
                 raise ValueError(
-                    f"Every group has {largest} trajectory and {self.name or _name(self.psi)} compares trajectories of a group; expected at "
-                    f"least {self.min_group_size}; sample more completions per prompt (num_generations)."
+                    f"Every group has {largest} trajectory and {self.name or _name(self.psi)} compares trajectories of a "
+                    f"group; expected at least {self.min_group_size}; sample more completions per prompt (num_generations)."
                 )
         if self.needs_reference and not self.needs_exact_kl and batch.logp_ref is None:
-            raise ValueError("The batch has no `logp_ref`, which the KL term reads; score it with the reference policy or set kl to null.")
+            raise ValueError(
+                "The batch has no `logp_ref`, which the KL term reads; score it with the reference policy or set kl to null."
+            )
         if self.critic is not None and batch.value is None:
             raise ValueError("The batch has no `value`, which the critic's loss reads; give the critic's values.")
 

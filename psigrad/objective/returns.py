@@ -40,6 +40,8 @@ def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
 def td_errors(batch: Batch, gamma: float) -> Tensor:
     """δ_t = r_t + γ·V(s_{t+1}) − V(s_t); after the last step V is `batch.last_value` (0 when absent)."""
     if batch.value is None:
-        raise ValueError("The batch has no `value`, which TD errors read; give the critic's values or choose a psi without a critic.")
+        raise ValueError(
+            "The batch has no `value`, which TD errors read; give the critic's values or choose a psi without a critic."
+        )
     last_N = torch.zeros_like(batch.value[:, 0]) if batch.last_value is None else batch.last_value.detach().to(batch.value.dtype)
     return zero_outside(batch.mask, batch.reward + gamma * next_chosen(batch.value, batch.mask, last_N) - batch.value)

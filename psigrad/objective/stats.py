@@ -1,6 +1,6 @@
-"""Statistics over rows of a group and over chosen steps. Group functions take and return [N]: each row gets its own group's figure.
+"""Statistics over rows of a group and over chosen steps.
 
-Groups may have any size, in any row order, under any ids.
+Group functions take and return [N]: each row gets its own group's figure. Groups may have any size, any row order, any ids.
 """
 
 from __future__ import annotations
@@ -8,7 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["all_equal", "centred", "group_max", "group_min", "group_size", "group_std", "group_sum", "masked_mean", "rank_in_group"]
+__all__ = [
+    "all_equal",
+    "centred",
+    "group_max",
+    "group_min",
+    "group_size",
+    "group_std",
+    "group_sum",
+    "masked_mean",
+    "rank_in_group",
+]
 
 
 def _index(group_N: Tensor) -> tuple[Tensor, int]:

@@ -54,7 +54,9 @@ class clip:
 
     def __post_init__(self) -> None:
         if not (0 <= self.low <= 1 and self.high >= 0):
-            raise ValueError(f"clip has low={self.low} and high={self.high}; expected 0 <= low <= 1 and high >= 0; give distances from 1.")
+            raise ValueError(
+                f"clip has low={self.low} and high={self.high}; expected 0 <= low <= 1 and high >= 0; give distances from 1."
+            )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         ratio = exp_ratio(log_ratio)
@@ -99,7 +101,9 @@ class truncated_weight:
 
     def __post_init__(self) -> None:
         if self.cap <= 0:
-            raise ValueError(f"truncated_weight has cap={self.cap}; expected more than 0; it is a bound on the ratio, not a distance from 1.")
+            raise ValueError(
+                f"truncated_weight has cap={self.cap}; expected more than 0; it is a bound on the ratio, not a distance from 1."
+            )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()

@@ -1,5 +1,5 @@
 """The settings live in `psigrad/config.py`, a leaf that every room but objective/ may import."""
 
-from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
+from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
 
-__all__ = ["Data", "Evaluation", "Model", "OnlineConfig", "Optim", "Run", "SFTConfig", "Sampling"]
+__all__ = ["Data", "EvalConfig", "Evaluation", "Model", "OnlineConfig", "Optim", "Run", "SFTConfig", "Sampling"]

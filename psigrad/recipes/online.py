@@ -49,7 +49,7 @@ def run(config: OnlineConfig) -> Result:
             scorer=scorer,
             optimizer=optimizer,
             prompts=prompts,
-            params=setup.sampling_params(config.sampling),
+            params=setup.sampling_params(config.sampling, model, rows),
             total_steps=config.run.max_steps or math.ceil(len(prompts) / config.prompts_per_step),
             journal=journal,
             exact_sampling=not model.why_padded and config.model.dtype == "float32",

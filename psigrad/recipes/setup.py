@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from psigrad.config import Evaluation, Model, OnlineConfig, Run, Sampling, SFTConfig
-from psigrad.data import holdout, load, prompt_ids
-from psigrad.data.rows import Row
+from psigrad.config import EvalConfig, Evaluation, Model, OnlineConfig, Run, Sampling, SFTConfig
+from psigrad.data.rows import Form, Row
+from psigrad.data.sources import Rows, holdout, load
+from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError
 from psigrad.models import language_model
 from psigrad.models.language_model import LanguageModel, Lora
@@ -121,16 +122,24 @@ def saver(config: Config, journal: Journal, model: LanguageModel, optimizer: Opt
     return save
 
 
-def read_rows(config: Config, form: str) -> tuple[list[Row], list[Row]]:
+def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     """Training rows and held-out rows. Without an eval dataset the last `eval_prompts` rows are held out."""
     data, wanted = config.data, config.evaluation.eval_prompts
-    if not data.dataset:
-        raise UserError("No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset).")
-    rows = load(data.dataset, form=form, split=data.split, bad_rows=data.bad_rows).rows
+    rows = read_dataset(config, form, data.dataset, data.split)
     if data.eval_dataset:
-        held = load(data.eval_dataset, form=form, split=data.eval_split, bad_rows=data.bad_rows).rows
-        return rows, held[:wanted] if wanted else []
-    return holdout(rows, wanted) if wanted else (rows, [])
+        held = read_dataset(config, form, data.eval_dataset, data.eval_split)
+        return rows.rows, held.rows[:wanted]
+    if not wanted:
+        return rows.rows, []
+    train, held = holdout(rows, wanted)
+    return train.rows, held.rows
+
+
+def read_dataset(config: Config | EvalConfig, form: Form, dataset: str, split: str) -> Rows:
+    """The rows of one dataset in TRL's forms; a missing name is refused."""
+    if not dataset:
+        raise UserError("No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset).")
+    return load(dataset, form=form, split=split, bad_rows=config.data.bad_rows)
 
 
 def prompts_of(rows: Sequence[Row], model: LanguageModel, max_prompt_length: int) -> list[Prompt]:
@@ -152,15 +161,19 @@ def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
     return EmbeddedSampler(model, sampling.max_decode_batch)
 
 
-def sampling_params(sampling: Sampling, temperature: float | None = None) -> SamplingParams:
-    """The distribution that is sampled from; evaluation may have its own temperature."""
+def sampling_params(sampling: Sampling, model: LanguageModel, rows: Sequence[Row], temperature: float | None = None) -> SamplingParams:
+    """The distribution that is sampled from; evaluation may have its own temperature.
+
+    Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
+    """
+    chat = (stop_token_id(model.tokenizer),) if rows and not isinstance(rows[0].prompt, str) else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature if temperature is None else temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        stop_token_ids=sampling.stop_token_ids,
+        stop_token_ids=(*sampling.stop_token_ids, *chat),
     )
 
 
@@ -179,7 +192,7 @@ def reward_pool(functions: Sequence[Any], config: Any, weights: Sequence[float] 
 
 def evaluator_for(
     settings: Evaluation,
-    config: Config,
+    config: Config | EvalConfig,
     model: LanguageModel,
     scorer: RewardPool,
     rows: Sequence[Row],
@@ -191,7 +204,7 @@ def evaluator_for(
         prompts=prompts_of(rows, model, 0),
         scorer=scorer,
         metric=names[0] if len(names) == 1 else "reward",
-        params=sampling_params(config.sampling, settings.eval_temperature),
+        params=sampling_params(config.sampling, model, rows, settings.eval_temperature),
         seed=config.run.seed,
         num_generations=settings.num_generations_eval,
         reference=reference if settings.eval_kl else None,
@@ -201,14 +214,19 @@ def evaluator_for(
 
 def finish(config: Config, journal: Journal, model: LanguageModel) -> Result:
     """The final model, the report, and what they hold."""
-    from psigrad import report
-
     journal.folder.save_model(model.save_merged)
     journal.folder.flush()
     journal.folder.event("finished")
-    written = report.write([journal.folder.path])
+    written = write_report(journal.folder.path)
     before, after = evaluations(journal.folder.path)
     return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
+
+
+def write_report(folder: Path) -> Path:
+    """report.html of one run; matplotlib is loaded only here."""
+    from psigrad import report
+
+    return report.write([folder])
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

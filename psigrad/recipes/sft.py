@@ -6,7 +6,7 @@ import contextlib
 import math
 
 from psigrad.config import SFTConfig
-from psigrad.data import example
+from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.setup import Result

@@ -1,4 +1,4 @@
-"""Small tokenizers built on the spot, with three chat templates: plain ChatML, ChatML with generation blocks, and a forgetful one."""
+"""Small tokenizers built on the spot, and three chat templates: ChatML, ChatML with generation blocks, and a forgetful one."""
 
 from __future__ import annotations
 

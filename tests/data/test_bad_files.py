@@ -24,7 +24,7 @@ BOT = {"role": "assistant", "content": "yes"}
 
 @dataclass(frozen=True)
 class Case:
-    """`data` is the file; the message must hold every string of `says`. The bad row is never the first, so its number is tested."""
+    """`data` is the file; the message must hold every string of `says`. Bad rows are not the first, so their number is tested."""
 
     id: str
     name: str

@@ -88,7 +88,7 @@ def test_plain_text_has_loss_on_all_but_its_first_token(bare: PreTrainedTokenize
     assert built.mask == [False] + [True] * (len(built.ids) - 1)
 
 
-def test_the_training_context_is_exactly_the_sampling_context_even_where_tokens_would_merge(bare: PreTrainedTokenizerFast) -> None:
+def test_the_training_context_is_the_sampling_context_even_where_tokens_would_merge(bare: PreTrainedTokenizerFast) -> None:
     row = sft(prompt="hello ", completion="there")
     joint = bare("hello there")["input_ids"]
     prompt = prompt_ids(bare, row)
@@ -147,17 +147,21 @@ def test_tokens_do_not_merge_across_the_start_of_a_turn(plain_chatml: PreTrained
 def test_an_end_of_turn_token_left_outside_the_generation_block_is_trained_all_the_same(build: Build) -> None:
     tokenizer = build(
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     masked = tokenizer.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)
     ends = [i for i, token in enumerate(masked["input_ids"]) if token == stop_token_id(tokenizer)]
-    assert not any(masked["assistant_masks"][i] for i in ends), "transformers' own mask leaves the token out: the trap of trl#5988"
+    assert not any(masked["assistant_masks"][i] for i in ends), "transformers' own mask leaves it out: the trap of trl#5988"
     assert pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) == TWO_TURNS_EXPECTED
 
 
 def test_a_template_that_ends_turns_with_no_special_token_is_refused(build: Build) -> None:
-    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     with pytest.raises(UserError, match=r"doesn't end assistant turn 1 of my.jsonl:7 with a special token.*eos_token"):
         example(build(template), sft(messages=TWO_TURNS))
     ended = template.replace("m['content']", "m['content'] + ('<|endoftext|>' if m['role'] == 'assistant' else '')")
@@ -239,9 +243,9 @@ def test_a_conversation_without_a_template_says_what_to_do(bare: PreTrainedToken
             example(bare, row)
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[9]['content'] + 1 }}", "{% for"])
+@pytest.mark.parametrize("template", ["{{ raise_exception('alternate!') }}", "{{ messages[9]['content'] + 1 }}", "{% for"])
 def test_a_template_that_fails_is_a_user_error_with_the_row(template: str, build: Build) -> None:
-    with pytest.raises(UserError, match="can't render my.jsonl:7"):
+    with pytest.raises(UserError, match=r"can't render my\.jsonl:7"):
         example(build(template), sft(messages=TWO_TURNS))
 
 
@@ -249,7 +253,8 @@ def test_a_tokenizer_that_ends_prompts_with_eos_is_refused(build: Build) -> None
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = build()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    ending = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = ending
     with pytest.raises(UserError, match="EOS token, after which nothing can follow"):
         prompt_ids(tokenizer, sft(prompt="a", completion="b"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from psigrad.objective import Batch, Evaluation, PolicyGradient, explain, names,
 from psigrad.objective import catalog as presets
 from psigrad.objective.advantage import gae, group_mean, leave_one_out, moving_average, reward_to_go, whitened
 from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
+from psigrad.objective.catalog import _SLOTS
 from psigrad.objective.correction import truncated_importance
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
@@ -40,7 +42,11 @@ def user_module(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_presets_hold_the_values_of_their_papers() -> None:
-    assert (presets.GRPO.surrogate, presets.GRPO.kl, presets.GRPO.aggregate) == (clip(0.2, 0.2), KL("loss", "k3", 0.04), sequence_mean)
+    assert (presets.GRPO.surrogate, presets.GRPO.kl, presets.GRPO.aggregate) == (
+        clip(0.2, 0.2),
+        KL("loss", "k3", 0.04),
+        sequence_mean,
+    )
     assert (presets.GRPO.psi, presets.DR_GRPO.psi) == (group_mean(std=True), group_mean(std=False))
     assert presets.DR_GRPO.aggregate == fixed_length(1024) and presets.DR_GRPO.kl is None
     assert (presets.DAPO.surrogate, presets.DAPO.keep, presets.DAPO.kl) == (clip(0.2, 0.28), (has_signal, not_truncated), None)
@@ -89,7 +95,15 @@ def test_slots_from_plain_data(change: dict, slot: str, expected: object) -> Non
 
 
 def test_a_whole_method_from_plain_data() -> None:
-    method = resolve({"psi": {"part": "gae", "lam": 0.95}, "ratio": "token", "surrogate": "clip", "aggregate": "token_mean", "critic": {"clip": 0.2}})
+    method = resolve(
+        {
+            "psi": {"part": "gae", "lam": 0.95},
+            "ratio": "token",
+            "surrogate": "clip",
+            "aggregate": "token_mean",
+            "critic": {"clip": 0.2},
+        }
+    )
     assert method == PolicyGradient(gae(lam=0.95), token, clip(), token_mean, critic=value_loss(clip=0.2))
 
 
@@ -206,7 +220,8 @@ def test_explain_states_the_formula_of_each_slot_with_its_source() -> None:
     text = explain("grpo")
     for piece in (
         "grpo minimises", "loss(θ) = Σ_i Σ_t w_it · [ L(π, ρ, A) + β·KL ]", "clip(low=0.2, high=0.2)", "arXiv:2402.03300",
-        "L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)", "A_t = (R_i − mean(R)) / (std(R) + 0.0001)", "0.04·(e^(−d_t) − 1 + d_t)",
+        "L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)", "A_t = (R_i − mean(R)) / (std(R) + 0.0001)",
+        "0.04·(e^(−d_t) − 1 + d_t)",
     ):  # fmt: skip
         assert piece in text
     assert "β·KL" not in explain("dapo") and "A_t = R_i − mean(R)\n" in explain("dr_grpo")
@@ -223,10 +238,8 @@ def test_explain_of_two_methods_states_what_differs_and_only_that() -> None:
 def test_explain_fits_a_terminal_and_covers_every_part() -> None:
     texts = [explain(a) for a in names()] + [explain(a, b) for a in names() for b in names()]
     assert max(len(line) for text in texts for line in text.splitlines()) <= 100
-    from psigrad.objective.catalog import _SLOTS
-
     for modules in _SLOTS.values():
         for module in modules:
             for name in module.__all__:
-                doc = getattr(module, name).__doc__
-                assert "\n    Formula: " in doc and "\n    Source: " in doc, name
+                doc = inspect.getdoc(getattr(module, name))
+                assert "\nFormula: " in doc and "\nSource: " in doc, name

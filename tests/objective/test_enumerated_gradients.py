@@ -1,8 +1,8 @@
 """Exact expected gradients: a tabular softmax policy whose every group of trajectories is enumerated.
 
-The oracle never calls psigrad. For unbiased methods it is the gradient of the expected reward J, by autograd through the enumeration
-of all trajectories. For methods with a stated bias (group std, clipping, k3 in the loss) it is the method's own formula: a coefficient
-c[i][t] for each step, written out with Python floats, times the score onehot(a) − π(·|s) of a softmax.
+The oracle never calls psigrad. For unbiased methods it is the gradient of the expected reward J, by autograd through the
+enumeration of all trajectories. For methods with a stated bias (group std, clipping, k3 in the loss) it is the method's own
+formula: a coefficient c[i][t] for each step, written out with Python floats, times the score onehot(a) − π(·|s) of a softmax.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class World:
         actions = range(1, self.n_tokens)
         self.prefixes = [p for n in range(self.horizon) for p in itertools.product(actions, repeat=n)]
         self.row_of = {p: i for i, p in enumerate(self.prefixes)}
-        self.trajectories = [p + (EOS,) for p in self.prefixes] + list(itertools.product(actions, repeat=self.horizon))
+        self.trajectories = [(*p, EOS) for p in self.prefixes] + list(itertools.product(actions, repeat=self.horizon))
         shape = (len(self.prefixes), self.n_tokens)
         self.theta = rng.normal(size=shape)
         self.theta_old = self.theta + (1.2 * rng.normal(size=shape) if self.off_policy else 0.0)
@@ -69,7 +69,9 @@ ON_POLICY = World(3, 2, 2, off_policy=False)
 ON_POLICY_LONG = World(4, 2, 2, off_policy=False)
 
 
-def expected_gradient(method: PolicyGradient, world: World, process_reward: bool, state: dict[str, float] | None = None) -> np.ndarray:
+def expected_gradient(
+    method: PolicyGradient, world: World, process_reward: bool, state: dict[str, float] | None = None
+) -> np.ndarray:
     """Σ over groups of P_old(group) · gradient of the library's loss on that group, padding filled with NaN."""
     theta = torch.tensor(world.theta, requires_grad=True)
     log_pi = theta.log_softmax(1)
@@ -235,7 +237,10 @@ def grpo(rows: list[Row]) -> list[list[float]]:
 def dr_grpo(rows: list[Row]) -> list[list[float]]:
     advantages = standardised([sum(r.rewards) for r in rows], divide=False)
     return [
-        [-a * math.exp(n - o) * passes(a, math.exp(n - o), 0.2, 0.2) / (1024 * len(rows)) for n, o in zip(row.now, row.old, strict=True)]
+        [
+            -a * math.exp(n - o) * passes(a, math.exp(n - o), 0.2, 0.2) / (1024 * len(rows))
+            for n, o in zip(row.now, row.old, strict=True)
+        ]
         for row, a in zip(rows, advantages, strict=True)
     ]
 
@@ -246,7 +251,10 @@ def dapo(rows: list[Row]) -> list[list[float]]:
     kept = [len(set(returns)) > 1 and not row.truncated for row in rows]
     tokens = sum(row.length for row, k in zip(rows, kept, strict=True) if k)
     return [
-        [-a * math.exp(n - o) * passes(a, math.exp(n - o), 0.2, 0.28) / tokens if k else 0.0 for n, o in zip(row.now, row.old, strict=True)]
+        [
+            -a * math.exp(n - o) * passes(a, math.exp(n - o), 0.2, 0.28) / tokens if k else 0.0
+            for n, o in zip(row.now, row.old, strict=True)
+        ]
         for row, a, k in zip(rows, advantages, kept, strict=True)
     ]
 
@@ -314,7 +322,13 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
     """Σ over groups of P_old(group) · Σ c[i][t] · (onehot(a_t) − π(·|s_t))."""
     gradient = np.zeros_like(world.theta)
     rows = [
-        Row(world.log_probs(world.theta, y), world.log_probs(world.theta_old, y), world.log_probs(world.theta_ref, y), r, world.truncated(y))
+        Row(
+            world.log_probs(world.theta, y),
+            world.log_probs(world.theta_old, y),
+            world.log_probs(world.theta_ref, y),
+            r,
+            world.truncated(y),
+        )
         for y, r in zip(world.trajectories, world.step_rewards, strict=True)
     ]
     pi = np.exp(world.theta) / np.exp(world.theta).sum(1, keepdims=True)

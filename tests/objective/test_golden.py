@@ -16,7 +16,9 @@ from psigrad.objective.ratio import none
 from psigrad.objective.surrogate import clip, dual_clip, score, truncated_weight
 
 
-def run(method: PolicyGradient, logp: list[list[float]], ref: list[list[float]], scores: list[float], group: list[int]):  # type-free helper
+def run(
+    method: PolicyGradient, logp: list[list[float]], ref: list[list[float]], scores: list[float], group: list[int]
+):  # type-free helper
     leaf = torch.tensor(logp, dtype=torch.float64, requires_grad=True)
     mask = torch.ones_like(leaf, dtype=torch.bool)
     reward = terminal(torch.tensor(scores, dtype=torch.float64), mask)
@@ -75,7 +77,8 @@ def test_the_rloo_preset_has_the_same_gradient_on_fresh_samples() -> None:
     torch.testing.assert_close(gradient, expected[:, None].expand(9, 3), rtol=0, atol=1e-12)
 
 
-# Clipping, eps = .2: (advantage, ratio) -> objective value and whether gradient passes. Table of document 001, mask of document 000.
+# Clipping, eps = .2: (advantage, ratio) -> objective value and whether gradient passes. Table of document 001, mask of document
+# 000.
 CLIPPING = [
     (-5.0, 0.5, -4.0, False),
     (-5.0, 1.0, -5.0, True),
@@ -136,19 +139,26 @@ def test_moving_average_is_debiased_and_comes_from_earlier_batches_only() -> Non
     state = psi.initial_state()
     baselines = []
     for mean in (2.0, 4.0, 0.0):
-        batch = Batch(torch.ones(2, 1, dtype=torch.bool), torch.tensor([[mean - 1], [mean + 1]]), torch.zeros(2, 1), torch.zeros(2).long())
+        batch = Batch(
+            torch.ones(2, 1, dtype=torch.bool), torch.tensor([[mean - 1], [mean + 1]]), torch.zeros(2, 1), torch.zeros(2).long()
+        )
         advantage, state = psi(batch, state)
         baselines.append(mean - advantage.mean().item())
     assert baselines == pytest.approx([0.0, 2.0, 0.58 / 0.19], abs=1e-6)
 
 
 def test_the_adaptive_coefficient_follows_ziegler() -> None:
-    # KL per sequence 3 · 1 = 3 nats against a target of 6: error -.5, clipped to -.2; 2 sequences, horizon 10: beta .1 · (1 - .04).
+    # KL per sequence 3 · 1 = 3 nats against a target of 6: error -.5, clipped to -.2; 2 sequences, horizon 10: beta .1 · (1 -
+    # .04).
     from psigrad.objective.kl import adaptive
 
     method = replace(resolve("grpo"), kl=KL("loss", "k3", adaptive(0.1, target=6.0, horizon=10)))
     batch = Batch(
-        torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2).long(), logp_ref=-torch.ones(2, 3)
+        torch.ones(2, 3, dtype=torch.bool),
+        torch.zeros(2, 3),
+        torch.zeros(2, 3),
+        torch.zeros(2).long(),
+        logp_ref=-torch.ones(2, 3),
     )
     prepared = method.prepare(batch, method.initial_state())
     assert prepared.metrics["objective/kl"] == pytest.approx(3.0)

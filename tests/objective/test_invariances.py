@@ -21,10 +21,8 @@ from psigrad.objective.ratio import token
 from psigrad.objective.surrogate import clip, dual_clip
 
 GRPO = resolve("grpo")
-METHODS = {
-    name: resolve(name)
-    for name in ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")
-} | {
+PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")
+METHODS = {name: resolve(name) for name in PRESETS} | {
     "everything": PolicyGradient(
         whitened(gae(0.9, 0.8)), token, dual_clip(), token_mean, kl=KL("loss", "k3+", 0.1, importance_weighted=True),
         critic=value_loss(0.5, clip=0.2), entropy=bonus(0.1), correction=truncated_importance(1.5),
@@ -54,8 +52,9 @@ def random_case(seed: int, n: int = 8, t: int = 5) -> Case:
     reward[group == 2] = 0.0
     logp = normal() * 0.3 - 1.5
     batch = Batch(
-        mask, reward, logp + 0.3 * normal(), group, logp_ref=logp + 0.3 * normal(), logp_sampler=logp + 0.3 * normal(), value=normal(),
-        last_value=normal()[:, 0], truncated=torch.rand(n, generator=g) < 0.2, version=torch.arange(n), inputs=list(range(n)),
+        mask, reward, logp + 0.3 * normal(), group, logp_ref=logp + 0.3 * normal(), logp_sampler=logp + 0.3 * normal(),
+        value=normal(), last_value=normal()[:, 0], truncated=torch.rand(n, generator=g) < 0.2,
+        version=torch.arange(n), inputs=list(range(n)),
     )  # fmt: skip
     return batch, Evaluation(logp, normal().exp(), normal(), normal() ** 2)
 
@@ -118,7 +117,8 @@ def test_padding_and_observations_anywhere_change_nothing(method: PolicyGradient
 @methods
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_values_at_masked_steps_have_no_influence_at_all(method: PolicyGradient, garbage: float) -> None:
-    batch, evaluation = case = random_case(11)
+    case = random_case(11)
+    batch = case[0]
 
     def spoil(x: torch.Tensor) -> torch.Tensor:
         return x if x.dtype == torch.bool else torch.where(batch.mask, x, garbage)
@@ -193,7 +193,11 @@ def test_empty_rows_count_nowhere(method: PolicyGradient, seed: int) -> None:
     def longer(x: torch.Tensor | None) -> torch.Tensor | None:
         if x is None:
             return None
-        filler = torch.full((2, *x.shape[1:]), float("nan")).to(x.dtype) if x.is_floating_point() else torch.zeros(2, *x.shape[1:], dtype=x.dtype)
+        filler = (
+            torch.full((2, *x.shape[1:]), float("nan")).to(x.dtype)
+            if x.is_floating_point()
+            else torch.zeros(2, *x.shape[1:], dtype=x.dtype)
+        )
         return torch.cat([x, filler])
 
     grown = Batch(**{f.name: longer(getattr(batch, f.name)) for f in fields(batch) if f.name not in ("inputs", "last_value")},

@@ -29,7 +29,7 @@ def kl_and_gradient(reverse: bool) -> tuple[float, torch.Tensor]:
 
 
 def expectation(per_step, sampled_from: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """E over actions of `sampled_from` of the value of per_step(logp), and of its gradient (sampling itself is not differentiated)."""
+    """E over actions of `sampled_from` of per_step(logp) and of its gradient; the sampling is not differentiated."""
     theta = THETA.clone().requires_grad_()
     mean = (log_softmax(sampled_from).exp() * per_step(log_softmax(theta))).sum()
     (gradient,) = torch.autograd.grad(mean, theta)

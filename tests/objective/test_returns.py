@@ -76,12 +76,22 @@ def test_k_step_advantage_is_k_rewards_then_the_critic(k: int) -> None:
 
 def test_reward_to_go_and_total_return_discount_chosen_steps_only() -> None:
     batch = random_batch(8)
-    assert_rows(reward_to_go(0.9)(batch), batch, lambda r, v: [sum(0.9 ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))])
+    assert_rows(
+        reward_to_go(0.9)(batch),
+        batch,
+        lambda r, v: [sum(0.9 ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))],
+    )
     assert_rows(total_return(0.9)(batch), batch, lambda r, v: [sum(0.9**u * r[u] for u in range(len(r)))] * len(r))
 
 
 def test_a_finished_trajectory_needs_no_bootstrap() -> None:
-    batch = Batch(torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2), torch.zeros(1).long(), value=torch.tensor([[5.0, 7.0]]))
+    batch = Batch(
+        torch.ones(1, 2, dtype=torch.bool),
+        torch.tensor([[1.0, 2.0]]),
+        torch.zeros(1, 2),
+        torch.zeros(1).long(),
+        value=torch.tensor([[5.0, 7.0]]),
+    )
     assert td_residual(0.5)(batch).tolist() == [[1 + 3.5 - 5, 2 - 7]]
 
 

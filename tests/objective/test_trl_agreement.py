@@ -57,29 +57,37 @@ def ours(method: PolicyGradient, x: Tensors):
 
 def stand_in(x: Tensors, leaf: torch.Tensor, **settings) -> SimpleNamespace:
     defaults = {
-        "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "importance_sampling_level": "token",
+        "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
+        "importance_sampling_level": "token",
         "beta": 0.0, "loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "use_vllm": False, "entropy_coef": 0.0,
         "vllm_importance_sampling_correction": False, "_entropy_bonus_enabled": False, "use_adaptive_entropy": False,
         "current_gradient_accumulation_steps": 1, "max_completion_length": MAX_LENGTH,
     }  # fmt: skip
     settings = defaults | settings
     arguments = SimpleNamespace(
-        delta=settings.pop("delta", None), use_bias_correction_kl=settings.pop("use_bias_correction_kl", False), steps_per_generation=1
+        delta=settings.pop("delta", None),
+        use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
+        steps_per_generation=1,
     )
     accelerator = SimpleNamespace(
         num_processes=1, gather=lambda t: t, reduce=lambda t, reduction: t, gather_for_metrics=lambda t: t, sync_gradients=True
     )
     return SimpleNamespace(
-        **settings, args=arguments, accelerator=accelerator, model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)},
+        **settings,
+        args=arguments,
+        accelerator=accelerator,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, x.entropy, None),
-    )  # fmt: skip
+    )
 
 
 def inputs(x: Tensors, advantage: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     ids = torch.zeros(N, T, dtype=torch.long)
     return {
         "prompt_ids": ids, "prompt_mask": torch.ones_like(ids), "completion_ids": ids, "completion_mask": x.mask.long(),
-        "advantages": advantage, "old_per_token_logps": x.old, "ref_per_token_logps": x.ref, "num_items_in_batch": x.mask.sum(), **more,
+        "advantages": advantage, "old_per_token_logps": x.old, "ref_per_token_logps": x.ref,
+        "num_items_in_batch": x.mask.sum(), **more,
     }  # fmt: skip
 
 
@@ -94,7 +102,10 @@ GRPO = resolve("grpo")
 FREE = replace(GRPO, kl=None)
 CASES: dict[str, tuple[PolicyGradient, dict]] = {
     "grpo": (GRPO, {"beta": 0.04}),
-    "grpo with unbiased kl": (replace(GRPO, kl=KL("loss", "k3", 0.3, importance_weighted=True)), {"beta": 0.3, "use_bias_correction_kl": True}),
+    "grpo with unbiased kl": (
+        replace(GRPO, kl=KL("loss", "k3", 0.3, importance_weighted=True)),
+        {"beta": 0.3, "use_bias_correction_kl": True},
+    ),
     "grpo with delta": (replace(FREE, surrogate=dual_clip(0.1, 0.2, 1.3)), {"epsilon_low": 0.1, "delta": 1.3}),
     "trl's default": (replace(FREE, aggregate=token_mean), {"loss_type": "dapo"}),
     "dr_grpo": (replace(resolve("dr_grpo"), aggregate=fixed_length(MAX_LENGTH)), {"loss_type": "dr_grpo"}),
@@ -149,7 +160,9 @@ def test_metrics_equal_those_of_trl(name: str) -> None:
 def test_sampler_correction_equals_that_of_trl(level: str, truncate: bool) -> None:
     x = Tensors()
     gap = torch.where(x.mask, x.old - x.sampler, 0.0)
-    ratio = (gap if level == "token" else gap.sum(1, keepdim=True)).exp()  # TRL: vllm_importance_sampling_mode <level>_truncate | _mask
+    ratio = (
+        gap if level == "token" else gap.sum(1, keepdim=True)
+    ).exp()  # TRL: vllm_importance_sampling_mode <level>_truncate | _mask
     ratio = ratio.clamp(max=1.5) if truncate else ratio.masked_fill(ratio > 1.5, 0.0)
     part = truncated_importance(1.5, level) if truncate else masked_importance(1.5, level)
     leaf = x.logp.clone().requires_grad_()

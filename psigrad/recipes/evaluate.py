@@ -1,0 +1,35 @@
+"""Evaluation of a model on held-out prompts, without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from psigrad.config import EvalConfig
+from psigrad.errors import UserError
+from psigrad.recipes import setup
+from psigrad.rollout.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of one evaluation (`eval/…`) and the completions behind them."""
+
+    figures: dict[str, Any]
+    trajectories: list[Trajectory]
+    prompts: list[str]
+
+
+def run(config: EvalConfig) -> Report:
+    """Sample `num_generations_eval` completions of each prompt and score them. Raises `UserError` on mistakes of the user."""
+    functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
+    if not functions:
+        raise UserError("Nothing scores the completions; name a built-in or module:function with --reward (reward).")
+    setup.prepare_torch(config.run)
+    model = setup.load_model(config.model, config.run, None)
+    rows = setup.read_dataset(config, "prompt-only", config.data.dataset, config.data.split).rows
+    rows = rows[: config.evaluation.eval_prompts or len(rows)]
+    with setup.reward_pool(functions, config, config.reward_weights) as scorer:
+        evaluator = setup.evaluator_for(config.evaluation, config, model, scorer, rows, None)
+        figures, trajectories = evaluator(model, setup.sampler_for(config.sampling, model), 0)
+    return Report(figures, trajectories, [str(rows[t.row].prompt) for t in trajectories])
