@@ -2,8 +2,8 @@
 
     python examples/grpo_in_one_file.py MODEL PROMPTS.jsonl [STEPS]
 
-MODEL is a folder or hub name; each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 where the completion is the
-answer. `tests/training/test_one_file.py` holds `group_loss` against the library: same loss, same gradient.
+MODEL is a folder or hub name; each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 where the completion
+is the answer. `tests/training/test_one_file.py` holds `group_loss` against the library: same loss, same gradient.
 
 For one prompt with completions o_1 … o_G of reward r_1 … r_G (Shao et al. 2024, arXiv:2402.03300):
 
@@ -38,7 +38,9 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def token_log_probs(model, prompt: list[int], completions: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """log pi of every completion token [G, T] and the mask of real ones [G, T]. Lengths make the mask: pad and EOS may share an id."""
+    """log pi of every completion token [G, T] and the mask of real ones [G, T]. Lengths make the mask: pad and EOS may share
+    an id.
+    """
     lengths = torch.tensor([len(c) for c in completions])
     width = int(lengths.max())
     ids = torch.tensor([prompt + c + [0] * (width - len(c)) for c in completions])
@@ -49,7 +51,9 @@ def token_log_probs(model, prompt: list[int], completions: list[list[int]]) -> t
     return log_pi.gather(-1, ids[:, len(prompt) :, None])[..., 0], mask
 
 
-def group_loss(model, reference, prompt: list[int], completions: list[list[int]], rewards: Tensor, logp_old: Tensor | None = None) -> Tensor:
+def group_loss(
+    model, reference, prompt: list[int], completions: list[list[int]], rewards: Tensor, logp_old: Tensor | None = None
+) -> Tensor:
     """The GRPO loss of one group. Without `logp_old` [G, T] the completions are the model's own and fresh: the ratio is 1."""
     logp, mask = token_log_probs(model, prompt, completions)
     with torch.no_grad():

@@ -27,7 +27,9 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
 
 def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows with different prompts, so that no held-out prompt is ever trained on. Raises `UserError` where a task has too few."""
+    """`size` rows with different prompts, so that no held-out prompt is ever trained on. Raises `UserError` where a task has
+    too few.
+    """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
     while len(rows) < size and drawn < 20 * size:
@@ -35,7 +37,9 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
             rows.setdefault(row["prompt"], row)
         drawn += 2 * size
     if len(rows) < size:
-        raise UserError(f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; ask for fewer or widen it.")
+        raise UserError(
+            f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; ask for fewer or widen it."
+        )
     return list(rows.values())[:size]
 
 
@@ -51,7 +55,9 @@ def demonstrations(
         rng = random.Random(seeds.derive(seed, "demonstration", i))
         wrong = rng.random() < wrong_share
         answer = mistake(row["answer"], rng) if wrong else row["answer"]
-        shown.append({"prompt": row["prompt"], "completion": f" {answer}", "answer": row["answer"], "right": answer == row["answer"]})
+        shown.append(
+            {"prompt": row["prompt"], "completion": f" {answer}", "answer": row["answer"], "right": answer == row["answer"]}
+        )
     return shown
 
 

@@ -1,7 +1,8 @@
 """Attention over packed sequences that share prefixes, inside any transformers model.
 
-transformers lets a model's attention be replaced by a registered function. Ours receives the layout of the packed row as a keyword
-argument of the forward call; without one it is transformers' own SDPA, so the same model still runs padded batches and `generate`.
+transformers lets a model's attention be replaced by a registered function. Ours receives the layout of the packed row as a
+keyword argument of the forward call; without one it is transformers' own SDPA, so the same model still runs padded batches
+and `generate`.
 """
 
 from __future__ import annotations

@@ -129,7 +129,9 @@ class LanguageModel:
         return token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden), forward.targets
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What predicts each target [M, …], and the head that makes logits of it: hidden states, or where padded the logits themselves."""
+        """What predicts each target [M, …], and the head that makes logits of it: hidden states, or where padded the logits
+        themselves.
+        """
         if inputs.layout is not None:
             hidden = self.forward(inputs.input_ids, inputs.position_ids, inputs.layout)
             return hidden[0].index_select(0, inputs.targets.rows), self.head
@@ -185,7 +187,9 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"No causal language model could be loaded from {path!r} ({reason}); give a folder or a hub name.") from error
+        raise UserError(
+            f"No causal language model could be loaded from {path!r} ({reason}); give a folder or a hub name."
+        ) from error
     return prepare(hf.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 

@@ -15,8 +15,8 @@ CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Per token, each [M]: log pi(a|s); on request the entropy of pi(.|s), KL(pi||ref) over the whole vocabulary (both in nats), and
-    whether a is the most probable token.
+    """Per token, each [M]: log pi(a|s); on request the entropy of pi(.|s), KL(pi||ref) over the whole vocabulary (both in
+    nats), and whether a is the most probable token.
     """
 
     logp: Tensor

@@ -1,4 +1,6 @@
-"""From token ids to one forward pass: packed (prefixes once, no padding) or padded (the slow oracle, for models that can't pack)."""
+"""From token ids to one forward pass: packed (prefixes once, no padding) or padded (the slow oracle, for models that can't
+pack).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ class Rows:
     def __post_init__(self) -> None:
         for n, mask in enumerate(self.masks):
             if mask and mask[0]:
-                raise ValueError(f"Row {n} trains on its first token, which nothing precedes; start rows with a prompt or a BOS token.")
+                raise ValueError(
+                    f"Row {n} trains on its first token, which nothing precedes; start rows with a prompt or a BOS token."
+                )
 
 
 @dataclass(frozen=True)
 class Targets:
-    """M wanted log-probs: `rows` [M] are flat positions whose hidden state predicts `ids` [M]; the m-th belongs at [n[m], t[m]]."""
+    """M wanted log-probs: `rows` [M] are flat positions whose hidden state predicts `ids` [M]; the m-th belongs at [n[m],
+    t[m]].
+    """
 
     rows: Tensor
     ids: Tensor

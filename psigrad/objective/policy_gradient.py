@@ -269,7 +269,8 @@ class PolicyGradient:
                     f"Every group has {largest} trajectory and {self.name or _name(self.psi)} compares trajectories of a "
                     f"group; expected at least {self.min_group_size}; sample more completions per prompt (num_generations)."
                 )
-        if self.needs_reference and not self.needs_exact_kl and batch.logp_ref is None:
+        reads_logp_ref = self.needs_reference and (not self.needs_exact_kl or bool(self.kl and self.kl.initial_state()))
+        if reads_logp_ref and batch.logp_ref is None:
             raise ValueError(
                 "The batch has no `logp_ref`, which the KL term reads; score it with the reference policy or set kl to null."
             )

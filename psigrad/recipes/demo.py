@@ -1,7 +1,9 @@
-"""The main job, whole, on a laptop: a small model learns from careless demonstrations, then goes past them by reinforcement learning.
+"""The main job, whole, on a laptop: a small model learns from careless demonstrations, then goes past them by reinforcement
+learning.
 
-The task is reasoning-gym's `spell_backward`. A share of the demonstrations swaps the last two letters. Supervised fine-tuning copies
-the mistake as often as it was shown; GRPO against the task's own scorer unlearns it. Held-out words occur in no training data.
+The task is reasoning-gym's `spell_backward`. A share of the demonstrations swaps the last two letters. Supervised fine-tuning
+copies the mistake as often as it was shown; GRPO against the task's own scorer unlearns it. Held-out words occur in no
+training data.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ HELD_OUT = 400
 WORDS = 16000
 
 
-def run(output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 700, rl_steps: int = 250, progress: bool = True) -> Result:
+def run(
+    output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 700, rl_steps: int = 250, progress: bool = True
+) -> Result:
     """Build a model, fine-tune it, train it by GRPO, evaluate both; figures, samples and report.html stand in `output_dir`/grpo.
 
     Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call.
@@ -127,7 +131,13 @@ def headline(trained: Result, greedy: list[dict[str, Any]], seconds: float) -> l
 
 
 def _figure(name: str, figures: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {"name": name, "value": figures[f"{key}/mean"], "low": figures[f"{key}/low"], "high": figures[f"{key}/high"], "unit": ""}
+    return {
+        "name": name,
+        "value": figures[f"{key}/mean"],
+        "low": figures[f"{key}/low"],
+        "high": figures[f"{key}/high"],
+        "unit": "",
+    }
 
 
 def tokens_per_second(folder: Path) -> float:

@@ -20,8 +20,8 @@ from psigrad.training.state import State
 def run(config: OnlineConfig) -> Result:
     """Train `config.model` on the prompts of `config.data` against `config.reward` by `config.algorithm`.
 
-    Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user, `ValueError`
-    where the algorithm's parts do not fit.
+    Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user,
+    `ValueError` where the algorithm's parts do not fit.
     """
     algorithm = objective.resolve(config.algorithm)
     check(config, algorithm)
@@ -64,21 +64,25 @@ def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
     if not config.reward:
         raise UserError("No reward was given; name a built-in or module:function with --reward (reward).")
     if algorithm.needs_critic:
-        raise UserError(f"The algorithm {algorithm.name!r} needs a critic, which online training of language models does not have yet.")
+        raise UserError(
+            f"The algorithm {algorithm.name!r} needs a critic, which online training of language models does not have yet."
+        )
     if config.num_generations < algorithm.min_group_size:
         raise UserError(
-            f"num_generations is {config.num_generations} and {algorithm.name or 'the algorithm'} compares completions of one prompt; "
-            f"give at least {algorithm.min_group_size}."
+            f"num_generations is {config.num_generations} and {algorithm.name or 'the algorithm'} compares completions of one "
+            f"prompt; give at least {algorithm.min_group_size}."
         )
     if config.sampling.temperature == 0:
-        raise UserError("temperature is 0: greedy completions of a prompt are all the same and teach nothing; give a value above 0.")
+        raise UserError(
+            "temperature is 0: greedy completions of a prompt are all the same and teach nothing; give a value above 0."
+        )
     for name in ("prompts_per_step", "num_generations", "num_iterations", "num_minibatches", "micro_batch_tokens"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} is {getattr(config, name)}; it must be at least 1.")
     if config.num_minibatches > config.prompts_per_step:
         raise UserError(
-            f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes whole groups, "
-            "so give at most as many minibatches as prompts_per_step."
+            f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes whole "
+            "groups, so give at most as many minibatches as prompts_per_step."
         )
 
 

@@ -67,7 +67,9 @@ def prepare_torch(run: Run) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
     if run.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch.")
+        raise UserError(
+            f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."
+        )
 
 
 def device(run: Run) -> str:
@@ -103,7 +105,9 @@ def newest_checkpoint(journal: Journal) -> Path | None:
     return found.path
 
 
-def start(config: Config, journal: Journal, model: LanguageModel, found: Path | None, fresh: state.State) -> tuple[Optimizer, state.State]:
+def start(
+    config: Config, journal: Journal, model: LanguageModel, found: Path | None, fresh: state.State
+) -> tuple[Optimizer, state.State]:
     """The optimiser and the state to go on from."""
     optimizer = Optimizer(model.trainable(), config.optim)
     begin = fresh if found is None else state.restore(found, optimizer)
@@ -138,7 +142,9 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
 def read_dataset(config: Config | EvalConfig, form: Form, dataset: str, split: str) -> Rows:
     """The rows of one dataset in TRL's forms; a missing name is refused."""
     if not dataset:
-        raise UserError("No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset).")
+        raise UserError(
+            "No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset)."
+        )
     return load(dataset, form=form, split=split, bad_rows=config.data.bad_rows)
 
 
@@ -161,7 +167,9 @@ def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
     return EmbeddedSampler(model, sampling.max_decode_batch)
 
 
-def sampling_params(sampling: Sampling, model: LanguageModel, rows: Sequence[Row], temperature: float | None = None) -> SamplingParams:
+def sampling_params(
+    sampling: Sampling, model: LanguageModel, rows: Sequence[Row], temperature: float | None = None
+) -> SamplingParams:
     """The distribution that is sampled from; evaluation may have its own temperature.
 
     Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.

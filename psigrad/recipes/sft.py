@@ -16,7 +16,8 @@ from psigrad.training.state import State
 
 
 def run(config: SFTConfig) -> Result:
-    """Fine-tune `config.model` on `config.data`: cross-entropy on completions (prompt-completion rows) or assistant turns (messages).
+    """Fine-tune `config.model` on `config.data`: cross-entropy on completions (prompt-completion rows) or assistant turns
+    (messages).
 
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
@@ -26,7 +27,9 @@ def run(config: SFTConfig) -> Result:
         rows, held = setup.read_rows(config, "sft")
         examples = [example(model.tokenizer, row, config.max_length) for row in rows]
         if not any(any(e.mask) for e in examples):
-            raise UserError(f"No row of {config.data.dataset} has a token to learn within max_length {config.max_length}; raise it.")
+            raise UserError(
+                f"No row of {config.data.dataset} has a token to learn within max_length {config.max_length}; raise it."
+            )
         evaluator = None
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
         if functions and held:

@@ -25,9 +25,9 @@ class Drawn:
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits [B, V], already divided by the temperature, with -inf where top-k, top-p and min-p forbid.
 
-    Each filter sees what the one before it left, in transformers' order. Ties at the top-k threshold are all kept; top-p keeps the
-    smallest set whose probability reaches p, and always one token (Holtzman et al. 2020); min-p keeps p >= min_p · max p
-    (Nguyen et al. 2024).
+    Each filter sees what the one before it left, in transformers' order. Ties at the top-k threshold are all kept; top-p
+    keeps the smallest set whose probability reaches p, and always one token (Holtzman et al. 2020); min-p keeps p >= min_p ·
+    max p (Nguyen et al. 2024).
     """
     if params.top_k and params.top_k < logits.shape[-1]:
         threshold = logits.topk(params.top_k, dim=-1).values[:, -1:]

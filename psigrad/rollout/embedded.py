@@ -18,8 +18,8 @@ from psigrad.rollout.types import Completion, Request, SamplingParams
 
 
 class EmbeddedSampler:
-    """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at once,
-    waiting groups enter as slots come free.
+    """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at
+    once, waiting groups enter as slots come free.
 
     A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
     matrix products of another size). `progress(tokens)` is called after each step.

@@ -14,7 +14,9 @@ from psigrad.rollout.types import Completion, Request, SamplingParams
 
 
 class _Drawer(LogitsProcessor):
-    """Draws by our counter-based numbers and leaves generate's greedy search no other choice, so both samplers write the same text."""
+    """Draws by our counter-based numbers and leaves generate's greedy search no other choice, so both samplers write the same
+    text.
+    """
 
     def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:
         self.params, self.seeds = params, seeds
@@ -40,7 +42,9 @@ class TransformersSampler:
         check_room(self.model, requests, params)
         self.model.hf.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
-        done = iter([c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)])
+        done = iter(
+            [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
+        )
         return [[next(done) for _ in request.seeds] for request in requests]
 
     def _generate(self, batch: list[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:

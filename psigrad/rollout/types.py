@@ -20,8 +20,9 @@ class Request:
 class Completion:
     """One sampled completion.
 
-    `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature, top-k,
-    top-p, min-p); `logprobs[t]` is the policy's own, after temperature only, which is what the trainer recomputes.
+    `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after
+    temperature, top-k, top-p, min-p); `logprobs[t]` is the policy's own, after temperature only, which is what the trainer
+    recomputes.
     """
 
     ids: tuple[int, ...]

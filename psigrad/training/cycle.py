@@ -24,8 +24,8 @@ def cycle(
 ) -> State:
     """From `state` to step `total`. `step` returns the next state and a note for the progress bar.
 
-    Everything of step s is in the run folder before checkpoint s is, so a resumed run repeats nothing and lacks nothing. A stop that was
-    asked for is served between steps: the state is saved, then `Stopped` raised.
+    Everything of step s is in the run folder before checkpoint s is, so a resumed run repeats nothing and lacks nothing. A
+    stop that was asked for is served between steps: the state is saved, then `Stopped` raised.
     """
     if state.step == 0:
         evaluate(state)

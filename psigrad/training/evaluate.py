@@ -23,8 +23,8 @@ from psigrad.training.journal import Clock, Journal
 class Evaluator:
     """Held-out prompts and how they are sampled and scored.
 
-    The seeds depend on the prompt and not on the step, so two evaluations of one run differ by the policy alone. With `reference`,
-    the exact KL(pi‖ref) of each completion (summed over its tokens, in nats) is measured too.
+    The seeds depend on the prompt and not on the step, so two evaluations of one run differ by the policy alone. With
+    `reference`, the exact KL(pi‖ref) of each completion (summed over its tokens, in nats) is measured too.
     """
 
     prompts: Sequence[Prompt]
@@ -84,8 +84,8 @@ class Evaluator:
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
     """Mean of the metric over prompts with its 95 % interval, pass@k where k > 1 and the metric is 0 or 1, and lengths.
 
-    Unscored completions are left out and counted. With several completions per prompt the interval is over prompts, since completions of
-    one prompt are not independent.
+    Unscored completions are left out and counted. With several completions per prompt the interval is over prompts, since
+    completions of one prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = [[t.reward for t in group if t.reward is not None] for group in groups]

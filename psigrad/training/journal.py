@@ -37,7 +37,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Journal:
-    """Run folder, trackers and stop signal as one. `metrics` and `rollouts` hold what is reproducible; seconds go to `timings`."""
+    """Run folder, trackers and stop signal as one. `metrics` and `rollouts` hold what is reproducible; seconds go to
+    `timings`.
+    """
 
     folder: RunFolder
     trackers: Sequence[Tracker] = field(default_factory=tuple)
@@ -52,7 +54,9 @@ class Journal:
     def timings(self, step: int, clock: Clock, tokens: int) -> None:
         """One row of timings.jsonl; `tokens` were sampled or trained on in this step."""
         seconds = time.perf_counter() - clock.start
-        self.folder.timings({"step": step, "step_time": seconds, **clock.phases, "tokens": tokens, "tokens_per_second": tokens / seconds})
+        self.folder.timings(
+            {"step": step, "step_time": seconds, **clock.phases, "tokens": tokens, "tokens_per_second": tokens / seconds}
+        )
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows of rollouts.jsonl."""

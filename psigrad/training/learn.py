@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a collected batch: its metrics, the algorithm's new state, and the advantage of each row (mean over its tokens)."""
+    """What came of a collected batch: its metrics, the algorithm's new state, and the advantage of each row (mean over its
+    tokens).
+    """
 
     metrics: dict[str, Any]
     algorithm: dict[str, float]

@@ -30,8 +30,9 @@ from psigrad.training.update import Optimizer, learning_rate
 class Online:
     """The parts of one online run.
 
-    `reference` is the frozen model of the KL term (the model itself under LoRA). `exact_sampling` says that the sampler's log-probs are
-    the trainer's to float32 rounding, so that they need not be computed again before several passes over a batch.
+    `reference` is the frozen model of the KL term (the model itself under LoRA). `exact_sampling` says that the sampler's
+    log-probs are the trainer's to float32 rounding, so that they need not be computed again before several passes over a
+    batch.
     """
 
     config: OnlineConfig

@@ -16,7 +16,10 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     `entropy` is the mean of -log pi(a) over sampled tokens: an unbiased estimate of the policy's entropy that costs nothing.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    groups = [[t.reward for t in trajectories[i : i + group_size] if t.reward is not None] for i in range(0, len(trajectories), group_size)]
+    groups = [
+        [t.reward for t in trajectories[i : i + group_size] if t.reward is not None]
+        for i in range(0, len(trajectories), group_size)
+    ]
     groups = [group for group in groups if group]
     lengths = [len(t.completion.ids) for t in trajectories]
     ended = [len(t.completion.ids) for t in trajectories if t.completion.finish_reason == "stop"]

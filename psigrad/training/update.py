@@ -1,4 +1,6 @@
-"""One optimiser step: AdamW with float32 master weights, a schedule that is a pure function of the step, clipping, and a guard."""
+"""One optimiser step: AdamW with float32 master weights, a schedule that is a pure function of the step, clipping, and a
+guard.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,14 @@ def learning_rate(optim: Optim, step: int, total: int) -> float:
 class Optimizer:
     """AdamW over named parameters.
 
-    Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of itself,
-    which is most of them at fine-tuning rates. Weight decay acts on matrices only.
+    Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
+    itself, which is most of them at fine-tuning rates. Weight decay acts on matrices only.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim) -> None:
         self.parameters, self.optim = dict(parameters), optim
         half = (torch.bfloat16, torch.float16)
-        self.masters = {
-            name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()
-        }
+        self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
         decayed = [p for p in self.masters.values() if p.dim() > 1]
         plain = [p for p in self.masters.values() if p.dim() <= 1]
         self.adamw = torch.optim.AdamW(

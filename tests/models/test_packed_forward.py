@@ -75,7 +75,9 @@ def test_a_shared_prompt_is_computed_once_and_no_position_is_padding(qwen3, grou
 
 
 def test_rows_with_masks_equal_transformers(model):
-    rows = Rows([[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]], [[False, True, False, True, True], [False, True], [False, False, True]])
+    rows = Rows(
+        [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]], [[False, True, False, True, True], [False, True], [False, False, True]]
+    )
     logp = model.evaluate(rows).logp
     for n, (ids, mask) in enumerate(zip(rows.rows, rows.masks, strict=True)):
         expected = torch.cat([torch.zeros(1), alone(model.hf, ids[:1], ids[1:])]) * torch.tensor(mask)

@@ -177,6 +177,7 @@ def tiny(**changes: object) -> Batch:
         (replace(presets.GRPO, correction=truncated_importance()), {}, "logp_sampler"),
         (replace(presets.GRPO, entropy=bonus()), {}, "`entropy` is missing"),
         (replace(presets.GRPO, kl=KL("loss", "exact")), {}, "`kl` is missing"),
+        (replace(presets.GRPO, kl=KL("loss", "exact", adaptive())), {"logp_ref": None}, "logp_ref"),
     ],
 )
 def test_a_batch_that_lacks_what_a_part_reads_is_refused(method: PolicyGradient, changes: dict, sentence: str) -> None:

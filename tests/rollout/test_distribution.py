@@ -44,7 +44,9 @@ def test_the_filtered_distribution_is_transformers(params):
     )
 
 
-@pytest.mark.parametrize("params", [SamplingParams(1), SamplingParams(1, temperature=0.7, top_k=6), SamplingParams(1, min_p=0.2)], ids=str)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(1), SamplingParams(1, temperature=0.7, top_k=6), SamplingParams(1, min_p=0.2)], ids=str
+)
 def test_tokens_come_as_often_as_the_distribution_says(params):
     n = 200_000
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(3))
@@ -77,7 +79,12 @@ def test_the_last_draw_before_one_never_lands_on_an_impossible_token(monkeypatch
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [({"max_tokens": 0}, "at least 1"), ({"temperature": -1.0}, "0 \\(greedy\\) or more"), ({"top_p": 0.0}, "above 0"), ({"min_p": 2.0}, "between 0 and 1")],
+    [
+        ({"max_tokens": 0}, "at least 1"),
+        ({"temperature": -1.0}, "0 \\(greedy\\) or more"),
+        ({"top_p": 0.0}, "above 0"),
+        ({"min_p": 2.0}, "between 0 and 1"),
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(setting, expected):
     with pytest.raises(ValueError, match=expected):

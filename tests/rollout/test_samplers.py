@@ -49,7 +49,8 @@ def requests_():
     rng = random.Random(0)
     return [
         Request(
-            tuple(rng.randrange(5, 260) for _ in range(rng.randint(1, 20))), tuple(rng.getrandbits(63) for _ in range(rng.randint(1, 6)))
+            tuple(rng.randrange(5, 260) for _ in range(rng.randint(1, 20))),
+            tuple(rng.getrandbits(63) for _ in range(rng.randint(1, 6))),
         )
         for _ in range(9)
     ]
@@ -131,7 +132,9 @@ def test_a_completion_depends_on_its_seed_and_prompt_only(models, requests_):
 def test_a_prompt_is_prefilled_once_for_its_group(models):
     model, seen = models["qwen3"], []
     hook = model.hf.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape[:-1])))
-    EmbeddedSampler(model).sample([Request((5, 6, 7, 8), tuple(range(10))), Request((9, 10), (1, 2))], SamplingParams(max_tokens=3))
+    EmbeddedSampler(model).sample(
+        [Request((5, 6, 7, 8), tuple(range(10))), Request((9, 10), (1, 2))], SamplingParams(max_tokens=3)
+    )
     hook.remove()
     assert seen[0] == (1, 6)
     assert all(s[1] == 1 and s[0] <= 12 for s in seen[1:]) and len(seen) == 3
