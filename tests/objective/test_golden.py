@@ -13,7 +13,7 @@ from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.keep import has_signal
 from psigrad.objective.kl import KL
 from psigrad.objective.ratio import none
-from psigrad.objective.surrogate import clip, dual_clip, score, truncated_weight
+from psigrad.objective.surrogate import clip, clip_fractions, dual_clip, score, truncated_weight
 
 
 def run(
@@ -102,6 +102,21 @@ def test_clipping_table(advantage: float, ratio: float, objective: float, gradie
     loss.backward()
     assert -loss.item() == pytest.approx(objective)
     assert log_ratio.grad.item() == pytest.approx(-advantage * ratio if gradient_passes else 0.0)
+
+
+def test_low_bounds_negative_and_high_bounds_positive_advantages() -> None:
+    # clip(.1, .3): a positive advantage is stopped above 1.3, a negative one below .9.
+    ratio = torch.tensor([1.25, 1.35, 0.95, 0.85], dtype=torch.float64)
+    advantage = torch.tensor([2.0, 2.0, -2.0, -2.0], dtype=torch.float64)
+    log_ratio = ratio.log().requires_grad_()
+    loss = clip(0.1, 0.3)(log_ratio, log_ratio, advantage)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([-2.5, -2.6, 1.9, 1.8])
+    assert log_ratio.grad.tolist() == pytest.approx([-2.5, 0.0, 1.9, 0.0])
+    fractions = {key: hit.tolist() for key, hit in clip_fractions(clip(0.1, 0.3), log_ratio, advantage).items()}
+    assert fractions["clip_ratio/high_mean"] == [False, True, False, False]
+    assert fractions["clip_ratio/low_mean"] == [False, False, False, True]
+    assert fractions["clip_ratio/region_mean"] == [False, True, False, True]
 
 
 def test_dual_clip_bounds_a_negative_advantage_and_cispo_never_stops_a_gradient() -> None:
