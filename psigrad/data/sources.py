@@ -54,9 +54,7 @@ def load(dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["s
     return _collect(_records(dataset, split), form, dataset, bad_rows)
 
 
-def from_rows(
-    iterable: Iterable[object], form: Form, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop"
-) -> Rows:
+def from_rows(iterable: Iterable[object], form: Form, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop") -> Rows:
     """The same checks for rows that are in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
     return _collect((_Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows)
 

@@ -167,7 +167,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], f
     added = tokenizer.added_tokens_decoder
 
     def ends(i: int) -> bool:
-        return ids[i] == tokenizer.eos_token_id or (ids[i] in added and added[ids[i]].special)
+        return ids[i] in added and added[ids[i]].special
 
     def blank(i: int) -> bool:
         return not ends(i) and not str(tokenizer.decode([ids[i]])).strip()

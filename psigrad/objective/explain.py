@@ -58,7 +58,7 @@ def _formula(method: PolicyGradient) -> str:
 
 
 def _legend(method: PolicyGradient) -> list[str]:
-    lines = ["over the chosen steps t of the kept trajectories i; gradient flows through log π alone."]
+    lines = ["over the chosen steps t of the kept trajectories i; A, w and c carry no gradient."]
     if method.kl is not None and method.kl.where == "reward" and method.needs_reference:
         lines.append("The rewards that A is made of carry the KL penalty.")
     return lines

@@ -81,8 +81,8 @@ def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
             raise UserError(f"{name} is {getattr(config, name)}; it must be at least 1.")
     if config.num_minibatches > config.prompts_per_step:
         raise UserError(
-            f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes whole "
-            "groups, so give at most as many minibatches as prompts_per_step."
+            f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
+            "whole groups, so give at most as many minibatches as prompts_per_step."
         )
 
 

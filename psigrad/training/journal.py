@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from psigrad.errors import UserError
 from psigrad.training.run_folder import RunFolder
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import Tracker
-
-from psigrad.errors import UserError
 
 
 class Stopped(UserError):

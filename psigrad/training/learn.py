@@ -78,7 +78,7 @@ def update(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], st
             totals = algorithm.totals(prepared, rows.to(batch.mask.device))
             tally.steps += 1
             losses = [
-                lambda micro=micro: _loss(run, prepared, micro, totals, prepared.state, single_pass, tally)
+                lambda micro=micro, totals=totals: _loss(run, prepared, micro, totals, prepared.state, single_pass, tally)
                 for micro in micro_batches(groups, wanted, config.micro_batch_tokens)
             ]
             tally.stepped(run.optimizer.step(losses, lr))

@@ -92,6 +92,6 @@ class Optimizer:
         """Raise `NonFiniteError` when too many steps in a row had no finite gradient."""
         if self.nonfinite >= MAX_NONFINITE:
             raise NonFiniteError(
-                f"The gradient was not finite for {self.nonfinite} steps in a row, up to step {step}; no such step was applied and "
-                "the last checkpoint is sound. Lower the learning rate or look at the rewards in rollouts.jsonl."
+                f"The gradient was not finite for {self.nonfinite} steps in a row, up to step {step}; no such step was applied "
+                "and the last checkpoint is sound. Lower the learning rate or look at the rewards in rollouts.jsonl."
             )

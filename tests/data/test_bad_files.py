@@ -217,6 +217,7 @@ PARQUET: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("no rows", lambda path: write(path, prompt=pa.array([], pa.string())), ("no rows",)),
     ("missing column", lambda path: write(path, question=["a"]), ("my.parquet:1", "'prompt'", "found: question")),
     ("null cell", lambda path: write(path, prompt=["a", None]), ("my.parquet:2", "'prompt'", "null")),
+    ("null in a later batch", lambda path: write(path, prompt=["a"] * 1499 + [None]), ("my.parquet:1500", "'prompt'", "null")),
     ("number column", lambda path: write(path, prompt=[1, 2]), ("my.parquet:1", "'prompt'", "a number")),
     ("empty cell", lambda path: write(path, prompt=["a", "b", ""]), ("my.parquet:3", "'prompt'", "empty")),
     ("nan cell", lambda path: write(path, prompt=["a", "b"], x=[0.0, float("nan")]), ("my.parquet:2", "'x'", "nan")),

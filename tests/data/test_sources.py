@@ -98,7 +98,8 @@ def test_the_sft_form_takes_prompt_and_completion_first_then_messages_then_text(
 
 def test_nulls_that_parquet_puts_into_messages_are_dropped(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add"}}
-    turns = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "", "name": "add"}, BOT]
+    turns = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "", "name": "add"}]
+    turns += [{"role": "tool", "content": "4"}, BOT]
     datasets.Dataset.from_list([{"messages": turns}]).to_parquet(str(tmp_path / "my.parquet"))
     row = load(str(tmp_path / "my.parquet"), form="messages").rows[0]
     assert row.messages == turns

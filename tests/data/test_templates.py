@@ -190,6 +190,37 @@ def test_a_template_that_rewrites_the_prompt_is_refused(build: Build) -> None:
         example(build(rewriting), sft(prompt=[user("hello")], completion=[bot("there")]))
 
 
+def test_a_generation_prompt_that_the_conversation_does_not_repeat_is_refused(build: Build) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    with pytest.raises(UserError, match=r"the generation prompt of message 2 \(assistant\) differently"):
+        example(build(template), sft(messages=TWO_TURNS))
+
+
+def test_what_a_template_writes_between_prompt_and_generation_block_is_trained_as_the_policy_must_write_it(build: Build) -> None:
+    tokenizer = build(
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "Answer: {% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    built = example(tokenizer, sft(prompt=[user("hello")], completion=[bot("the cat")]))
+    assert pieces(tokenizer, built)[1:] == [(True, "Answer: the cat<|im_end|>")]
+
+
+def test_an_added_token_that_is_not_special_ends_no_turn(build: Build) -> None:
+    tokenizer = build(
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.add_tokens(["<end>"])
+    with pytest.raises(UserError, match="special token"):
+        example(tokenizer, sft(messages=TWO_TURNS))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    assert [text for trained, text in pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) if trained] == [
+        "the cat<end>",
+        " world<end>",
+    ]
+
+
 def test_qwen3s_released_template_is_refused_on_two_turns_and_its_patched_one_is_right(build: Build) -> None:
     released, patched = build(trl_template("qwen3")), build(trl_template("qwen3_training"))
     with pytest.raises(UserError, match=r"not prefix-preserving.*message 2"):
@@ -225,7 +256,8 @@ def test_conversational_prompts_equal_transformers_rendering(plain_chatml: PreTr
 
 
 def test_tools_and_template_arguments_of_the_row_reach_the_template(build: Build) -> None:
-    tokenizer = build("{{ tools | tojson if tools else 'no tools' }} {{ mood | default('calm') }} {{ messages[0]['content'] }}")
+    tools_shown = "{{ 'no tools' if tools is none else tools | tojson }}"
+    tokenizer = build(tools_shown + " {{ mood | default('calm') }} {{ messages[0]['content'] }}")
     tools = [{"type": "function", "function": {"name": "add"}}]
 
     def shown(**columns: Any) -> str:
@@ -286,9 +318,14 @@ def test_odd_text_survives_encoding(text: str, plain_chatml: PreTrainedTokenizer
     assert decode(plain_chatml, [i for i, trained in zip(chat.ids, chat.mask, strict=True) if trained]) == escaped
 
 
-def test_decoding_hides_special_tokens_and_changes_no_spaces(bare: PreTrainedTokenizerFast) -> None:
+def test_decoding_hides_special_tokens_and_changes_no_spaces(build: Build) -> None:
+    tokenizer = build()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     text = "hello , world .  it 's"
-    assert decode(bare, [*bare(text)["input_ids"], bare.eos_token_id, bare.pad_token_id]) == text
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) != text, "this tokenizer must be one that cleans up by default, or the test shows nothing"
+    assert decode(tokenizer, [*ids, tokenizer.eos_token_id, tokenizer.pad_token_id]) == text
 
 
 def test_completions_reach_reward_functions_as_trl_passes_them() -> None:

@@ -146,6 +146,8 @@ def test_one_unequal_reward_is_signal() -> None:
     reward[3] = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
     batch = Batch(torch.ones(8, 1, dtype=torch.bool), reward, torch.zeros(8, 1), torch.zeros(8, dtype=torch.long))
     assert has_signal(batch).all()
+    reward = torch.tensor([[0.0], [1e-30]])  # the square of the difference is 0 in float32
+    assert has_signal(Batch(torch.ones(2, 1, dtype=torch.bool), reward, torch.zeros(2, 1), torch.zeros(2).long())).all()
 
 
 def test_moving_average_is_debiased_and_comes_from_earlier_batches_only() -> None:

@@ -57,6 +57,13 @@ def test_the_gradient_is_that_of_the_reverse_kl(estimator: str) -> None:
     assert close(gradient, kl_and_gradient(reverse=True)[1])
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+"])
+def test_the_corrected_forms_have_the_gradient_of_k2_at_every_single_sample(estimator: str) -> None:
+    d = torch.tensor([-0.7, 0.0, 1.3], dtype=torch.float64, requires_grad=True)
+    estimate(estimator, d).sum().backward()
+    assert torch.equal(d.grad, d.detach())
+
+
 def test_the_gradient_of_k1_is_zero_and_that_of_k3_is_the_forward_kl() -> None:
     _, k1 = expectation(lambda p: estimate("k1", p - log_softmax(REF)), THETA)
     _, k3 = expectation(lambda p: estimate("k3", p - log_softmax(REF)), THETA)

@@ -90,6 +90,14 @@ def test_filters_by_hand() -> None:
     assert best_of_group(batch).tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
+def test_ranks_are_counted_inside_each_group() -> None:
+    reward = torch.tensor([[5.0], [1.0], [6.0], [2.0], [7.0]])
+    batch = Batch(torch.ones(5, 1, dtype=torch.bool), reward, torch.zeros(5, 1), torch.tensor([0, 1, 0, 1, 0]))
+    assert top_k(1)(batch).tolist() == [False, False, False, True, True]
+    assert top_k(2)(batch).tolist() == [False, True, True, True, True]
+    assert best_of_group(batch).flatten().tolist() == [0, 0, 0, 1, 1]
+
+
 def test_value_loss_by_hand() -> None:
     # R = 1, V_old = 0: V = .5 costs (.5)²/2; with clip .2 the clipped value .2 costs more, .8²/2.
     value, old, returns = (torch.tensor([x]) for x in (0.5, 0.0, 1.0))

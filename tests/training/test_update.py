@@ -42,7 +42,9 @@ def test_a_step_is_torchs_adamw_after_torchs_clipping():
     optim = Optim(learning_rate=0.1, weight_decay=0.3, max_grad_norm=0.5, adam_beta2=0.95)
     optimizer = Optimizer(dict(ours.named_parameters()), optim)
     peer = torch.optim.AdamW(
-        [{"params": [theirs.weight], "weight_decay": 0.3}, {"params": [theirs.bias], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95)
+        [{"params": [theirs.weight], "weight_decay": 0.3}, {"params": [theirs.bias], "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(0.9, 0.95),
     )
     for rate in (0.1, 0.05):
         norm = optimizer.step([loss(ours)], rate)
@@ -85,7 +87,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_stops_the_run_in_the_en
 
 
 def test_bfloat16_weights_accumulate_updates_too_small_for_them():
-    """At 1e-4 each step is far below bfloat16's spacing near 1; float32 masters add 200 of them up, and the plain way loses all."""
+    """At 1e-4 each step is far below bfloat16's spacing near 1; float32 masters add 200 of them up, and the plain way loses
+    all.
+    """
     start = torch.ones(8, 8)
     kept = nn.Parameter(start.bfloat16())
     optimizer = Optimizer({"w": kept}, Optim(learning_rate=1e-4, max_grad_norm=0))

@@ -1,0 +1,50 @@
+# psigrad: `make demo` shows it, `make test` proves it. Both make their own environment in .venv; nothing else is needed but
+# Python 3.11+, git and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+# What to install torch from: PyPI's own wheel by default. For another build, for example
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test test-long lint types install clean
+
+help:
+	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
+	@echo "make test       install, then lint, type-check and run the whole test suite"
+	@echo "make test-long  the tests that take longer"
+	@echo "make lint       ruff"
+	@echo "make types      mypy --strict on the mathematics"
+	@echo "make install    the environment alone, in $(VENV)"
+	@echo "make clean      remove the environment"
+
+install: $(INSTALLED)
+
+# torch comes first and alone: with it in place nothing below can pull another build (and its CUDA packages) in
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(RUN) -m psigrad demo
+
+test: lint types
+	$(RUN) -m pytest
+
+test-long: $(INSTALLED)
+	$(RUN) -m pytest -m long --timeout 3600
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(INSTALLED)
+	$(RUN) -m mypy $(wildcard psigrad/objective psigrad/tabular)
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,38 @@
+"""Reinforcement learning from a grid world to the post-training of language models, on one identity.
+
+    import psigrad
+    psigrad.train("grpo", model="…", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
+
+Importing psigrad is quick: torch and transformers are loaded by the first thing that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from psigrad.objective import PolicyGradient, explain
+    from psigrad.recipes.api import evaluate, train
+
+# public name -> the module it lives in
+_HOMES = {
+    "PolicyGradient": "psigrad.objective",
+    "explain": "psigrad.objective",
+    "train": "psigrad.recipes.api",
+    "evaluate": "psigrad.recipes.api",
+}
+
+__all__ = ["PolicyGradient", "__version__", "evaluate", "explain", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'psigrad' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

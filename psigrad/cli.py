@@ -1,0 +1,179 @@
+"""The commands. Each parses, calls one public function and prints; nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from psigrad import __version__
+from psigrad.errors import UserError, nearest
+
+
+class Command(NamedTuple):
+    """What a command does, in a line, and the function that does it: arguments -> exit status."""
+
+    purpose: str
+    run: Callable[[list[str]], int]
+
+
+def _sft(arguments: list[str]) -> int:
+    from psigrad import flags
+    from psigrad.config import SFTConfig
+
+    config = flags.parse(SFTConfig, "sft", arguments)
+    from psigrad.recipes import sft
+
+    return _finished(sft.run(config))
+
+
+def _online(preset: str) -> Callable[[list[str]], int]:
+    def run(arguments: list[str]) -> int:
+        from psigrad import flags
+        from psigrad.config import OnlineConfig
+
+        config = flags.parse(OnlineConfig, preset, arguments, defaults={"algorithm": preset})
+        from psigrad.recipes import online
+
+        return _finished(online.run(config))
+
+    return run
+
+
+def _eval(arguments: list[str]) -> int:
+    from psigrad import flags
+    from psigrad.config import EvalConfig
+
+    config = flags.parse(EvalConfig, "eval", arguments)
+    from psigrad.recipes import evaluate
+    from psigrad.report import terminal
+
+    done = evaluate.run(config)
+    terminal.figures(done.figures)
+    terminal.samples(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
+    return 0
+
+
+def _demo(arguments: list[str]) -> int:
+    from psigrad import flags
+
+    settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
+    from psigrad.recipes import demo
+
+    return _finished(demo.run(**settings))
+
+
+def _explain(arguments: list[str]) -> int:
+    if not 1 <= len(arguments) <= 2 or arguments[0] in ("-h", "--help"):
+        print("psigrad explain NAME [OTHER]\n\nThe formula that NAME optimises, term by term, or how OTHER differs from it.")
+        return 0 if arguments else 2
+    from psigrad import objective
+
+    print(objective.explain(*arguments))
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("psigrad report RUN [RUN ...] [--output FILE]\n\nDraw the report of a run folder again, or of several compared.")
+        return 0 if arguments else 2
+    output = None
+    if "--output" in arguments:
+        at = arguments.index("--output")
+        if at + 1 == len(arguments):
+            raise UserError("--output has no value; name the file to write.")
+        output = arguments[at + 1]
+        arguments = arguments[:at] + arguments[at + 2 :]
+    from psigrad import report
+
+    print(f"report: {report.write(arguments, output)}")
+    return 0
+
+
+def _tasks(arguments: list[str]) -> int:
+    from reasoning_gym.factory import DATASETS
+
+    print("\n".join(sorted(DATASETS)))
+    return 0
+
+
+COMMANDS = {
+    "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", _demo),
+    "sft": Command("supervised fine-tuning on completions or conversations", _sft),
+    "grpo": Command("online RL: group relative policy optimisation", _online("grpo")),
+    "dr_grpo": Command("online RL: GRPO without its length and difficulty biases", _online("dr_grpo")),
+    "dapo": Command("online RL: clip-higher, dynamic sampling, token-level loss", _online("dapo")),
+    "gspo": Command("online RL: one clipped ratio per sequence", _online("gspo")),
+    "cispo": Command("online RL: truncated importance weights", _online("cispo")),
+    "rloo": Command("online RL: REINFORCE with a leave-one-out baseline", _online("rloo")),
+    "reinforce": Command("online RL: REINFORCE with the batch mean as baseline", _online("reinforce")),
+    "reinforce_pp": Command("online RL: REINFORCE++, advantages whitened over the batch", _online("reinforce_pp")),
+    "raft": Command("online RL: cross-entropy on the best completion of each prompt", _online("raft")),
+    "eval": Command("sample held-out prompts from a model and score them", _eval),
+    "explain": Command("the formula a method optimises, term by term, or how two differ", _explain),
+    "report": Command("draw report.html of a run again, or compare several runs", _report),
+    "tasks": Command("names of the procedural tasks of reasoning-gym", _tasks),
+}
+
+
+def help_text() -> str:
+    """What `psigrad --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.purpose}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "psigrad: reinforcement learning from a grid world to the post-training of language models",
+            "",
+            "usage: psigrad COMMAND [arguments]     psigrad COMMAND --help     psigrad --version",
+            "",
+            *lines,
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"psigrad {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    try:
+        if name not in COMMANDS:
+            raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS)}")
+        return COMMANDS[name].run(rest)
+    except KeyboardInterrupt:
+        print("psigrad: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        # UserError everywhere, ValueError from objective/, whose sentences are as good; a bug of ours must show its traceback
+        if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
+            raise
+        print(f"psigrad: {error}", file=sys.stderr)
+        return getattr(error, "exit_status", 2)
+
+
+def _meant_for_people(error: ValueError) -> bool:
+    """Whether the error was raised by a check of ours and not by a library deep below."""
+    if isinstance(error, UserError):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(
+        ("psigrad.objective", "psigrad.rollout.types")
+    )
+
+
+def _finished(result: object) -> int:
+    from psigrad.report import terminal
+
+    terminal.finished(result)
+    return 0

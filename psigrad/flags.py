@@ -1,0 +1,137 @@
+"""Command-line flags out of the settings themselves: one flag per field, its help the string under the field."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+from psigrad.errors import UserError, nearest
+from psigrad.recipes.load import load, read_value
+
+T = TypeVar("T")
+# The one field whose flag has another name: `--model PATH` is what every user types.
+_RENAMED = {"model.path": "model"}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises our one-sentence error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help` lists what there is.")
+
+
+def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> T:
+    """Settings from `--config FILE`, `a.b=c` overrides and flags.
+
+    Flags beat overrides, overrides beat the file, the file beats the defaults. Prints help and exits on --help. Raises `UserError` on anything unknown, with the nearest known name.
+    """
+    parser = _parser(cls, command)
+    known, rest = parser.parse_known_args(list(arguments))
+    overrides = [text for text in rest if not text.startswith("-") and "=" in text]
+    for text in rest:
+        if text.startswith("-"):
+            flags = [option for action in parser._actions for option in action.option_strings]
+            flag = text.split("=")[0]
+            raise UserError(f"There is no flag {flag}; `psigrad {command} --help` lists them{nearest(flag, flags)}")
+        if text not in overrides:
+            raise UserError(f"The argument {text!r} is neither a flag nor an override like optim.learning_rate=1e-5.")
+    given = vars(known)
+    config = given.pop("config")
+    types = {name: hint for name, hint, _ in _fields(cls)}
+    values = {name: _typed(value, types[name]) for name, value in given.items() if value is not None}
+    return load(cls, config, [*(f"{k}={v}" for k, v in (defaults or {}).items() if not _in_file(config, k)), *overrides], values)
+
+
+def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of a command that has no settings class."""
+    parser = _Parser(prog=f"psigrad {command}", allow_abbrev=False)
+    for name, value in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
+        else:
+            parser.add_argument(flag, type=type(value), default=value, help=f"(default {value})")
+    return vars(parser.parse_args(list(arguments)))
+
+
+def _in_file(path: str | None, name: str) -> bool:
+    from psigrad.recipes.load import read_file
+
+    return path is not None and name in read_file(path)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Strings stay strings where the field is one; everything else is read as YAML: 1e-5, true, [1, 2], {part: clip}."""
+    if isinstance(value, list):
+        return [_typed(v, hint) for v in value]
+    is_text = hint is str or "str" in str(hint)
+    return value if isinstance(value, bool) or (is_text and not value.startswith("{")) else read_value(value)
+
+
+def _fields(cls: type[Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted name, type, default) of every setting."""
+    hints, found = get_type_hints(cls), []
+    blank = cls()
+    for f in dataclasses.fields(cls):
+        default = getattr(blank, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            found += [(f"{f.name}.{name}", hint, value) for name, hint, value in _of(default)]
+        else:
+            found.append((f.name, hints[f.name], default))
+    return found
+
+
+def _of(instance: Any) -> list[tuple[str, Any, Any]]:
+    hints = get_type_hints(type(instance))
+    return [(f.name, hints[f.name], getattr(instance, f.name)) for f in dataclasses.fields(instance)]
+
+
+def _parser(cls: type[Any], command: str) -> _Parser:
+    parser = _Parser(
+        prog=f"psigrad {command}",
+        description=inspect.getdoc(cls),
+        epilog="Settings may also stand in a YAML file (--config) or be given by dotted name: optim.learning_rate=1e-5.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+        usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    groups: dict[str, Any] = {}
+    for name, hint, default in _fields(cls):
+        section, _, leaf = name.rpartition(".")
+        group = groups.setdefault(section, parser.add_argument_group(section or command))
+        flag = "--" + _RENAMED.get(name, leaf).replace("_", "-")
+        shown = "" if default in ("", (), None) else f" (default {default})".replace("%", "%%")
+        text = _help(cls, name).replace("%", "%%") + shown
+        if hint is bool:
+            group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            many = {"nargs": "+"} if str(hint).startswith("tuple") else {}
+            action = {"action": "extend"} if many else {}
+            group.add_argument(flag, dest=name, metavar=leaf.upper(), help=text, **many, **action)
+    return parser
+
+
+def _help(cls: type[Any], name: str) -> str:
+    """The string under a field in the source of its class."""
+    for part in name.split(".")[:-1]:
+        cls = get_type_hints(cls)[part]
+    return _field_docs(cls).get(name.split(".")[-1], "")
+
+
+@cache
+def _field_docs(cls: type[Any]) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs

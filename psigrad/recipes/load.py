@@ -1,0 +1,182 @@
+"""Settings from YAML, `a.b=c` overrides and flags onto the frozen dataclasses of `psigrad/config.py`, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from psigrad.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads 1e-5 as a number, as every user means it; YAML 1.1 takes it for a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)|[0-9][0-9_]*\.[0-9_]*|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def load(
+    cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> T:
+    """Settings of class `cls`: flags beat overrides, overrides beat the YAML file, the file beats the defaults.
+
+    `flags` has dotted names ("optim.learning_rate"). Raises `UserError` naming the file or override, the field, the value and
+    what was expected.
+    """
+    values = read_file(path) if path else {}
+    for override in overrides:
+        name, sign, text = override.partition("=")
+        if not sign:
+            raise UserError(
+                f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
+            )
+        _put(values, name, read_value(text), f"override {override!r}")
+    for name, value in (flags or {}).items():
+        _put(values, name, value, f"--{name}")
+    return _build(cls, values, str(path) if path else "")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The settings as plain JSON values; `load` of them gives the same settings. Functions become "module:name"."""
+    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def flat_names(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(leaf, dotted name) of every field: ("learning_rate", "optim.learning_rate")."""
+    hints = get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from flat_names(hints[f.name], f"{prefix}{f.name}.")
+        else:
+            yield f.name, f"{prefix}{f.name}"
+
+
+def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by leaf name or dotted name -> by dotted name. Raises `UserError` for an unknown name."""
+    leaves = dict(flat_names(cls))
+    dotted = set(leaves.values()) | {f.name for f in dataclasses.fields(cls)}
+    named = {}
+    for name, value in settings.items():
+        if name not in leaves and name not in dotted:
+            raise UserError(f"There is no setting {name!r}{nearest(name, [*leaves, *dotted])}.")
+        named[leaves.get(name, name)] = value
+    return named
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file."""
+    try:
+        values = yaml.load(Path(path).read_text(), _Loader)
+    except OSError as error:
+        raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"The settings file {str(path)!r} is not YAML: {' '.join(str(error).split())}.") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"The settings file {str(path)!r} holds a {type(values).__name__}; expected name: value pairs.")
+    return values
+
+
+def read_value(text: str) -> Any:
+    """A value as YAML reads it, or the text itself."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def _put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
+    """Set `a.b.c`, making the mappings on the way; a preset's name on the way becomes {preset: name}."""
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        inner = values.setdefault(parent, {})
+        if isinstance(inner, str) and parent == "algorithm":
+            inner = values[parent] = {"preset": inner}
+        if not isinstance(inner, dict):
+            raise UserError(f"The {source} goes into {parent!r}, which is {inner!r} and has no fields.")
+        values = inner
+    values[leaf] = value
+
+
+@cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    return (
+        TypeAdapter(cls, config=ConfigDict(arbitrary_types_allowed=True))
+        if not dataclasses.is_dataclass(cls)
+        else TypeAdapter(cls)
+    )
+
+
+def _build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
+    _refuse_unknown(cls, values, source, "")
+    try:
+        made: T = _adapter(cls).validate_python(_tuples(values))
+        return made
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
+        where = f"{source}: " if source else ""
+        raise UserError(f"{where}{place} is {first['input']!r}; {_expected(first['msg'])}.") from error
+
+
+def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, prefix: str) -> None:
+    hints = get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name, value in values.items():
+        if name not in known:
+            where = f"{source}: " if source else ""
+            within = f" in {prefix[:-1]}" if prefix else ""
+            raise UserError(f"{where}there is no setting {name!r}{within}{nearest(str(name), known)}.")
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                if dataclasses.is_dataclass(value):
+                    continue
+                raise UserError(f"{source + ': ' if source else ''}{prefix}{name} is {value!r}; expected name: value pairs.")
+            _refuse_unknown(hints[name], value, source, f"{prefix}{name}.")
+
+
+def _tuples(value: Any) -> Any:
+    """Lists stand for tuples in YAML, and one item for a tuple of one is what people write for `reward: exact`."""
+    if isinstance(value, Mapping):
+        return {
+            k: ((v,) if (k in _TUPLES and isinstance(v, str | int | float)) or (callable(v) and k in _TUPLES) else _tuples(v))
+            for k, v in value.items()
+        }
+    return value
+
+
+_TUPLES = ("reward", "reward_weights", "stop_token_ids", "report_to", "lora_target_modules")
+
+
+def _expected(message: str) -> str:
+    return message[0].lower() + message[1:].removesuffix(".")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        name = type(value).__module__
+        plain = to_dict(value)
+        return plain if name == "psigrad.config" else {"part": f"{name}:{type(value).__qualname__}", **plain}
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if callable(value):
+        return f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return value

@@ -1,0 +1,127 @@
+"""kill -9 at any point, start again: weights, optimiser, metrics and rollouts are those of the run that was never killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import forked, online_config, sft_config
+
+from psigrad.models.language_model import LanguageModel
+from psigrad.recipes import online, sft
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.training import checkpoint
+from psigrad.training.journal import Journal
+from psigrad.training.update import Optimizer
+
+# Every one of these calls is an event at which the process may die, before or after the call.
+EVENTS = (
+    (EmbeddedSampler, "sample"),
+    (LanguageModel, "evaluate"),
+    (Optimizer, "step"),
+    (Journal, "metrics"),
+    (Journal, "rollouts"),
+    (Journal, "timings"),
+    (checkpoint, "save"),
+    (checkpoint, "prune"),
+    (checkpoint, "save_tensors"),
+)
+RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
+
+
+def dying_at(count: int, seen: list[str] | None = None) -> None:
+    """Make event number `count` (from 1) the last thing this process does; `seen` collects the events' names instead."""
+    state = {"n": 0}
+
+    def tick(name: str) -> None:
+        state["n"] += 1
+        if seen is not None:
+            seen.append(name)
+        if state["n"] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wrap(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            tick(f"before {name}")
+            result = original(*args, **kwargs)
+            tick(f"after {name}")
+            return result
+
+        setattr(owner, name, wrapped)
+
+    for owner, name in EVENTS:
+        wrap(owner, name)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """SHA-256 of everything that must not depend on being killed."""
+    newest = checkpoint.latest(folder / "checkpoints").path
+    files = {
+        "metrics": folder / "metrics.jsonl",
+        "rollouts": folder / "rollouts.jsonl",
+        "weights": folder / "model" / "model.safetensors",
+        "checkpoint weights": newest / "model.safetensors",
+        "optimizer": newest / "optimizer.safetensors",
+        "state": newest / "state.json",
+    }
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def uninterrupted(request, job, tmp_path_factory):
+    """A whole run, its digest, and how many events it had."""
+    run, config = RECIPES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    counter = folder / "events"
+
+    def work():
+        seen: list[str] = []
+        dying_at(0, seen)
+        run(config(job, folder / "run"))
+        counter.write_text("\n".join(seen))
+
+    assert forked(work) == 0
+    events = counter.read_text().splitlines()
+    assert len(events) > 60
+    return run, config, digest(folder / "run"), events
+
+
+def killed_then_resumed(run, config, job, output: Path, points: list[int]) -> None:
+    for point in points:
+
+        def doomed(point=point):
+            dying_at(point)
+            run(config(job, output))
+
+        status = forked(doomed)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"the kill at event {point} did not land"
+    assert forked(lambda: run(config(job, output))) == 0
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_a_killed_run_resumes_bitwise(index, uninterrupted, job, tmp_path):
+    run, config, expected, events = uninterrupted
+    point = random.Random(index).randrange(1, len(events))
+    killed_then_resumed(run, config, job, tmp_path / "run", [point])
+    assert digest(tmp_path / "run") == expected, f"killed at event {point}: {events[point - 1]}"
+
+
+def test_a_run_killed_again_and_again_resumes_bitwise(uninterrupted, job, tmp_path):
+    """Each life dies a little later than it takes to reach the next checkpoint, so the chain makes progress."""
+    run, config, expected, events = uninterrupted
+    life = max(len(events) // 3, 1) + len(events) // 5
+    killed_then_resumed(run, config, job, tmp_path / "run", [life, len(events) // 4])
+    assert digest(tmp_path / "run") == expected
+
+
+def test_negative_control_another_seed_gives_another_digest(uninterrupted, job, tmp_path):
+    run, config, expected, _ = uninterrupted
+    assert forked(lambda: run(config(job, tmp_path / "run", seed=1))) == 0
+    other = digest(tmp_path / "run")
+    assert all(other[name] != expected[name] for name in ("metrics", "rollouts", "weights", "optimizer"))
