@@ -193,6 +193,10 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[str,
     messages = row.messages or [*prompt, *(row.completion or [])]
     template = _template(tokenizer, row)
     text = _render(tokenizer, row, messages)
+    for i, message in enumerate(messages[len(prompt) :], len(prompt) + 1):
+        # The last part only: templates may rewrite thinking. One made for content parts drops plain strings without a word.
+        if message["role"] == "assistant" and message.get("content", "").split("</think>")[-1].strip() not in text:
+            raise UserError(f"The chat template leaves out the content of message {i} in {row.source}; use one for plain text.")
     head = _render(tokenizer, row, prompt, generation_prompt=True) if prompt else ""
     if not text.startswith(head):
         raise _not_preserving(row, "the prompt", "once the completion follows")
@@ -273,8 +277,9 @@ def _marked(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
         rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **arguments)
     except Exception as error:  # a template is a program: it can raise anything
         raise _refused(row, error) from error
-    prompted = _render(tokenizer, row, messages, generation_prompt=True)
-    header = prompted[len(text) :] if prompted.startswith(text) else ""
+    before = messages[: max(i for i, message in enumerate(messages) if message["role"] == "assistant")]
+    bare, prompted = _render(tokenizer, row, before), _render(tokenizer, row, before, generation_prompt=True)
+    header = prompted[len(bare) :] if prompted.startswith(bare) else ""
     spans = []
     for start, end in rendered[1][0]:
         at = text.rfind(header, 0, start + len(header))  # the last that starts no later than the block

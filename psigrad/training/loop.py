@@ -127,7 +127,7 @@ def collect(run: Online, state: State, clock: Clock) -> Collected:
             fresh = score(run.scorer, fresh, by_index.__getitem__)
         cursor, prompts = cursor + len(wanted), prompts + len(wanted)
         trajectories += fresh
-        check_unscored([t.status == "unscored" for t in trajectories], [t.reason for t in trajectories], config.max_unscored)
+        check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
         found = scored_groups(fresh, config.num_generations, run.algorithm.min_group_size)
         groups += [g for g in found if not run.algorithm.dynamic_sampling or len({t.reward for t in g}) > 1]
         if len(groups) == config.prompts_per_step:

@@ -206,6 +206,23 @@ def test_what_a_template_writes_between_prompt_and_generation_block_is_trained_a
     assert pieces(tokenizer, built)[1:] == [(True, "Answer: the cat<|im_end|>")]
 
 
+def test_a_template_made_for_content_parts_is_refused_instead_of_training_on_nothing(build: Build) -> None:
+    tokenizer = build(trl_template("smolvlm"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_utterance>"]})
+    rendered = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
+    assert "the cat" not in rendered and "hello" not in rendered, "the template must drop strings in silence: the trap"
+    with pytest.raises(UserError, match=r"leaves out the content of message 2 in my\.jsonl:7"):
+        example(tokenizer, sft(messages=TWO_TURNS))
+
+
+def test_a_generation_block_that_starts_with_the_header_does_not_train_on_it(build: Build) -> None:
+    tokenizer = build(trl_template("gptoss_training"))
+    specials = ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    trained = [text for trained, text in pieces(tokenizer, example(tokenizer, sft(messages=TWO_TURNS))) if trained]
+    assert trained == ["<|channel|>final<|message|>the cat<|end|>", "<|channel|>final<|message|> world<|return|>"]
+
+
 def test_an_added_token_that_is_not_special_ends_no_turn(build: Build) -> None:
     tokenizer = build(
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<end>' }}{% endfor %}"

@@ -15,6 +15,7 @@ from psigrad.objective.aggregate import token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
+from psigrad.objective.keep import has_signal
 from psigrad.objective.kl import KL
 from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.ratio import token
@@ -256,6 +257,13 @@ def test_leave_one_out_and_group_standardisation(rewards: list[float], shift: fl
         standard = group_mean(eps=0.0)
         torch.testing.assert_close(standard(batch_of(scale * r + shift)), standard(batch_of(r)), rtol=1e-6, atol=1e-6)
         assert not torch.allclose(group_mean(std=False)(batch_of(2 * r)), group_mean(std=False)(batch_of(r)))
+
+
+def test_filters_see_the_rewards_without_the_kl_penalty() -> None:
+    batch, _ = random_case(0)
+    prepared = replace(METHODS["rloo"], keep=(has_signal,)).prepare(batch, {})
+    assert prepared.keep.tolist() == (batch.group != 2).tolist()
+    assert prepared.advantage[batch.group == 2].any(), "the penalty makes the shaped rewards of that group unequal"
 
 
 def test_inputs_follow_their_rows() -> None:

@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psigrad.objective import Batch, terminal
-from psigrad.objective.advantage import gae, k_step, reward_to_go, td_residual, total_return
+from psigrad.objective import Batch, Evaluation, PolicyGradient, terminal
+from psigrad.objective.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
+from psigrad.objective.aggregate import token_mean
+from psigrad.objective.critic import value_loss
+from psigrad.objective.ratio import token
+from psigrad.objective.surrogate import clip
 
 
 def random_batch(seed: int, n: int = 4, t: int = 7) -> Batch:
@@ -82,6 +86,28 @@ def test_reward_to_go_and_total_return_discount_chosen_steps_only() -> None:
         lambda r, v: [sum(0.9 ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))],
     )
     assert_rows(total_return(0.9)(batch), batch, lambda r, v: [sum(0.9**u * r[u] for u in range(len(r)))] * len(r))
+
+
+@pytest.mark.parametrize("psi", [gae(0.9, 0.8), whitened(gae(0.9, 0.8))], ids=["plain", "whitened"])
+def test_the_critic_is_fitted_to_the_unwhitened_advantage_plus_its_old_value(psi: gae | whitened) -> None:
+    # Per step c_V·½(V − R)²/tokens with R = A_gae + V_old; the gradient is c_V·(V − R)/tokens.
+    batch = random_batch(4)
+    method = PolicyGradient(psi, token, clip(), token_mean, critic=value_loss(0.3))
+    value = batch.value.clone() + 0.5
+    value.requires_grad_()
+    prepared = method.prepare(batch, {})
+    loss = method.loss(prepared, Evaluation(batch.logp_old, value=value), method.totals(prepared), {})
+    loss.value.backward()
+    tokens, mean_error = int(batch.mask.sum()), 0.0
+    for row in range(len(batch.mask)):
+        r, v = compact(batch, row)
+        delta = [r[t] + 0.9 * v[t + 1] - v[t] for t in range(len(r))]
+        returns = [sum(0.72 ** (u - t) * delta[u] for u in range(t, len(r))) + v[t] for t in range(len(r))]
+        errors = [v[t] + 0.5 - returns[t] for t in range(len(r))]
+        mean_error += sum(e**2 / 2 for e in errors) / tokens
+        assert value.grad[row][batch.mask[row]].tolist() == pytest.approx([0.3 * e / tokens for e in errors], abs=1e-12)
+    assert loss.terms["value_loss"].item() == pytest.approx(mean_error)
+    assert (loss.value - loss.terms["policy_loss"]).item() == pytest.approx(0.3 * mean_error)
 
 
 def test_a_finished_trajectory_needs_no_bootstrap() -> None:

@@ -1,0 +1,22 @@
+"""Rewards: TRL's signature, typed results, and the processes that run them. Imports no torch, so that workers start at once."""
+
+from __future__ import annotations
+
+from psigrad.rewards.pool import InlineScorer, RewardError, RewardPool, check_unscored
+from psigrad.rewards.resolve import RewardSpec, resolve
+from psigrad.rewards.types import Failed, Failure, Result, Scored, Scorer, Unscored
+
+__all__ = [
+    "Failed",
+    "Failure",
+    "InlineScorer",
+    "Result",
+    "RewardError",
+    "RewardPool",
+    "RewardSpec",
+    "Scored",
+    "Scorer",
+    "Unscored",
+    "check_unscored",
+    "resolve",
+]

@@ -1,0 +1,121 @@
+"""Rewards that come with psigrad. Each has TRL's signature and reads the dataset columns that it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: plain, or the contents of its messages."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(str(message.get("content") or "") for message in completion)
+
+
+def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
+    """1 where the completion, stripped of white space at its ends, is the column `answer`; else 0."""
+    return [float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
+
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?(?<=\d)")
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """1 where the last number in the completion equals the column `answer` within `tolerance` (relative above 1, absolute below)."""
+
+    tolerance: float = 1e-6
+
+    def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
+
+    def _one(self, text: str, answer: Any) -> float | None:
+        wanted, found = _last_number(str(answer)), _last_number(text)
+        if wanted is None:
+            return None  # the row has no number to compare with: not applicable, and not the policy's fault
+        return float(found is not None and abs(found - wanted) <= self.tolerance * max(1.0, abs(wanted)))
+
+
+def _last_number(text: str) -> float | None:
+    found = [m for m in _NUMBER.findall(text) if m]
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def math(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1 where math-verify finds the completion's expression equal to the column `answer`; None where the answer cannot be parsed.
+
+    An unparsable gold answer must not count as a hit: open-r1 once gave 1.0 for it.
+    """
+    from math_verify import parse, verify
+
+    out: list[float | None] = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        gold = parse(str(wanted), parsing_timeout=None) or parse(f"${wanted}$", parsing_timeout=None)
+        if not gold:
+            out.append(None)
+            continue
+        out.append(float(verify(gold, parse(text_of(completion), parsing_timeout=None), timeout_seconds=None)))
+    return out
+
+
+@dataclass(frozen=True)
+class Format:
+    """1 where the whole completion matches `pattern`: by default reasoning in <think>, then an answer in <answer>."""
+
+    pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        return [float(re.fullmatch(self.pattern, text_of(c), re.DOTALL) is not None) for c in completions]
+
+
+def reasoning_gym(
+    completions: Sequence[Any], task: Sequence[str], answer: Sequence[Any], metadata: Sequence[Any], **columns: Any
+) -> list[float]:
+    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.data.tasks`."""
+    import reasoning_gym as gym
+
+    entries = zip(completions, task, answer, metadata, strict=True)
+    return [
+        float(gym.get_score_answer_fn(name)(text_of(c).strip(), {"question": "", "answer": a, "metadata": m})) for c, name, a, m in entries
+    ]
+
+
+@dataclass(frozen=True)
+class Length:
+    """-penalty · tokens / max_completion_length: a plain cost of length, 0 for an empty completion."""
+
+    max_completion_length: int = 256
+    penalty: float = 1.0
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        return [-self.penalty * len(ids) / self.max_completion_length for ids in completion_ids]
+
+
+@dataclass(frozen=True)
+class SoftOverlong:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+
+    With n tokens, L = max_completion_length, C = soft_punish_cache:
+    0 for n <= L - C; (L - C - n) / C for L - C < n <= L; -1 for n > L.
+    """
+
+    max_completion_length: int = 256
+    soft_punish_cache: int = 64
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        free = self.max_completion_length - self.soft_punish_cache
+        return [max(-1.0, min(0.0, (free - len(ids)) / self.soft_punish_cache)) for ids in completion_ids]
+
+
+NAMES: dict[str, Callable[..., Any]] = {
+    "exact": exact,
+    "numeric": Numeric(),
+    "math": math,
+    "format": Format(),
+    "reasoning_gym": reasoning_gym,
+    "length": Length(),
+    "soft_overlong": SoftOverlong(),
+}

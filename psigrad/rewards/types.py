@@ -1,0 +1,53 @@
+"""What scoring one completion can come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward: `value` is the weighted sum, `parts` what each function gave (None: not applicable)."""
+
+    value: float
+    parts: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The policy's fault, said by a reward function through `Failure`: the completion is worth `value`."""
+
+    value: float
+    reason: str
+    parts: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """Our fault: a time-out, an exception, a malformed return. Never a silent 0: such completions are not trained on."""
+
+    reason: str
+
+
+Result = Scored | Failed | Unscored
+
+
+class Failure(Exception):
+    """Raised by a reward function (or returned in its list, for one sample) to say that the completion as such is at fault."""
+
+
+class Scorer(Protocol):
+    """Who scores. `RewardPool` does it in processes that can be killed, `InlineScorer` where it stands."""
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[list[int]],
+        columns: dict[str, list[Any]],
+        groups: Sequence[int] | None = None,
+    ) -> list[Result]:
+        """One result per completion, in order. Completions with the same number in `groups` are shown to the functions together."""
+        ...
