@@ -79,7 +79,8 @@ def reasoning_gym(
 
     entries = zip(completions, task, answer, metadata, strict=True)
     return [
-        float(gym.get_score_answer_fn(name)(text_of(c).strip(), {"question": "", "answer": a, "metadata": m})) for c, name, a, m in entries
+        float(gym.get_score_answer_fn(name)(text_of(c).strip(), {"question": "", "answer": a, "metadata": m}))
+        for c, name, a, m in entries
     ]
 
 

@@ -192,7 +192,9 @@ class RewardPool:
             ready = worker.ready
             worker = self._replace(worker)
             if not ready:
-                raise RewardError("The process that runs the reward functions died while it loaded them; its output tells why.") from None
+                raise RewardError(
+                    "The process that runs the reward functions died while it loaded them; its output tells why."
+                ) from None
             return worker, ("died", f"its process died ({self._last_status})")
         if kind == "broken":
             raise RewardError(f"The reward functions do not load in a fresh process: {content}.")
@@ -234,7 +236,11 @@ class InlineScorer:
                     try:
                         self._score([i], every, results)
                     except Exception as error:
-                        reason = str(error) if isinstance(error, Malformed) else f"{self._current} raised {type(error).__name__}: {error}"
+                        reason = (
+                            str(error)
+                            if isinstance(error, Malformed)
+                            else f"{self._current} raised {type(error).__name__}: {error}"
+                        )
                         results[i] = Unscored(reason)
         return [results[i] for i in range(len(completions))]
 

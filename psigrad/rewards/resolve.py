@@ -41,7 +41,9 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
 
     if reward not in builtin.NAMES:
         known = ", ".join(builtin.NAMES)
-        raise UserError(f"There is no built-in reward {reward!r}; expected one of {known} or module:function{nearest(reward, builtin.NAMES)}")
+        raise UserError(
+            f"There is no built-in reward {reward!r}; expected one of {known} or module:function{nearest(reward, builtin.NAMES)}"
+        )
     return RewardSpec(reward, builtin.NAMES[reward])
 
 

@@ -95,4 +95,3 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         serve(requests, responses)
     os._exit(0)  # threads that a user's function left behind must not keep the process
-

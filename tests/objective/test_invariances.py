@@ -259,6 +259,14 @@ def test_leave_one_out_and_group_standardisation(rewards: list[float], shift: fl
         assert not torch.allclose(group_mean(std=False)(batch_of(2 * r)), group_mean(std=False)(batch_of(r)))
 
 
+def test_metrics_are_means_over_the_steps_of_rows_that_need_a_gradient() -> None:
+    batch, evaluation = random_case(0)
+    _, terms, _, prepared = run(METHODS["dr_grpo"], (batch, evaluation))
+    counted = batch.mask & (batch.group != 2)[:, None]
+    assert torch.equal(prepared.needs_gradient, batch.group != 2)
+    assert terms["entropy"] == pytest.approx(evaluation.entropy[counted].mean().item())
+
+
 def test_filters_see_the_rewards_without_the_kl_penalty() -> None:
     batch, _ = random_case(0)
     prepared = replace(METHODS["rloo"], keep=(has_signal,)).prepare(batch, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -128,6 +129,16 @@ def test_the_penalty_coefficient_doubles_and_halves() -> None:
     assert adapted(part, state, 0.006) == {"penalty_coefficient": 0.5}
     assert adapted(part, state, 0.012) == state
     assert adapted(kl_penalty(1.0), state, 9.0) == state
+
+
+def test_the_measured_distance_from_the_old_policy_is_the_mean_of_its_unbiased_estimate() -> None:
+    # Ratios 2 and 1: (2 - 1 - ln 2 + 0) / 2.
+    method = replace(resolve("dr_grpo"), surrogate=kl_penalty(1.0))
+    zeros = torch.zeros(2, 1, dtype=torch.float64)
+    prepared = method.prepare(Batch(torch.ones(2, 1, dtype=torch.bool), zeros, zeros, torch.zeros(2).long()), {})
+    now = Evaluation(torch.tensor([[2.0], [1.0]], dtype=torch.float64).log())
+    loss = method.loss(prepared, now, method.totals(prepared), method.initial_state())
+    assert loss.terms["policy/approxkl_avg"].item() == pytest.approx((1 - math.log(2)) / 2)
 
 
 def test_the_penalty_coefficient_of_the_state_is_the_one_used() -> None:

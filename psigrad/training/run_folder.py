@@ -1,0 +1,224 @@
+"""The run folder: everything about a run, as files that anything can read. Trainers only write it; reports and trackers only read it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from psigrad.errors import UserError
+
+ROWS = ("metrics", "timings", "rollouts", "events")
+# Settings that may differ between a run and its continuation, because nothing that is computed depends on them.
+MAY_CHANGE = frozenset(
+    f"run.{name}" for name in ("max_steps", "save_steps", "save_total_limit", "report_to", "progress", "resume", "output_dir")
+) | {"reward_timeout", "reward_workers"}
+
+
+class RunFolderError(UserError):
+    """The run folder is in use, is another run's, or cannot be written."""
+
+
+def to_line(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of strict JSON: NaN and infinities become strings, anything Unicode is escaped (lone surrogates survive)."""
+    return (json.dumps(_strict(row), ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(k): _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return value
+
+
+class RunFolder:
+    """A run folder that this process holds the lock of. Made by `RunFolder.open`."""
+
+    def __init__(self, path: Path, lock: BinaryIO) -> None:
+        self.path, self._lock = path, lock
+        self.checkpoints = path / "checkpoints"
+        self._files: dict[str, BinaryIO] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto") -> Iterator[RunFolder]:
+        """The folder at `path`, made or gone on with, locked for the length of the block.
+
+        Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting that differs is
+        named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
+        """
+        path = Path(path)
+        with _errors_of(path):
+            path.mkdir(parents=True, exist_ok=True)
+            foreign = not (path / "config.json").exists() and any(p.name != ".lock" for p in path.iterdir())
+            if foreign:
+                raise RunFolderError(f"{path} holds files and is no run folder; choose an empty or a new folder as output_dir.")
+            lock = _locked(path)
+        try:
+            folder = cls(path, lock)
+            with _errors_of(path):
+                folder._begin(config, resume)
+            yield folder
+        finally:
+            for stream in folder._files.values():
+                stream.close()
+            lock.close()
+
+    def _begin(self, config: Mapping[str, Any], resume: str) -> None:
+        self.checkpoints.mkdir(exist_ok=True)
+        any_checkpoint = any(p.name.startswith("step-") for p in self.checkpoints.iterdir())
+        if resume == "never" and any_checkpoint:
+            raise RunFolderError(
+                f"{self.path} has checkpoints and resume is never; choose another output_dir or set resume to auto."
+            )
+        if resume == "must" and not any_checkpoint:
+            raise RunFolderError(f"{self.path} has no checkpoint and resume is must; check output_dir or set resume to auto.")
+        file = self.path / "config.json"
+        now = json.loads(to_line(config))
+        if file.exists():
+            _same_run(self.path, json.loads(file.read_text()), now)
+        _replace(file, (json.dumps(now, indent=1) + "\n").encode())
+        for name in ROWS:
+            self._files[name] = (self.path / f"{name}.jsonl").open("ab")
+
+    def _append(self, name: str, lines: bytes) -> None:
+        with _errors_of(self.path):
+            self._files[name].write(lines)
+            self._files[name].flush()
+
+    def metrics(self, row: Mapping[str, Any]) -> None:
+        """One row of metrics.jsonl; `row` has a "step"."""
+        self._append("metrics", to_line(row))
+
+    def timings(self, row: Mapping[str, Any]) -> None:
+        """One row of timings.jsonl: seconds, which no two runs share."""
+        self._append("timings", to_line(row))
+
+    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of rollouts.jsonl."""
+        self._append("rollouts", b"".join(to_line(row) for row in rows))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One row of events.jsonl, with the time."""
+        self._append("events", to_line({"time": time.time(), "kind": kind, **fields}))
+
+    def flush(self) -> None:
+        """Everything written so far is on the disk when this returns."""
+        with _errors_of(self.path):
+            for stream in self._files.values():
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def rewind(self, step: int) -> None:
+        """Take metrics, timings and rollouts back to their rows of step `step` and before; a torn last line goes too."""
+        with _errors_of(self.path):
+            for name in ("metrics", "timings", "rollouts"):
+                self._files[name].close()
+                file = self.path / f"{name}.jsonl"
+                _truncate(file, _end_of(file, step))
+                self._files[name] = file.open("ab")
+
+    def save_model(self, write: Callable[[Path], None]) -> Path:
+        """The final `model/`, written beside and renamed, so that it is whole or the old one."""
+        final, beside = self.path / "model", self.path / f".model.tmp-{uuid.uuid4().hex[:8]}"
+        with _errors_of(self.path):
+            for leftover in self.path.glob(".model.tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            write(beside)
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(beside, final)
+        return final
+
+
+def _end_of(file: Path, step: int) -> int:
+    """The offset behind the last row of a step at most `step`, rows being in order of their steps."""
+    end = 0
+    with file.open("rb") as stream:
+        for line in stream:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n") or row["step"] > step:
+                break
+            end += len(line)
+    return end
+
+
+def _truncate(file: Path, size: int) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _replace(file: Path, content: bytes) -> None:
+    beside = file.with_name(f".{file.name}.tmp")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(beside, file)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """The lock of the folder. The kernel lets go of it when its holder dies, so a lock is never stale."""
+    stream = open(path / ".lock", "a+b")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.seek(0)
+        holder = stream.read().decode(errors="replace").strip() or "another process"
+        stream.close()
+        raise RunFolderError(f"{path} is in use by {holder}; wait for it, stop it, or choose another output_dir.") from None
+    stream.truncate(0)
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())
+    stream.flush()
+    return stream
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Disk trouble as one sentence."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path).free if path.exists() else 0
+        raise RunFolderError(
+            f"{error.filename or path} cannot be written: {error.strerror or error} ({free} bytes are free); what was saved before is "
+            "intact. Mend that and start again: the run goes on from its newest checkpoint."
+        ) from error
+
+
+def _same_run(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings, naming each."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in MAY_CHANGE]
+    if changed:
+        shown = "; ".join(f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in changed[:5])
+        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise RunFolderError(
+            f"{path} is a run with other settings ({shown}{more}); set them back to go on with it, or choose another output_dir."
+        )
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value

@@ -1,0 +1,40 @@
+"""Being asked to stop: the first SIGTERM or Ctrl-C is served between steps, the second at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class StopSignal:
+    """While its block runs, the first SIGTERM or SIGINT only sets `requested` (and `number`); the second raises KeyboardInterrupt.
+
+    The process then exits with 143 (SIGTERM) or 130 (SIGINT). Outside the main thread, where no handler can be set, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop was asked for."""
+        return self.number != 0
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.number = number
