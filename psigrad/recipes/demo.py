@@ -30,7 +30,7 @@ WORDS = 16000
 
 
 def run(
-    output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 700, rl_steps: int = 250, progress: bool = True
+    output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 800, rl_steps: int = 400, progress: bool = True
 ) -> Result:
     """Build a model, fine-tune it, train it by GRPO, evaluate both; figures, samples and report.html stand in `output_dir`/grpo.
 

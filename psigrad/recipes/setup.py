@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from psigrad.config import EvalConfig, Evaluation, Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.data.rows import Form, Row
@@ -66,6 +67,7 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
 def prepare_torch(run: Run) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
+    transformers.utils.logging.disable_progress_bar()  # a bar per weight file drowns ours
     if run.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
             f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."
@@ -154,8 +156,8 @@ def prompts_of(rows: Sequence[Row], model: LanguageModel, max_prompt_length: int
     for prompt in prompts:
         if 0 < max_prompt_length < len(prompt.ids):
             raise UserError(
-                f"{prompt.row.source}: the prompt has {len(prompt.ids)} tokens, above max_prompt_length {max_prompt_length}; shorten the "
-                "prompt, leave the row out or raise the limit."
+                f"{prompt.row.source}: the prompt has {len(prompt.ids)} tokens, above max_prompt_length {max_prompt_length}; "
+                "shorten the prompt, leave the row out or raise the limit."
             )
     return prompts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -25,7 +26,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+
 
 @dataclass(frozen=True)
 class Numeric:
-    """1 where the last number in the completion equals the column `answer` within `tolerance` (relative above 1, absolute below)."""
+    """1 where the last number in the completion equals the column `answer` within `tolerance` (relative above 1, else absolute)."""
 
     tolerance: float = 1e-6
 
@@ -75,13 +76,18 @@ def reasoning_gym(
     completions: Sequence[Any], task: Sequence[str], answer: Sequence[Any], metadata: Sequence[Any], **columns: Any
 ) -> list[float]:
     """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.data.tasks`."""
+    return [
+        float(_scorer(name)(text_of(c).strip(), {"question": "", "answer": a, "metadata": m}))
+        for c, name, a, m in zip(completions, task, answer, metadata, strict=True)
+    ]
+
+
+@cache
+def _scorer(task: str) -> Callable[..., float]:
+    """reasoning-gym builds a whole dataset to get at its scorer, which takes a tenth of a second; once is enough."""
     import reasoning_gym as gym
 
-    entries = zip(completions, task, answer, metadata, strict=True)
-    return [
-        float(gym.get_score_answer_fn(name)(text_of(c).strip(), {"question": "", "answer": a, "metadata": m}))
-        for c, name, a, m in entries
-    ]
+    return gym.get_score_answer_fn(task)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One call of reward functions on a few samples: arguments chosen, returns checked, parts combined. No process knows of another here."""
+"""One call of reward functions on a few samples: arguments chosen, returns checked, parts combined, all in this process."""
 
 from __future__ import annotations
 
