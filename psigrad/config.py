@@ -134,6 +134,8 @@ class Run:
     """auto: cuda where there is one, else cpu."""
     progress: bool = True
     """Show progress bars and tables."""
+    report: bool = True
+    """Draw report.html at the end."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def run(
     Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call.
     """
     start, folder = time.perf_counter(), Path(output_dir)
+    setup.prepare_torch(Run())
     files = prepare(folder, seed, progress)
     shared = {
         "sampling": Sampling(max_completion_length=12),

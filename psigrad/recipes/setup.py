@@ -44,7 +44,7 @@ class Result:
 
     folder: Path
     model: Path
-    report: Path
+    report: Path | None
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
 
@@ -227,7 +227,7 @@ def finish(config: Config, journal: Journal, model: LanguageModel) -> Result:
     journal.folder.save_model(model.save_merged)
     journal.folder.flush()
     journal.folder.event("finished")
-    written = write_report(journal.folder.path)
+    written = write_report(journal.folder.path) if config.run.report else None
     before, after = evaluations(journal.folder.path)
     return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
 

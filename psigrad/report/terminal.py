@@ -26,7 +26,7 @@ def finished(result: Any) -> None:
         before_and_after(result.folder, console)
     elif result.after:
         changes(result.before, result.after, console)
-    console.print(f"\nmodel   {result.model}\nreport  {result.report}")
+    console.print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
 
 
 def headline(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:

@@ -20,7 +20,8 @@ from psigrad.errors import UserError
 ROWS = ("metrics", "timings", "rollouts", "events")
 # Settings that may differ between a run and its continuation, because nothing that is computed depends on them.
 MAY_CHANGE = frozenset(
-    f"run.{name}" for name in ("max_steps", "save_steps", "save_total_limit", "report_to", "progress", "resume", "output_dir")
+    f"run.{name}"
+    for name in ("max_steps", "save_steps", "save_total_limit", "report_to", "progress", "report", "resume", "output_dir")
 ) | {"reward_timeout", "reward_workers"}
 
 

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import forked, online_config, sft_config
+from tiny_jobs import forked, online_config, sft_config
 
 from psigrad.models.language_model import LanguageModel
 from psigrad.recipes import online, sft
@@ -104,7 +104,7 @@ def killed_then_resumed(run, config, job, output: Path, points: list[int]) -> No
     assert forked(lambda: run(config(job, output))) == 0
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(10))
 def test_a_killed_run_resumes_bitwise(index, uninterrupted, job, tmp_path):
     run, config, expected, events = uninterrupted
     point = random.Random(index).randrange(1, len(events))

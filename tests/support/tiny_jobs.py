@@ -1,0 +1,95 @@
+"""A tiny job that SFT and GRPO finish in a second, and forks to kill while they run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from tiny_rewards import early_letters
+
+from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
+from psigrad.models import tiny
+
+
+def make_job(folder: Path) -> Path:
+    """base/ (a 30k-parameter model), train.jsonl and held_out.jsonl: repeat the letter you see."""
+    rng = random.Random(0)
+    rows = [{"prompt": f"say {c}:", "completion": f" {c}", "answer": c} for c in (rng.choice("abcdefgh") for _ in range(40))]
+    tokenizer = tiny.tokenizer([r["prompt"] + r["completion"] for r in rows], 270)
+    model = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64)
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    for name, part in (("train", rows[:32]), ("held_out", rows[32:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    return folder
+
+
+def sft_config(job: Path, output: Path, **run) -> SFTConfig:
+    return SFTConfig(
+        model=Model(path=str(job / "base")),
+        data=Data(dataset=str(job / "train.jsonl"), eval_dataset=str(job / "held_out.jsonl")),
+        optim=Optim(learning_rate=1e-2),
+        sampling=Sampling(max_completion_length=4),
+        evaluation=Evaluation(eval_prompts=4, eval_steps=3, metric="exact"),
+        run=Run(
+            **{
+                "output_dir": str(output),
+                "max_steps": 6,
+                "save_steps": 2,
+                "threads": 1,
+                "progress": False,
+                "report": False,
+                **run,
+            }
+        ),
+        batch_size=4,
+        micro_batch_tokens=24,
+    )
+
+
+def online_config(job: Path, output: Path, algorithm="grpo", **run) -> OnlineConfig:
+    return OnlineConfig(
+        model=Model(path=str(job / "base")),
+        data=Data(dataset=str(job / "train.jsonl"), eval_dataset=str(job / "held_out.jsonl")),
+        optim=Optim(learning_rate=1e-2),
+        sampling=Sampling(max_completion_length=4, max_decode_batch=8),
+        evaluation=Evaluation(eval_prompts=4, eval_steps=3, eval_kl=True),
+        run=Run(
+            **{
+                "output_dir": str(output),
+                "max_steps": 6,
+                "save_steps": 2,
+                "threads": 1,
+                "progress": False,
+                "report": False,
+                **run,
+            }
+        ),
+        algorithm=algorithm,
+        reward=(early_letters,),
+        prompts_per_step=4,
+        num_generations=4,
+        num_minibatches=2,
+        micro_batch_tokens=48,
+    )
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Run `work` in a fork and give the wait status; a traceback goes to stderr and makes the status 1."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]

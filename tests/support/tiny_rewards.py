@@ -1,0 +1,8 @@
+"""Reward functions of the tiny jobs, apart from everything heavy: the worker that runs them imports this file."""
+
+from __future__ import annotations
+
+
+def early_letters(completions, **columns):
+    """Dense enough that a random model's groups have signal: the share of early letters in the completion."""
+    return [sum(c in "abcdefgh \n" for c in text) / (1 + len(text)) for text in completions]
