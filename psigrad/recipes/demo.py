@@ -30,7 +30,7 @@ WORDS = 16000
 
 
 def run(
-    output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 800, rl_steps: int = 400, progress: bool = True
+    output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 800, rl_steps: int = 500, progress: bool = True
 ) -> Result:
     """Build a model, fine-tune it, train it by GRPO, evaluate both; figures, samples and report.html stand in `output_dir`/grpo.
 
@@ -57,9 +57,9 @@ def run(
         OnlineConfig(
             model=Model(path=str(tuned.model)),
             data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"])),
-            optim=Optim(learning_rate=3e-4, adam_beta2=0.99, warmup_steps=5),
+            optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
             run=Run(output_dir=str(folder / "grpo"), max_steps=rl_steps, seed=seed, save_steps=50, progress=progress),
-            algorithm="grpo",
+            algorithm={"preset": "grpo", "kl": None, "name": "grpo"},  # beta = 0, as in TRL: verifiable rewards need no leash
             reward=("reasoning_gym",),
             prompts_per_step=16,
             num_generations=8,
