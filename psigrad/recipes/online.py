@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from psigrad import objective
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
+from psigrad.objective.aggregate import fixed_length
 from psigrad.recipes import setup
 from psigrad.recipes.setup import Result
 from psigrad.training import loop
@@ -23,7 +26,7 @@ def run(config: OnlineConfig) -> Result:
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user,
     `ValueError` where the algorithm's parts do not fit.
     """
-    algorithm = objective.resolve(config.algorithm)
+    algorithm = method(config)
     check(config, algorithm)
     with setup.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
         found = setup.newest_checkpoint(journal)
@@ -57,6 +60,16 @@ def run(config: OnlineConfig) -> Result:
         )
         loop.train(job, state, setup.saver(config, journal, model, optimizer))
         return setup.finish(config, journal, model)
+
+
+def method(config: OnlineConfig) -> objective.PolicyGradient:
+    """The algorithm asked for. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
+    algorithm = objective.resolve(config.algorithm)
+    spec = config.algorithm
+    named = isinstance(spec, str) or (isinstance(spec, Mapping) and "aggregate" not in spec)
+    if named and isinstance(algorithm.aggregate, fixed_length):
+        return replace(algorithm, aggregate=fixed_length(config.sampling.max_completion_length))
+    return algorithm
 
 
 def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:

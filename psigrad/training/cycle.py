@@ -39,6 +39,7 @@ def cycle(
             last = state.step == total
             if last or (eval_steps and state.step % eval_steps == 0):
                 evaluate(state)
-            if last or (settings.save_steps and state.step % settings.save_steps == 0):
+            # a step without a finite gradient changed nothing and must push no older checkpoint out
+            if state.nonfinite == 0 and (last or (settings.save_steps and state.step % settings.save_steps == 0)):
                 save(state)
     return state

@@ -15,7 +15,9 @@ from psigrad.training.trackers import Tracker
 
 
 class Stopped(UserError):
-    """The run was asked to stop (SIGTERM or Ctrl-C); everything is saved."""
+    """The run was asked to stop (SIGTERM or Ctrl-C); everything is saved. The program exits with 128 + the signal's number."""
+
+    exit_status = 128
 
 
 class Clock:
@@ -68,4 +70,6 @@ class Journal:
     def stopped(self, step: int) -> None:
         """Leave the loop after a stop was asked for and the state saved."""
         self.folder.event("stopped", step=step)
-        raise Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
+        stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
+        stopped.exit_status += self.signal.number if self.signal is not None else 0
+        raise stopped

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
 from pathlib import Path
 
 import pytest
-from tiny_jobs import forked, online_config, sft_config
+from resuming import RECIPES, digest
+from tiny_jobs import forked
 
 from psigrad.models.language_model import LanguageModel
-from psigrad.recipes import online, sft
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.training import checkpoint
 from psigrad.training.journal import Journal
@@ -30,7 +29,6 @@ EVENTS = (
     (checkpoint, "prune"),
     (checkpoint, "save_tensors"),
 )
-RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
 
 
 def dying_at(count: int, seen: list[str] | None = None) -> None:
@@ -57,20 +55,6 @@ def dying_at(count: int, seen: list[str] | None = None) -> None:
 
     for owner, name in EVENTS:
         wrap(owner, name)
-
-
-def digest(folder: Path) -> dict[str, str]:
-    """SHA-256 of everything that must not depend on being killed."""
-    newest = checkpoint.latest(folder / "checkpoints").path
-    files = {
-        "metrics": folder / "metrics.jsonl",
-        "rollouts": folder / "rollouts.jsonl",
-        "weights": folder / "model" / "model.safetensors",
-        "checkpoint weights": newest / "model.safetensors",
-        "optimizer": newest / "optimizer.safetensors",
-        "state": newest / "state.json",
-    }
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
 @pytest.fixture(scope="module", params=RECIPES)

@@ -1,0 +1,56 @@
+"""SIGTERM in every phase of a step: the run saves, leaves with 143, and goes on to the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from resuming import RECIPES, digest, events_of, run_to_end
+from tiny_jobs import forked
+
+from psigrad.models.language_model import LanguageModel
+from psigrad.rewards import RewardPool
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.training import checkpoint
+from psigrad.training.evaluate import Evaluator
+from psigrad.training.journal import Stopped
+from psigrad.training.update import Optimizer
+
+PHASES = {
+    "start": (LanguageModel, "trainable", 1),
+    "rollout": (EmbeddedSampler, "sample", 4),
+    "reward": (RewardPool, "score", 3),
+    "update": (Optimizer, "step", 3),
+    "evaluation": (Evaluator, "__call__", 2),
+    "save": (checkpoint, "save", 1),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigterm_is_served_in_every_phase(phase, job, tmp_path):
+    run, config = RECIPES["grpo"]
+    owner, name, count = PHASES[phase]
+
+    def asked_to_stop():
+        original, calls = getattr(owner, name), [0]
+
+        def wrapped(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] == count:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+        try:
+            run(config(job, tmp_path / "run"))
+        except Stopped as stopped:
+            os._exit(stopped.exit_status)
+
+    status = forked(asked_to_stop)
+    assert os.waitstatus_to_exitcode(status) == 143
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").path is not None or phase == "start"
+    assert events_of(tmp_path / "run")[-1] == "stopped"
+    assert run_to_end(run, config, job, tmp_path / "run") == 0
+    assert run_to_end(run, config, job, tmp_path / "whole") == 0
+    assert digest(tmp_path / "run") == digest(tmp_path / "whole")
