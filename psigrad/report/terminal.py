@@ -87,6 +87,6 @@ def _cells(row: Mapping[str, Any]) -> tuple[Text, str]:
 def _number(value: Any) -> str:
     if value is None:
         return "–"
-    if isinstance(value, int) or isinstance(value, str):
+    if isinstance(value, int | str):
         return str(value)
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
