@@ -6,17 +6,20 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from psigrad.errors import UserError, nearest
-from psigrad.recipes.load import load, read_value
+from psigrad.recipes.load import load, read_file, read_value
 
 T = TypeVar("T")
 # The one field whose flag has another name: `--model PATH` is what every user types.
 _RENAMED = {"model.path": "model"}
+# What an override looks like: a dotted name of a setting, and a value.
+_OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,23 +32,26 @@ class _Parser(argparse.ArgumentParser):
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> T:
     """Settings from `--config FILE`, `a.b=c` overrides and flags.
 
-    Flags beat overrides, overrides beat the file, the file beats the defaults. Prints help and exits on --help. Raises `UserError` on anything unknown, with the nearest known name.
+    Flags beat overrides, overrides beat the file, the file beats `defaults`, those beat the class's own. Prints help and exits on
+    --help. Raises `UserError` on anything unknown, with the nearest known name.
     """
     parser = _parser(cls, command)
-    known, rest = parser.parse_known_args(list(arguments))
-    overrides = [text for text in rest if not text.startswith("-") and "=" in text]
+    # taken out first: a flag with several values would swallow an override that follows it
+    overrides = [text for text in arguments if _OVERRIDE.match(text)]
+    known, rest = parser.parse_known_args([text for text in arguments if not _OVERRIDE.match(text)])
     for text in rest:
         if text.startswith("-"):
             flags = [option for action in parser._actions for option in action.option_strings]
             flag = text.split("=")[0]
             raise UserError(f"There is no flag {flag}; `psigrad {command} --help` lists them{nearest(flag, flags)}")
-        if text not in overrides:
-            raise UserError(f"The argument {text!r} is neither a flag nor an override like optim.learning_rate=1e-5.")
+        raise UserError(f"The argument {text!r} is neither a flag nor an override like optim.learning_rate=1e-5.")
     given = vars(known)
     config = given.pop("config")
     types = {name: hint for name, hint, _ in _fields(cls)}
     values = {name: _typed(value, types[name]) for name, value in given.items() if value is not None}
-    return load(cls, config, [*(f"{k}={v}" for k, v in (defaults or {}).items() if not _in_file(config, k)), *overrides], values)
+    in_file = read_file(config) if config else {}
+    first = [f"{name}={value}" for name, value in (defaults or {}).items() if name not in in_file]
+    return load(cls, config, [*first, *overrides], values)
 
 
 def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,12 +64,6 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -
         else:
             parser.add_argument(flag, type=type(value), default=value, help=f"(default {value})")
     return vars(parser.parse_args(list(arguments)))
-
-
-def _in_file(path: str | None, name: str) -> bool:
-    from psigrad.recipes.load import read_file
-
-    return path is not None and name in read_file(path)
 
 
 def _typed(value: Any, hint: Any) -> Any:

@@ -15,6 +15,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.objective.aggregate import fixed_length
 from psigrad.recipes import setup
 from psigrad.recipes.setup import Result
+from psigrad.rewards import resolve
 from psigrad.training import loop
 from psigrad.training.loop import Online
 from psigrad.training.state import State
@@ -76,6 +77,9 @@ def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
     """Refuse settings that cannot work before anything is loaded."""
     if not config.reward:
         raise UserError("No reward was given; name a built-in or module:function with --reward (reward).")
+    for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
+        resolve(function)
+    setup.check_sampling(config.sampling)
     if algorithm.needs_critic:
         raise UserError(
             f"The algorithm {algorithm.name!r} needs a critic, which online training of language models does not have yet."

@@ -53,7 +53,7 @@ class Result:
 def open_run(config: Config, recipe: str) -> Iterator[Journal]:
     """The run folder with its lock, the trackers, and the stop signal, for the length of the block."""
     prepare_torch(config.run)
-    path = Path(config.run.output_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(config.run.output_dir) if config.run.output_dir else _new_folder(recipe)
     settings = {"recipe": recipe, **to_dict(config)}
     with RunFolder.open(path, settings, config.run.resume) as folder, StopSignal() as stop:
         trackers = open_trackers(config.run.report_to, folder.path, settings)
@@ -62,6 +62,19 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
         finally:
             for tracker in trackers:
                 tracker.close()
+
+
+def _new_folder(recipe: str) -> Path:
+    """A folder that no run has yet, named by recipe and time."""
+    name = f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(
+        path for path in (Path(f"{name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 10000)))) if not path.exists()
+    )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse settings that describe no distribution before anything is loaded."""
+    SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def prepare_torch(run: Run) -> None:

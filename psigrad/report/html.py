@@ -20,20 +20,40 @@ SAMPLES = 24
 TEXT_LIMIT = 600
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #667; --line: #d9dce1; --page: #fff; --good: #00795a; --bad: #b34700; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa3ad; --line: #343a42; --page: #14171b; --good: #4cc79a; --bad: #f0904d; } }
+:root {
+  color-scheme: light dark; --ink: #1b1f24; --soft: #667; --line: #d9dce1; --page: #fff; --good: #00795a; --bad: #b34700;
+}
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8eb; --soft: #9aa3ad; --line: #343a42; --page: #14171b; --good: #4cc79a; --bad: #f0904d; }
+}
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1080px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 36px 0 10px; } p.soft, .soft { color: var(--soft); margin: 2px 0; }
+body {
+  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+  max-width: 1080px; margin: 0 auto; padding: 24px 16px 64px;
+}
+h1 { font-size: 24px; margin: 0; }
+h2 { font-size: 17px; margin: 36px 0 10px; }
+p.soft, .soft { color: var(--soft); margin: 2px 0; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 22px 28px; }
-figure { margin: 0; } figcaption { font-weight: 600; font-size: 14px; } figcaption span { font-weight: 400; color: var(--soft); }
+figure { margin: 0; }
+figcaption { font-weight: 600; font-size: 14px; }
+figcaption span { font-weight: 400; color: var(--soft); }
 svg { width: 100%; height: auto; display: block; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; color: var(--soft); } td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text { font-family: ui-monospace, monospace; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; max-width: 340px; unicode-bidi: isolate; }
-.good { color: var(--good); } .bad { color: var(--bad); } details { margin: 8px 0; } summary { cursor: pointer; color: var(--soft); }
-pre { font-size: 12px; overflow-x: auto; } .key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 6px; }
+th { font-weight: 600; color: var(--soft); }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text {
+  font-family: ui-monospace, monospace; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere;
+  max-width: 340px; unicode-bidi: isolate;
+}
+.good { color: var(--good); }
+.bad { color: var(--bad); }
+details { margin: 8px 0; }
+summary { cursor: pointer; color: var(--soft); }
+pre { font-size: 12px; overflow-x: auto; }
+.key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 6px; }
 """
 
 
@@ -157,7 +177,7 @@ def _compared(runs: Sequence[RunData]) -> str:
     for i, run in enumerate(runs):
         metric = run.held_out_metric
         last = run.evaluations[-1] if run.evaluations else {}
-        steps, rewards = run.series("reward")
+        rewards = run.series("reward")[1]
         rows.append(
             (
                 _cell(f'<span class="key" style="background:{plots.COLOURS[i % len(plots.COLOURS)]}"></span>{_text(run.name)}'),
@@ -242,4 +262,5 @@ def _events(run: RunData) -> str:
 def _settings(run: RunData) -> str:
     if not run.config:
         return ""
-    return f"<details><summary>Settings of {_text(run.name)}</summary><pre>{_text(json.dumps(run.config, indent=1), 20000)}</pre></details>"
+    shown = _text(json.dumps(run.config, indent=1), 20000)
+    return f"<details><summary>Settings of {_text(run.name)}</summary><pre>{shown}</pre></details>"

@@ -194,7 +194,7 @@ def _finish(axes: Any, ink: str = "#123456") -> None:
 
 
 def readme_figure(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """A PNG for the README: held-out accuracy over steps, one thin line per seed with its interval, their mean, and where SFT was."""
+    """A PNG for the README: held-out accuracy over steps, a thin line per seed with its interval, their mean, and SFT's level."""
     from psigrad.report.read import load
 
     runs = [load(folder) for folder in folders]
