@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from psigrad.config import Run
 from psigrad.training.journal import Journal
@@ -27,8 +28,9 @@ def cycle(
     Everything of step s is in the run folder before checkpoint s is, so a resumed run repeats nothing and lacks nothing. A
     stop that was asked for is served between steps: the state is saved, then `Stopped` raised.
     """
-    if state.step == 0:
+    if state.step == 0 and not state.evaluated:
         evaluate(state)
+        state = replace(state, evaluated=True)
     with bar(name, total, shown=settings.progress, done=state.step) as advance:
         while state.step < total:
             if journal.stop_requested():

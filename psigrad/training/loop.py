@@ -6,7 +6,7 @@ Read this file first. The mathematics is the `PolicyGradient`'s; who samples is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad import seeds
@@ -98,7 +98,14 @@ def step(run: Online, state: State) -> tuple[State, str]:
     run.journal.metrics(number, metrics)
     run.journal.timings(number, clock, sum(len(t.completion.ids) for t in collected.trajectories))
     run.optimizer.check(number)
-    after = State(number, collected.cursor, tokens, run.optimizer.nonfinite, update.algorithm)
+    after = replace(
+        state,
+        step=number,
+        cursor=collected.cursor,
+        tokens=tokens,
+        nonfinite=run.optimizer.nonfinite,
+        algorithm=update.algorithm,
+    )
     return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
 
 

@@ -20,13 +20,15 @@ class State:
     """Everything that changes from step to step besides weights and optimiser moments.
 
     `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
-    `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient).
+    `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `evaluated` says that the model was
+    evaluated before its first step.
     """
 
     step: int = 0
     cursor: int = 0
     tokens: int = 0
     nonfinite: int = 0
+    evaluated: bool = False
     algorithm: dict[str, float] = field(default_factory=dict)
 
 
