@@ -1,0 +1,228 @@
+"""Writes docs/methods/: one page per preset out of the idea below, `psigrad explain`, and a measured curve.
+
+python docs/make_methods.py pages                       the pages alone
+python docs/make_methods.py curves SFT_MODEL DATA RUNS  trains every preset from one SFT model (the demo's), then draws docs/images/
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from psigrad import objective
+from psigrad.objective.catalog import names
+
+DOCS = Path(__file__).parent
+
+IDEAS = {
+    "reinforce": (
+        "REINFORCE",
+        "The whole completion is one action. Its reward is the score minus a price for moving away from the reference model; the "
+        "batch's mean reward is the baseline. There is no ratio and no clip: every batch is used once, fresh.",
+        "Use it as the plain starting point. It needs no groups: one completion per prompt is enough.",
+        "TRL has no REINFORCE trainer; its RLOO is the nearest.",
+    ),
+    "reinforce_moving_average": (
+        "REINFORCE with a moving-average baseline",
+        "As REINFORCE, with the running mean of earlier batches' rewards as the baseline. The baseline then does not depend on the batch "
+        "that it is subtracted from, so the gradient is unbiased even for a batch of one.",
+        "Use it when a step holds very few completions.",
+        "TRL has no such trainer.",
+    ),
+    "reinforce_total_return": (
+        "REINFORCE, total return",
+        "The textbook form: every step of a trajectory is weighted by the trajectory's whole return. No baseline, no reference.",
+        "Use it to see why baselines exist. It is unbiased and has the largest variance of all forms.",
+        "TRL has no such trainer.",
+    ),
+    "reinforce_reward_to_go": (
+        "REINFORCE, reward-to-go",
+        "A step is weighted by the rewards that come after it: those that came before cannot have been caused by it. The expectation is that "
+        "of the total return, the variance is lower. With a single reward at the end of a completion the two are the same.",
+        "Use it where rewards come along the way: grid worlds, CartPole, process rewards.",
+        "TRL has no such trainer.",
+    ),
+    "rloo": (
+        "RLOO",
+        "Each completion is compared with the mean of the other completions of its prompt. The baseline does not contain the completion's own "
+        "reward, so the gradient is unbiased. The completion is one action with one ratio; the KL penalty is part of the reward.",
+        "Use it where GRPO's division by the group's standard deviation is unwanted and an unbiased gradient matters.",
+        "Same as TRL's RLOOTrainer: beta 0.05 in the reward, clip at the level of the completion.",
+    ),
+    "grpo": (
+        "GRPO",
+        "Each completion is compared with its group: its reward minus the group's mean, in units of the group's standard deviation. No "
+        "critic is needed. The KL to the reference is a term of the loss.",
+        "Use it as the default for verifiable rewards.",
+        "This is the paper's: beta 0.04 and a mean per sequence. TRL's defaults are beta 0 and its loss_type dapo: "
+        "`algorithm.kl=null algorithm.aggregate=token_mean`.",
+    ),
+    "dr_grpo": (
+        "Dr. GRPO",
+        "GRPO without the two divisions that bias it: by the standard deviation, which favours prompts that are nearly solved or nearly "
+        "hopeless, and by the completion's own length, which makes long wrong answers cheap.",
+        "Use it when wrong completions grow longer and longer under GRPO.",
+        "As TRL's loss_type dr_grpo with scale_rewards none; the constant is max_completion_length.",
+    ),
+    "dapo": (
+        "DAPO",
+        "Four changes to GRPO: a higher upper clip keeps unlikely tokens alive; groups whose rewards are all equal are replaced by fresh "
+        "prompts; every token of the batch weighs the same; completions that were cut are left out. There is no KL term.",
+        "Use it for long completions and for tasks where many prompts are solved always or never.",
+        "TRL's loss_type dapo is the token-level loss alone; the rest are options there. The soft overlong punishment is the reward "
+        "`soft_overlong`.",
+    ),
+    "gspo": (
+        "GSPO",
+        "The ratio is that of the whole sequence, brought to the scale of one token by the length-th root. All tokens of a completion are "
+        "clipped or kept together, and the clip range is much narrower.",
+        "Use it with several passes over a batch, and for mixture-of-experts models, whose token ratios are noisy.",
+        "As TRL's importance_sampling_level sequence with the paper's clip range.",
+    ),
+    "cispo": (
+        "CISPO",
+        "The ratio is a weight that is truncated from above and carries no gradient; the gradient flows through log pi of every token. No "
+        "token is ever clipped out, so rare and decisive ones keep teaching.",
+        "Use it with several passes over a batch, when clipping throws the interesting tokens away.",
+        "As TRL's loss_type cispo.",
+    ),
+    "reinforce_pp": (
+        "REINFORCE++",
+        "Rewards-to-go with the KL in the reward per token, whitened over the whole batch instead of within a prompt's group, under PPO's "
+        "clip. It needs no groups.",
+        "Use it with one completion per prompt, or where groups are too small for their own statistics.",
+        "TRL has no such trainer; OpenRLHF has.",
+    ),
+    "raft": (
+        "RAFT",
+        "Keep the best completion of each prompt and train on it by cross-entropy. There is no baseline and no bad example: the policy "
+        "only ever imitates its own best.",
+        "Use it as the strong simple baseline, and to see what negative examples add.",
+        "TRL has no such trainer.",
+    ),
+}
+
+MEASURED = (
+    "Measured on the demo's task: 200 steps of 16 prompts × 8 completions from the same SFT model, one seed, learning rate 3e-4 for all. "
+    "Bold is this method, thin lines are the others, the band is the 95 % interval over 400 held-out words. It shows that the method learns; "
+    "one seed on one task ranks nothing."
+)
+
+
+def page(name: str) -> str:
+    """The text of one method's page."""
+    title, idea, use, trl = IDEAS[name]
+    parts = objective.resolve(name)
+    slots = [
+        ("psi", parts.psi),
+        ("ratio", parts.ratio),
+        ("surrogate", parts.surrogate),
+        ("aggregate", parts.aggregate),
+        ("kl", parts.kl),
+    ]
+    slots += [("keep", ", ".join(_called(k) for k in parts.keep) or None)]
+    rows = "\n".join(
+        f"| {slot} | {value if isinstance(value, str) else '–' if value is None else f'`{_called(value)}`'} |"
+        for slot, value in slots
+    )
+    return f"""# {title}
+
+{idea}
+
+{use}
+
+**Beside TRL.** {trl}
+
+| slot | part |
+|---|---|
+{rows}
+
+## What is optimised
+
+`psigrad explain {name}` prints:
+
+```
+{objective.explain(name).strip()}
+```
+
+## Run it
+
+```
+psigrad {name if name not in ("reinforce_moving_average", "reinforce_total_return", "reinforce_reward_to_go") else "reinforce algorithm=" + name} \\
+  --model PATH_OR_HUB_NAME --dataset prompts.jsonl --reward my_module:my_reward
+```
+
+## Measured
+
+![held-out accuracy of {name}](../images/{name}.png)
+
+{MEASURED}
+"""
+
+
+def _called(part: object) -> str:
+    """A part as one would write it: its name, with its parameters where it has some."""
+    return part.__name__ if hasattr(part, "__name__") else str(part)
+
+
+def write_pages() -> None:
+    """docs/methods/*.md."""
+    (DOCS / "methods").mkdir(exist_ok=True)
+    for name in names():
+        (DOCS / "methods" / f"{name}.md").write_text(page(name))
+
+
+def measure(model: str, data: str, runs: str) -> None:
+    """One run per preset, and the pictures."""
+    import psigrad
+
+    for name in names():
+        psigrad.train(
+            name,
+            model=model,
+            dataset=f"{data}/prompts.jsonl",
+            eval_dataset=f"{data}/held_out.jsonl",
+            reward="reasoning_gym",
+            metric="exact",
+            output_dir=f"{runs}/{name}",
+            max_steps=200,
+            learning_rate=3e-4,
+            adam_beta2=0.99,
+            warmup_steps=5,
+            prompts_per_step=16,
+            num_generations=8,
+            max_completion_length=12,
+            eval_prompts=400,
+            eval_steps=20,
+            report=False,
+            progress=False,
+        )
+    draw(runs)
+
+
+def draw(runs: str) -> None:
+    """docs/images/<preset>.png: this method's held-out accuracy over the others'."""
+    from psigrad.report import plots
+    from psigrad.report.read import load
+
+    loaded = {name: load(f"{runs}/{name}") for name in names()}
+    for name in names():
+        figure, axes = plots._axes(6.0, 2.6)
+        for other, run in loaded.items():
+            if other != name:
+                axes.plot(*run.series("eval/exact/mean"), color=plots.GREY, linewidth=0.7, alpha=0.7)
+        plots._band(axes, loaded[name], "eval/exact", plots.COLOURS[0])
+        axes.plot(*loaded[name].series("eval/exact/mean"), color=plots.COLOURS[0], linewidth=2.2)
+        axes.set_title(f"{IDEAS[name][0]}: held-out accuracy over steps", loc="left", fontsize=9, color="#222222")
+        plots._finish(axes, "#333333")
+        axes.set_ylim(0, 1)
+        figure.savefig(DOCS / "images" / f"{name}.png", dpi=120)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["pages"]:
+        write_pages()
+    elif len(sys.argv) == 5 and sys.argv[1] == "curves":
+        measure(*sys.argv[2:])
+    else:
+        sys.exit(__doc__)

@@ -1,0 +1,87 @@
+"""The documentation says what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from psigrad import cli
+from psigrad.objective.catalog import names
+from psigrad.rewards import builtin
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def maker():
+    spec = importlib.util.spec_from_file_location("make_methods", ROOT / "docs" / "make_methods.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_preset_has_a_page_that_is_up_to_date_and_a_measured_curve(name, maker):
+    assert (ROOT / "docs" / "methods" / f"{name}.md").read_text() == maker.page(name), "run: python docs/make_methods.py pages"
+    assert (ROOT / "docs" / "images" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text()
+
+
+def test_every_link_between_documents_leads_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_built_in_reward_is_documented():
+    text = (ROOT / "docs" / "rewards.md").read_text()
+    assert all(f"`{name}`" in text for name in builtin.NAMES)
+
+
+def test_every_online_command_is_a_preset_and_every_room_is_in_the_readme():
+    assert set(cli.COMMANDS) & set(names()) >= {
+        "grpo",
+        "rloo",
+        "dapo",
+        "dr_grpo",
+        "gspo",
+        "cispo",
+        "reinforce",
+        "reinforce_pp",
+        "raft",
+    }
+    readme = (ROOT / "README.md").read_text()
+    assert all(
+        f"{room}/" in readme for room in ("objective", "data", "models", "rewards", "rollout", "training", "recipes", "report")
+    )
+
+
+def test_constraints_pin_everything_that_is_installed_with_psigrad():
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    seen: set[str] = set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = requirement.name.lower().replace("_", "-")
+        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        try:
+            waiting += distribution(name).requires or []
+        except PackageNotFoundError:
+            continue  # a wheel for another platform: nothing to pin here
+    assert seen - pinned - {"pip"} == set()
+
+
+def test_the_architecture_page_names_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {p.name for p in (ROOT / "psigrad").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert all(f"{room}/" in text for room in rooms)
