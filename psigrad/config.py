@@ -34,11 +34,11 @@ class Model:
 class Data:
     """Where the rows come from."""
 
-    dataset: str = ""
-    """JSONL, JSON or Parquet file, folder of them, or hub name, in one of TRL's dataset forms."""
+    dataset: str | Any = ""
+    """JSONL, JSON or Parquet file, folder of them, or hub name, in one of TRL's dataset forms; from Python also rows."""
     split: str = "train"
     """Split to train on, for hub datasets."""
-    eval_dataset: str = ""
+    eval_dataset: str | Any = ""
     """Held-out rows for evaluation; empty: the last `eval_prompts` rows of `dataset` are held out."""
     eval_split: str = "test"
     """Split to evaluate on, for hub datasets."""

@@ -31,7 +31,7 @@ def train(
     from psigrad.recipes import online, sft
 
     cls = SFTConfig if method == "sft" else OnlineConfig
-    given = {"model.path": model, "data.dataset": dataset, "reward": _several(reward), **resolve_names(cls, settings)}
+    given = {"model.path": model, "data.dataset": _rows(dataset), "reward": _several(reward), **resolve_names(cls, settings)}
     if method == "sft":
         return sft.run(load(SFTConfig, flags=given))
     return online.run(load(OnlineConfig, flags={"algorithm": method, **given}))
@@ -43,8 +43,18 @@ def evaluate(
     """Held-out figures of `model` on the prompts of `dataset` by `reward`: the mean with its interval, pass@k, lengths."""
     from psigrad.recipes import evaluate as recipe
 
-    given = {"model.path": model, "data.dataset": dataset, "reward": _several(reward), **resolve_names(EvalConfig, settings)}
+    given = {
+        "model.path": model,
+        "data.dataset": _rows(dataset),
+        "reward": _several(reward),
+        **resolve_names(EvalConfig, settings),
+    }
     return recipe.run(load(EvalConfig, flags=given)).figures
+
+
+def _rows(dataset: str | Iterable[Mapping[str, Any]]) -> Any:
+    """A name as it is; rows as a list, since they are read more than once."""
+    return dataset if isinstance(dataset, str) else list(dataset)
 
 
 def _several(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:

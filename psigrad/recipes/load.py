@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -52,8 +54,11 @@ def load(
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The settings as plain JSON values; `load` of them gives the same settings. Functions become "module:name"."""
-    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    """The settings as plain JSON values; `load` of them gives the same settings.
+
+    Functions become "module:name", rows given from Python "rows:<count>:<SHA-256>".
+    """
+    return {f.name: _plain(getattr(config, f.name), f.name) for f in dataclasses.fields(config)}
 
 
 def flat_names(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -168,7 +173,10 @@ def _expected(message: str) -> str:
     return message[0].lower() + message[1:].removesuffix(".")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, field: str = "") -> Any:
+    if field in ("dataset", "eval_dataset") and not isinstance(value, str):
+        rows = list(value)
+        return f"rows:{len(rows)}:{hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__module__
         plain = to_dict(value)

@@ -43,7 +43,7 @@ def run(config: OnlineConfig) -> Result:
             evaluator = setup.evaluator_for(config.evaluation, config, model, judge, held, reference)
         prompts = setup.prompts_of(rows, model, config.data.max_prompt_length)
         sampler = setup.sampler_for(config.sampling, model)
-        optimizer, state = setup.start(config, journal, model, found, State(algorithm=algorithm.initial_state()))
+        begun = setup.begin(config, journal, model, rows, found, State(algorithm=algorithm.initial_state()))
         job = Online(
             config=config,
             algorithm=algorithm,
@@ -51,7 +51,7 @@ def run(config: OnlineConfig) -> Result:
             reference=reference,
             sampler=sampler,
             scorer=scorer,
-            optimizer=optimizer,
+            optimizer=begun.optimizer,
             prompts=prompts,
             params=setup.sampling_params(config.sampling, model, rows),
             total_steps=config.run.max_steps or math.ceil(len(prompts) / config.prompts_per_step),
@@ -59,7 +59,7 @@ def run(config: OnlineConfig) -> Result:
             exact_sampling=not model.why_padded and config.model.dtype == "float32",
             evaluator=evaluator,
         )
-        loop.train(job, state, setup.saver(config, journal, model, optimizer))
+        loop.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import time
@@ -16,7 +17,7 @@ import transformers
 
 from psigrad.config import EvalConfig, Evaluation, Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.data.rows import Form, Row
-from psigrad.data.sources import Rows, holdout, load
+from psigrad.data.sources import Rows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError
 from psigrad.models import language_model
@@ -31,6 +32,7 @@ from psigrad.training.collect import Prompt
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Journal
 from psigrad.training.run_folder import RunFolder
+from psigrad.training.state import State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
 from psigrad.training.update import Optimizer
@@ -120,25 +122,52 @@ def newest_checkpoint(journal: Journal) -> Path | None:
     return found.path
 
 
-def start(
-    config: Config, journal: Journal, model: LanguageModel, found: Path | None, fresh: state.State
-) -> tuple[Optimizer, state.State]:
-    """The optimiser and the state to go on from."""
-    optimizer = Optimizer(model.trainable(), config.optim)
-    begin = fresh if found is None else state.restore(found, optimizer)
-    journal.folder.event("started" if found is None else "resumed", step=begin.step, why_padded=model.why_padded)
-    return optimizer, begin
+def identity(model: LanguageModel, rows: Sequence[Row]) -> dict[str, str]:
+    """Hashes of what a run stands on besides its settings: a continuation must find them as they were."""
+    tokenizer = model.tokenizer
+    parts = {
+        "dataset": [[row.prompt, row.completion, row.messages, row.columns] for row in rows],
+        "tokenizer": tokenizer.get_vocab(),
+        "chat template": tokenizer.chat_template,
+    }
+    return {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest() for name, value in parts.items()
+    }
 
 
-def saver(config: Config, journal: Journal, model: LanguageModel, optimizer: Optimizer) -> Callable[[state.State], None]:
-    """The function that loops save through. The run folder's rows are on disk before the checkpoint that vouches for them."""
+@dataclass(frozen=True)
+class Begun:
+    """Where a run begins or goes on: its optimiser, its state, and the function that loops save through."""
 
-    def save(now: state.State) -> None:
-        journal.folder.flush()
-        state.save(journal.folder.checkpoints, now, model, optimizer, keep=config.run.save_total_limit)
+    optimizer: Optimizer
+    state: State
+    save: Callable[[State], None]
+
+
+def begin(config: Config, journal: Journal, model: LanguageModel, rows: Sequence[Row], found: Path | None, fresh: State) -> Begun:
+    """The optimiser and state to start from: `fresh`, or those of the checkpoint `found`.
+
+    Raises `UserError` where the data, the tokenizer or its template are not those that the checkpoint was trained with.
+    """
+    optimizer, known = Optimizer(model.trainable(), config.optim), identity(model, rows)
+    if found is not None:
+        before = checkpoint.verify(found)
+        changed = [name for name, value in known.items() if before.get(name, value) != value]
+        if changed:
+            other = " and another ".join(changed)
+            raise UserError(
+                f"{journal.folder.path} was trained with another {other}; put it back to go on with this run, or choose another "
+                "output_dir."
+            )
+    first = fresh if found is None else state.restore(found, optimizer)
+    journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=model.why_padded)
+
+    def save(now: State) -> None:
+        journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
+        state.save(journal.folder.checkpoints, now, model, optimizer, keep=config.run.save_total_limit, meta=known)
         journal.folder.event("saved", step=now.step)
 
-    return save
+    return Begun(optimizer, first, save)
 
 
 def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
@@ -154,8 +183,10 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     return train.rows, held.rows
 
 
-def read_dataset(config: Config | EvalConfig, form: Form, dataset: str, split: str) -> Rows:
+def read_dataset(config: Config | EvalConfig, form: Form, dataset: Any, split: str) -> Rows:
     """The rows of one dataset in TRL's forms; a missing name is refused."""
+    if not isinstance(dataset, str):
+        return from_rows(dataset, form, bad_rows=config.data.bad_rows)
     if not dataset:
         raise UserError(
             "No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset)."

@@ -35,11 +35,11 @@ def run(config: SFTConfig) -> Result:
         if functions and held:
             scorer = stack.enter_context(setup.reward_pool(functions, config))
             evaluator = setup.evaluator_for(config.evaluation, config, model, scorer, held, None)
-        optimizer, state = setup.start(config, journal, model, found, State())
+        begun = setup.begin(config, journal, model, rows, found, State())
         job = Offline(
             config=config,
             model=model,
-            optimizer=optimizer,
+            optimizer=begun.optimizer,
             examples=examples,
             held_out=[example(model.tokenizer, row, config.max_length) for row in held],
             total_steps=config.run.max_steps or math.ceil(len(examples) / config.batch_size),
@@ -47,5 +47,5 @@ def run(config: SFTConfig) -> Result:
             sampler=setup.sampler_for(config.sampling, model),
             evaluator=evaluator,
         )
-        offline.train(job, state, setup.saver(config, journal, model, optimizer))
+        offline.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
