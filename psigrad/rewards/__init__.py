@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from psigrad.rewards.pool import InlineScorer, RewardError, RewardPool, check_unscored
+from psigrad.rewards.pool import InlineScorer, RewardPool, check_unscored
 from psigrad.rewards.resolve import RewardSpec, resolve
-from psigrad.rewards.types import Failed, Failure, Result, Scored, Scorer, Unscored
+from psigrad.rewards.types import Failed, Failure, Result, RewardError, Scored, Scorer, Unscored
 
 __all__ = [
     "Failed",

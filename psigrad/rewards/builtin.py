@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import isfinite
 from typing import Any
+
+from psigrad.errors import UserError
 
 
 def text_of(completion: Any) -> str:
@@ -16,19 +20,29 @@ def text_of(completion: Any) -> str:
     return "\n".join(str(message.get("content") or "") for message in completion)
 
 
-def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
-    """1 where the completion, stripped of white space at its ends, is the column `answer`; else 0."""
-    return [float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
+def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1 where the completion, stripped of white space at its ends, is the column `answer`; else 0. None where there is no
+    answer.
+    """
+    return [None if a is None else float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?(?<=\d)")
+# A sign counts only where it is none of subtraction or hyphen: the last number of "7-5" is 5.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
 class Numeric:
-    """1 where the last number in the completion equals the column `answer` within `tolerance` (relative above 1, else absolute)."""
+    """1 where the last number in the completion equals the last one in the column `answer` within `tolerance`, else 0.
+
+    The tolerance is relative where the answer is above 1, else absolute. None where the answer has no number.
+    """
 
     tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0:
+            raise UserError(f"numeric: tolerance is {self.tolerance}; it must be 0 or more.")
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
         return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
@@ -41,8 +55,9 @@ class Numeric:
 
 
 def _last_number(text: str) -> float | None:
-    found = [m for m in _NUMBER.findall(text) if m]
-    return float(found[-1].replace(",", "")) if found else None
+    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    value = float(found[-1].replace(",", "")) if found else None
+    return value if value is None or isfinite(value) else None
 
 
 def math(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -52,10 +67,12 @@ def math(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> l
     """
     from math_verify import parse, verify
 
+    # its time-outs need the main thread's SIGALRM; the pool's own stops what hangs, so the warning that they are off is noise
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     out: list[float | None] = []
     for completion, wanted in zip(completions, answer, strict=True):
         gold = parse(str(wanted), parsing_timeout=None) or parse(f"${wanted}$", parsing_timeout=None)
-        if not gold:
+        if wanted is None or all(isinstance(form, str) for form in gold):
             out.append(None)
             continue
         out.append(float(verify(gold, parse(text_of(completion), parsing_timeout=None), timeout_seconds=None)))
@@ -67,6 +84,12 @@ class Format:
     """1 where the whole completion matches `pattern`: by default reasoning in <think>, then an answer in <answer>."""
 
     pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise UserError(f"format: pattern {self.pattern!r} is no regular expression ({error}).") from error
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         return [float(re.fullmatch(self.pattern, text_of(c), re.DOTALL) is not None) for c in completions]
@@ -87,7 +110,8 @@ def _scorer(task: str) -> Callable[..., float]:
     """reasoning-gym builds a whole dataset to get at its scorer, which takes a tenth of a second; once is enough."""
     import reasoning_gym as gym
 
-    return gym.get_score_answer_fn(task)
+    scorer: Callable[..., float] = gym.get_score_answer_fn(task)
+    return scorer
 
 
 @dataclass(frozen=True)
@@ -97,8 +121,12 @@ class Length:
     max_completion_length: int = 256
     penalty: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.max_completion_length <= 0:
+            raise UserError(f"length: max_completion_length is {self.max_completion_length}; it must be above 0.")
+
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        return [-self.penalty * len(ids) / self.max_completion_length for ids in completion_ids]
+        return [0.0 - self.penalty * len(ids) / self.max_completion_length for ids in completion_ids]
 
 
 @dataclass(frozen=True)
@@ -111,6 +139,13 @@ class SoftOverlong:
 
     max_completion_length: int = 256
     soft_punish_cache: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 < self.soft_punish_cache <= self.max_completion_length:
+            raise UserError(
+                f"soft_overlong: soft_punish_cache is {self.soft_punish_cache}; it must be above 0 and at most "
+                f"max_completion_length ({self.max_completion_length})."
+            )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
         free = self.max_completion_length - self.soft_punish_cache

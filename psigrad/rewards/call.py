@@ -2,45 +2,77 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from psigrad.rewards.types import Failed, Failure, Result, Scored, Unscored
 
-# What one function said of one sample: a number, None (not applicable), a Failure (the policy's fault) or a Malformed (ours).
-Said = float | None | Failure
+# Characters of an exception's message that a reason keeps: reasons are logged once per sample.
+_REASON = 500
 
 
 class Malformed(ValueError):
     """A reward function returned what is no reward."""
 
 
-def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Said | Malformed]:
-    """What `function` says of each sample. `samples` has prompts, completions, completion_ids and the columns, as equally long lists.
+# What one function said of one sample: a number, None (not applicable), a Failure (the policy's fault) or a Malformed (ours).
+Said = float | None | Failure | Malformed
+# What every function said of every sample, function by function; or why nothing came of the call.
+Answer = list[list[Said]] | str
 
-    Raises what the function raises, and `Malformed` where the return as a whole is no list of rewards.
+
+def call_all(functions: Sequence[tuple[str, Callable[..., Any]]], samples: dict[str, Any]) -> Answer:
+    """What each of the named functions says of each sample, or the first one's reason for saying nothing.
+
+    Whatever a function raises, SystemExit included, is such a reason; only Ctrl-C passes.
+    """
+    said = []
+    for name, function in functions:
+        try:
+            said.append(call(name, function, samples))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return reason(name, error)
+    return said
+
+
+def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Said]:
+    """What `function` says of each sample. `samples` has prompts, completions, completion_ids and the columns, as equally
+    long lists.
+
+    Raises what the function raises, and `Malformed` where the return as a whole is no list of rewards. A `Failure` raised for one
+    sample alone is its result; raised for several it does not say which is at fault, and is raised here too.
     """
     count = len(samples["completions"])
     try:
         returned = function(**_accepted(function, samples))
         if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
+            returned = _finished(returned)
     except Failure as failure:
-        return [failure] * count
-    if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
+        if count > 1:
+            raise
+        return [Failure(_text(failure))]
+    tolist = getattr(returned, "tolist", None)  # arrays and tensors, without importing either
+    values = tolist() if callable(tolist) else returned
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise Malformed(f"{name} returned a {type(returned).__name__}; expected a list with one number or None per completion")
-    values = returned.tolist() if hasattr(returned, "tolist") else list(returned)
     if len(values) != count:
         raise Malformed(f"{name} returned {len(values)} rewards for {count} completions")
-    return [_said(name, i, value) for i, value in enumerate(values)]
+    return [_said(name, value) for value in values]
 
 
-async def _awaited(returned: Any) -> Any:
-    return await returned
+def _finished(returned: Any) -> Any:
+    import asyncio  # a third of a worker's start-up, and few rewards need it
+
+    async def result() -> Any:
+        return await returned
+
+    work: Coroutine[Any, Any, Any] = result()
+    return asyncio.run(work)
 
 
 def _accepted(function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
@@ -54,20 +86,50 @@ def _accepted(function: Callable[..., Any], samples: dict[str, Any]) -> dict[str
     return {p.name: samples[p.name] for p in parameters if p.name in samples}
 
 
-def _said(name: str, index: int, value: Any) -> Said | Malformed:
-    if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) or callable(getattr(value, "item", None)):
-        value = value.item()
-    if value is None or isinstance(value, Failure):
-        return value
+def _said(name: str, value: Any) -> Said:
+    """One value of a returned list as a plain Python object, which any process can read."""
+    if isinstance(value, Failure):
+        return Failure(_text(value))
+    kind = type(value).__name__
+    item = getattr(value, "item", None)  # a scalar of numpy or torch
+    if callable(item):
+        try:
+            value = item()
+        except (RuntimeError, TypeError, ValueError):
+            return Malformed(f"{name} returned a {kind} for one completion; expected a number or None")
+    if value is None:
+        return None
     if not isinstance(value, numbers.Real):
-        return Malformed(f"{name} returned a {type(value).__name__} at index {index}; expected a number or None")
-    if not math.isfinite(value):
-        return Malformed(f"{name} returned {float(value)} at index {index}; expected a finite number or None")
-    return float(value)
+        return Malformed(f"{name} returned a {kind} for one completion; expected a number or None")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return Malformed(f"{name} returned {number} for one completion; expected a finite number or None")
+    return number
 
 
-def combine(names: Sequence[str], weights: Sequence[float], said: Sequence[Said | Malformed], failure_value: float) -> Result:
-    """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum)."""
+def reason(name: str, error: BaseException) -> str:
+    """Why a function said nothing."""
+    if isinstance(error, Malformed):
+        return str(error)
+    return f"{name} raised {type(error).__name__}: {_text(error)}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(its message raised {type(second).__name__})"
+    return text if len(text) <= _REASON else text[:_REASON] + "…"
+
+
+def combine(names: Sequence[str], weights: Sequence[float], said: Sequence[Said], failure_value: float) -> Result:
+    """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
+
+    A sample that no function with a weight applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
+    """
     for one in said:
         if isinstance(one, Malformed):
             return Unscored(str(one))
@@ -75,6 +137,10 @@ def combine(names: Sequence[str], weights: Sequence[float], said: Sequence[Said 
     for name, one in zip(names, said, strict=True):
         if isinstance(one, Failure):
             return Failed(failure_value, f"{name}: {one}", parts)
-    if all(value is None for value in parts.values()):
-        return Unscored(f"no reward function applies to it ({', '.join(names)} gave None)")
-    return Scored(math.fsum(w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None), parts)
+    terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
+    if not terms:
+        return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
+    total = sum(terms)
+    if not math.isfinite(total):
+        return Unscored("the weighted sum of its rewards is beyond floating point")
+    return Scored(total, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, nearest
+
+# Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
+FILE_MODULE = "_psigrad_reward_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,28 +65,34 @@ def imported(path: str) -> Callable[..., Any]:
         raise UserError(f"The reward {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
     if not callable(function):
         raise UserError(f"The reward {path!r} is a {type(function).__name__}; expected a function.")
-    return function
+    found: Callable[..., Any] = function
+    return found
 
 
 def _module(name: str, path: str) -> Any:
     try:
         if name.endswith(".py"):
-            return load_file(Path(name).stem, name)
+            file = Path(name).resolve()
+            return load_file(FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12], str(file))
         if "" not in sys.path and "." not in sys.path:
             sys.path.insert(0, "")
         return importlib.import_module(name)
-    except (ImportError, OSError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"The reward {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
 def load_file(name: str, file: str) -> Any:
-    """The module in a file, under a name of its own."""
+    """The module in a file, under the given name."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from psigrad.errors import UserError
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -38,6 +40,10 @@ class Failure(Exception):
     """Raised by a reward function (or returned in its list, for one sample) to say that the completion as such is at fault."""
 
 
+class RewardError(UserError):
+    """The rewards cannot be used: the functions do not load, or too many completions stay unscored."""
+
+
 class Scorer(Protocol):
     """Who scores. `RewardPool` does it in processes that can be killed, `InlineScorer` where it stands."""
 
@@ -49,5 +55,7 @@ class Scorer(Protocol):
         columns: dict[str, list[Any]],
         groups: Sequence[int] | None = None,
     ) -> list[Result]:
-        """One result per completion, in order. Completions with the same number in `groups` are shown to the functions together."""
+        """One result per completion, in order. Completions with the same number in `groups` are shown to the functions
+        together.
+        """
         ...

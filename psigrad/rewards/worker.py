@@ -1,7 +1,7 @@
 """The process that runs reward functions, so that it can be killed.
 
-Frames are 8 bytes of length and a pickle, on pipes of their own; what a reward function prints goes to stderr. The worker dies with
-its parent and leaves Ctrl-C to it.
+Frames are 8 bytes of length and a pickle, on pipes of their own; what a reward function prints goes to stderr. The worker
+dies with its parent, and a Ctrl-C at the terminal does not reach it.
 """
 
 from __future__ import annotations
@@ -15,81 +15,61 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
-from psigrad.rewards.call import Malformed, call
+from psigrad.rewards.call import call_all
+from psigrad.rewards.shipping import load_homes, unpack
 
-_HEADER = struct.Struct("<Q")
+HEADER = struct.Struct("<Q")
 
 
-def write_frame(stream: BinaryIO, message: Any) -> None:
-    """One message, flushed."""
+def frame(message: Any) -> bytes:
+    """A message as it goes through a pipe."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.write(_HEADER.pack(len(data)) + data)
+    return HEADER.pack(len(data)) + data
+
+
+def _write(stream: BinaryIO, message: Any) -> None:
+    stream.write(frame(message))
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> Any:
+def _read(stream: BinaryIO) -> Any:
     """The next message. Raises EOFError where the other side is gone."""
-    header = stream.read(_HEADER.size)
-    if len(header) < _HEADER.size:
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
         raise EOFError
-    (length,) = _HEADER.unpack(header)
+    (length,) = HEADER.unpack(header)
     data = stream.read(length)
     if len(data) < length:
         raise EOFError
     return pickle.loads(data)
 
 
-def load_function(packed: tuple[str, Any]) -> Any:
-    """The function that `pool.pack_function` packed: by name, from the module's file where the name is not importable, or by value."""
-    kind, what = packed
-    if kind == "value":
-        import dill
-
-        return dill.loads(what)
-    module_name, qualname, file = what
-    try:
-        module = __import__(module_name, fromlist=["_"])
-    except ImportError:
-        from psigrad.rewards.resolve import load_file
-
-        module = load_file(module_name, file)
-    found = module
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
-    """Answer until the parent goes away."""
-    setup = read_frame(requests)
+    """Answer until the parent goes away: first ("ready", None) or ("broken", why), then ("answer", …) for each request."""
+    setup = _read(requests)
     sys.path[:] = setup["path"]
     try:
-        functions = [(name, load_function(packed)) for name, packed in setup["functions"]]
-    except Exception as error:
-        write_frame(responses, ("broken", f"{type(error).__name__}: {error}"))
+        load_homes(setup["homes"])
+        functions = [(name, unpack(packed)) for name, packed in setup["functions"]]
+    except (Exception, SystemExit) as error:
+        _write(responses, ("broken", f"{type(error).__name__}: {error}"))
         return
-    write_frame(responses, ("ready", None))
+    _write(responses, ("ready", None))
     while True:
-        samples = read_frame(requests)
-        said, current = [], ""
-        try:
-            for name, function in functions:
-                current = name
-                said.append(call(name, function, samples))
-            write_frame(responses, ("said", said))
-        except Malformed as error:
-            write_frame(responses, ("raised", str(error)))
-        except BaseException as error:
-            # whatever a user's function raises, SystemExit included, is a result and not the end of the worker
-            write_frame(responses, ("raised", f"{current} raised {type(error).__name__}: {error}"))
+        _write(responses, ("answer", call_all(functions, _read(requests))))
 
 
 def main() -> None:
-    """Serve on the two file descriptors named on the command line."""
+    """Serve on the two file descriptors named on the command line, for the parent named there."""
+    request, response, parent = map(int, sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    requests, responses = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
+    if os.getppid() != parent:
+        os._exit(0)  # it died before prctl could tell
+    for descriptor in (request, response):
+        os.set_inheritable(descriptor, False)  # or a program that a reward starts would keep the pipe open
+    requests, responses = os.fdopen(request, "rb"), os.fdopen(response, "wb")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     with contextlib.suppress(EOFError, BrokenPipeError):

@@ -1,12 +1,12 @@
 """Checkpoints that are either whole or not there.
 
-A save writes a folder beside, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames, and fsyncs the parent. There is
-no pointer file: the latest checkpoint is the newest that verifies. Nothing is ever unpickled.
+A save writes a folder beside, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames, and fsyncs the
+parent. There is no pointer file: the latest checkpoint is the newest that verifies. Nothing is ever unpickled. The lock of
+the run folder makes this process the only one that writes here.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -24,10 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from psigrad.errors import UserError
+from psigrad.training import disk
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-(\d+)-[0-9a-f]+")
+# A checkpoint that is being replaced keeps its content under the second form until the new one is in place.
+_STEP = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]{8})?")
+_TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
 class CheckpointError(UserError):
@@ -46,57 +48,50 @@ class Found:
 def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[str, Any]) -> Path:
     """Make `root/step-…` out of what `write(folder)` puts into a folder; `meta` goes into the manifest.
 
-    A checkpoint of the same step is replaced. Raises `CheckpointError` where the disk is full or read-only: what was there before is
-    untouched.
+    A checkpoint of the same step is replaced, and can be found at every moment of it. Raises `CheckpointError` where the
+    disk is full or read-only: what was there before is untouched.
     """
-    final = root / f"step-{step:08d}"
-    beside = root / f".step-{step:08d}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    final, beside = root / f"step-{step:08d}", _temporary(root, step)
     try:
         root.mkdir(parents=True, exist_ok=True)
         beside.mkdir()
         write(beside)
-        files = {str(path.relative_to(beside)): _sealed(path) for path in sorted(beside.rglob("*")) if path.is_file()}
-        manifest = beside / MANIFEST
-        manifest.write_text(json.dumps({"step": step, **meta, "files": files}, indent=1) + "\n")
-        for path in [manifest, *(p for p in beside.rglob("*") if p.is_dir()), beside]:
-            _fsync(path)
+        files = {str(path.relative_to(beside)): _seal(path) for path in sorted(beside.rglob("*")) if path.is_file()}
+        _write_manifest(beside / MANIFEST, {**meta, "step": step, "files": files})
+        disk.sync_tree(beside)
         if final.exists():
-            aside = root / f".step-{step:08d}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            os.rename(final, aside)
-            os.rename(beside, final)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            os.rename(beside, final)
-        _fsync(root)
-    except (OSError, SafetensorError) as error:
-        needed = sum(path.stat().st_size for path in beside.rglob("*") if path.is_file()) if beside.exists() else 0
+            os.rename(final, root / f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
+        os.rename(beside, final)
+        disk.sync(root)
+    except Exception as error:
+        written = disk.size_of(beside)
         shutil.rmtree(beside, ignore_errors=True)
-        raise _failed(root, error, needed) from error
+        if not disk.is_trouble(error):
+            raise
+        raise CheckpointError(
+            f"The checkpoint of step {step} could not be written to {root}: {error}; {written} bytes were written and "
+            f"{disk.free_bytes(root)} bytes are free. The older checkpoints are intact: mend that and start again, "
+            "the run goes on from the newest."
+        ) from error
+    for path in root.glob(f"{final.name}.replaced-*"):
+        _discard(path)
     return final
 
 
-def _failed(root: Path, error: Exception, written: int) -> CheckpointError:
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-    if not full:
-        return CheckpointError(f"The checkpoint could not be written to {root}: {error}; the older checkpoints are intact.")
-    free = shutil.disk_usage(root if root.exists() else root.parent).free
-    return CheckpointError(
-        f"The disk under {root} is full: {written} bytes of the checkpoint were written and {free} bytes are free; the older checkpoints "
-        "are intact. Free some space and start again: the run goes on from the newest."
-    )
+def _temporary(root: Path, step: int) -> Path:
+    return root / f".step-{step:08d}.tmp-{uuid.uuid4().hex[:8]}"
 
 
-def _sealed(path: Path) -> dict[str, Any]:
-    _fsync(path)
+def _discard(path: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a half deleted one is never taken for one."""
+    beside = _temporary(path.parent, step_of(path) or 0)
+    os.rename(path, beside)
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _seal(path: Path) -> dict[str, Any]:
+    disk.sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:
@@ -105,38 +100,62 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n")
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest's content, which the manifest holds itself."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written. Raises `CheckpointError` naming the file that is not."""
+    """The manifest of a checkpoint whose every file is as it was written. Raises `CheckpointError` naming the file that is
+    not.
+    """
+    manifest = _read_manifest(path)
+    if manifest["step"] != step_of(path):
+        raise CheckpointError(f"{path.name}/{MANIFEST} is of step {manifest['step']!r}; the folder was renamed or mixed up.")
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = dict(manifest["files"])
-        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} has no {MANIFEST}: its save was never finished.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        for name, entry in manifest["files"].items():
+            _verify_file(path, name, entry)
+        for found in sorted(path.rglob("*")):
+            name = str(found.relative_to(path))
+            if found.is_symlink() or (not found.is_dir() and name not in (MANIFEST, *manifest["files"])):
+                raise CheckpointError(f"{path.name}/{name} is not among the files that were written; remove it.")
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}.") from None
+    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest as it was written: what it holds besides is then what `save` put in."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{path.name} has no {MANIFEST}: its save was never finished.")
+    try:
+        manifest = json.loads(file.read_text())
+        whole = isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name}/{MANIFEST} is damaged ({type(error).__name__}: {error}).") from None
-    if manifest.get("step") != step_of(path):
-        raise CheckpointError(f"{path.name}/{MANIFEST} is of step {manifest.get('step')!r}; the folder was renamed or mixed up.")
-    for name, (size, digest) in expected.items():
-        _verify_file(path, name, size, digest)
+    if not whole or not {"step", "files"} <= manifest.keys():
+        raise CheckpointError(f"{path.name}/{MANIFEST} is damaged (its content is not what its SHA-256 says).")
     return dict(manifest)
 
 
-def _verify_file(root: Path, name: str, size: int, digest: str) -> None:
-    file = root / name
-    if (
-        Path(name).is_absolute()
-        or ".." in Path(name).parts
-        or any(p.is_symlink() for p in (file, *file.parents) if root in p.parents)
-    ):
+def _verify_file(root: Path, name: str, entry: Mapping[str, Any]) -> None:
+    parts = Path(name).parts
+    if Path(name).is_absolute() or ".." in parts or any((root / Path(*parts[:n])).is_symlink() for n in range(1, len(parts) + 1)):
         raise CheckpointError(f"{root.name}/{MANIFEST} names {name!r}, which leads out of the checkpoint; it is not one of ours.")
+    file = root / name
     if not file.is_file():
         raise CheckpointError(f"{root.name}/{name} is missing.")
-    if file.stat().st_size != size:
-        raise CheckpointError(f"{root.name}/{name} has {file.stat().st_size} bytes; {size} were written.")
+    if file.stat().st_size != entry["bytes"]:
+        raise CheckpointError(f"{root.name}/{name} has {file.stat().st_size} bytes; {entry['bytes']} were written.")
     actual = sha256(file)
-    if actual != digest:
-        raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…; {digest[:16]}… was written.")
+    if actual != entry["sha256"]:
+        raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…; {entry['sha256'][:16]}… was written.")
 
 
 def step_of(path: Path) -> int | None:
@@ -146,11 +165,11 @@ def step_of(path: Path) -> int | None:
 
 
 def _steps(root: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
+    """Checkpoint folders, newest first; of one step the one in place before one that was replaced."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]
-    return sorted(found, key=lambda path: -(step_of(path) or 0))
+    return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
 def latest(root: Path) -> Found:
@@ -167,26 +186,19 @@ def latest(root: Path) -> Found:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies, and leftovers of dead saves."""
-    newest = latest(root)
-    if newest.path is not None:
-        older = [path for path in _steps(root) if (step_of(path) or 0) < newest.step]
-        for path in older[max(1, keep) - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
+    """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies, and leftovers of
+    dead saves.
+
+    Newer ones that do not verify are left for people to look at, until the run has passed them.
+    """
+    newest = latest(root).path
+    if newest is not None:
+        places = _steps(root)
+        for path in places[places.index(newest) + max(1, keep) :]:
+            _discard(path)
     for path in root.iterdir() if root.is_dir() else ():
-        match = _TEMPORARY.fullmatch(path.name)
-        if match and int(match.group(1)) != os.getpid() and not _alive(int(match.group(1))):
+        if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -202,12 +214,15 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is no safetensors file ({error}).") from error
 
 
+def _by_name(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
+    return dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
     """AdamW's moments and step counts as "exp_avg.<name>" and so on; `names` are the parameters' in the optimiser's order."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         f"{key}.{name}": value
-        for name, parameter in zip(names, parameters, strict=True)
+        for name, parameter in _by_name(optimizer, names).items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
@@ -215,15 +230,18 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
 
 def load_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `optimizer_tensors`. Raises `CheckpointError` where the tensors are of other parameters."""
-    parameters = {
-        name: p for name, p in zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
-    }
-    states: dict[str, dict[str, Tensor]] = {}
+    parameters = _by_name(optimizer, names)
+    places = {name: place for place, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition(".")
         if name not in parameters:
             raise CheckpointError(f"The optimiser's state holds {name!r}, which is no parameter that learns in this run.")
-        states.setdefault(name, {})[kind] = value
-    for name, state in states.items():
-        p = parameters[name]
-        optimizer.state[p] = {k: v.clone() if k == "step" else v.to(device=p.device, dtype=v.dtype) for k, v in state.items()}
+        if value.dim() and value.shape != parameters[name].shape:
+            raise CheckpointError(
+                f"The optimiser's state holds {key!r} of shape {list(value.shape)}; the parameter has "
+                f"{list(parameters[name].shape)}."
+            )
+        state.setdefault(places[name], {})[kind] = value.clone()
+    # torch knows best which of them belong on the parameter's device: a fused AdamW wants its step count there too
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,4 +1,6 @@
-"""The run folder: everything about a run, as files that anything can read. Trainers only write it; reports and trackers only read it."""
+"""The run folder: everything about a run, as files that anything can read. Trainers only write it; reports and trackers only
+read it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import os
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from psigrad.errors import UserError
+from psigrad.training import checkpoint, disk
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 # Settings that may differ between a run and its continuation, because nothing that is computed depends on them.
@@ -30,7 +32,9 @@ class RunFolderError(UserError):
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:
-    """A row as one line of strict JSON: NaN and infinities become strings, anything Unicode is escaped (lone surrogates survive)."""
+    """A row as one line of strict JSON: NaN and infinities become strings, anything Unicode is escaped (lone surrogates
+    survive).
+    """
     return (json.dumps(_strict(row), ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
 
 
@@ -57,14 +61,14 @@ class RunFolder:
     def open(cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto") -> Iterator[RunFolder]:
         """The folder at `path`, made or gone on with, locked for the length of the block.
 
-        Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting that differs is
-        named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
+        Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting
+        that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
         """
         path = Path(path)
         with _errors_of(path):
             path.mkdir(parents=True, exist_ok=True)
-            foreign = not (path / "config.json").exists() and any(p.name != ".lock" for p in path.iterdir())
-            if foreign:
+            started = (".lock", ".config.json.tmp")  # all that a run killed at once leaves
+            if not (path / "config.json").exists() and any(p.name not in started for p in path.iterdir()):
                 raise RunFolderError(f"{path} holds files and is no run folder; choose an empty or a new folder as output_dir.")
             lock = _locked(path)
         try:
@@ -78,26 +82,36 @@ class RunFolder:
             lock.close()
 
     def _begin(self, config: Mapping[str, Any], resume: str) -> None:
-        self.checkpoints.mkdir(exist_ok=True)
-        any_checkpoint = any(p.name.startswith("step-") for p in self.checkpoints.iterdir())
-        if resume == "never" and any_checkpoint:
+        if resume == "never" and any(self.checkpoints.glob("step-*")):
             raise RunFolderError(
                 f"{self.path} has checkpoints and resume is never; choose another output_dir or set resume to auto."
             )
-        if resume == "must" and not any_checkpoint:
-            raise RunFolderError(f"{self.path} has no checkpoint and resume is must; check output_dir or set resume to auto.")
+        if resume == "must" and checkpoint.latest(self.checkpoints).path is None:
+            raise RunFolderError(
+                f"{self.path} has no checkpoint that can be used and resume is must; check output_dir or set resume to auto."
+            )
         file = self.path / "config.json"
         now = json.loads(to_line(config))
         if file.exists():
-            _same_run(self.path, json.loads(file.read_text()), now)
+            _same_run(self.path, _settings(file), now)
         _replace(file, (json.dumps(now, indent=1) + "\n").encode())
+        self.checkpoints.mkdir(exist_ok=True)
+        self._settle_model()
         for name in ROWS:
-            self._files[name] = (self.path / f"{name}.jsonl").open("ab")
+            rows = self.path / f"{name}.jsonl"
+            self._files[name] = rows.open("ab", buffering=0)
+            _truncate(rows, _end_of_lines(rows))
 
     def _append(self, name: str, lines: bytes) -> None:
+        stream, rest = self._files[name], memoryview(lines)
         with _errors_of(self.path):
-            self._files[name].write(lines)
-            self._files[name].flush()
+            end = stream.seek(0, os.SEEK_END)
+            try:
+                while rest:
+                    rest = rest[stream.write(rest) :]
+            except OSError:
+                stream.truncate(end)  # a row is whole or not there
+                raise
 
     def metrics(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl; `row` has a "step"."""
@@ -119,29 +133,39 @@ class RunFolder:
         """Everything written so far is on the disk when this returns."""
         with _errors_of(self.path):
             for stream in self._files.values():
-                stream.flush()
                 os.fsync(stream.fileno())
 
     def rewind(self, step: int) -> None:
-        """Take metrics, timings and rollouts back to their rows of step `step` and before; a torn last line goes too."""
+        """Take metrics, timings and rollouts back to their rows of step `step` and before."""
         with _errors_of(self.path):
             for name in ("metrics", "timings", "rollouts"):
-                self._files[name].close()
                 file = self.path / f"{name}.jsonl"
                 _truncate(file, _end_of(file, step))
-                self._files[name] = file.open("ab")
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """The final `model/`, written beside and renamed, so that it is whole or the old one."""
-        final, beside = self.path / "model", self.path / f".model.tmp-{uuid.uuid4().hex[:8]}"
+        """The final `model/`, written beside, fsynced and renamed, so that it is whole or the old one."""
+        final, beside, aside = self._models()
         with _errors_of(self.path):
-            for leftover in self.path.glob(".model.tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(beside, ignore_errors=True)
             write(beside)
+            disk.sync_tree(beside)
             if final.exists():
-                shutil.rmtree(final)
+                os.rename(final, aside)
             os.rename(beside, final)
+            disk.sync(self.path)
+        shutil.rmtree(aside, ignore_errors=True)
         return final
+
+    def _models(self) -> tuple[Path, Path, Path]:
+        return self.path / "model", self.path / ".model.new", self.path / ".model.old"
+
+    def _settle_model(self) -> None:
+        """Undo or finish a `save_model` that was killed."""
+        final, beside, aside = self._models()
+        if aside.exists() and not final.exists():
+            os.rename(aside, final)
+        for leftover in (beside, aside):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _end_of(file: Path, step: int) -> int:
@@ -150,19 +174,26 @@ def _end_of(file: Path, step: int) -> int:
     with file.open("rb") as stream:
         for line in stream:
             try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or row["step"] > step:
-                break
+                if json.loads(line)["step"] > step:
+                    break
+            except (ValueError, TypeError, KeyError):
+                break  # what a power cut leaves lies behind everything that was flushed
             end += len(line)
+    return end
+
+
+def _end_of_lines(file: Path) -> int:
+    """The offset behind the last whole line: a kill can tear the one that was being written."""
+    end = 0
+    with file.open("rb") as stream:
+        for line in stream:
+            end += len(line) if line.endswith(b"\n") else 0
     return end
 
 
 def _truncate(file: Path, size: int) -> None:
     with file.open("r+b") as stream:
         stream.truncate(size)
-        stream.flush()
         os.fsync(stream.fileno())
 
 
@@ -177,7 +208,7 @@ def _replace(file: Path, content: bytes) -> None:
 
 def _locked(path: Path) -> BinaryIO:
     """The lock of the folder. The kernel lets go of it when its holder dies, so a lock is never stale."""
-    stream = open(path / ".lock", "a+b")
+    stream = (path / ".lock").open("a+b")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -197,12 +228,21 @@ def _errors_of(path: Path) -> Iterator[None]:
     """Disk trouble as one sentence."""
     try:
         yield
-    except OSError as error:
-        free = shutil.disk_usage(path).free if path.exists() else 0
+    except Exception as error:
+        if not disk.is_trouble(error):
+            raise
+        what, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
         raise RunFolderError(
-            f"{error.filename or path} cannot be written: {error.strerror or error} ({free} bytes are free); what was saved before is "
-            "intact. Mend that and start again: the run goes on from its newest checkpoint."
+            f"{what} cannot be written: {why} ({disk.free_bytes(path)} bytes are free); what was saved before is intact. "
+            "Mend that and start again: the run goes on from its newest checkpoint."
         ) from error
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise RunFolderError(f"{file} is damaged ({error}); restore it, or choose another output_dir.") from error
 
 
 def _same_run(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

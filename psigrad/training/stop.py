@@ -9,9 +9,11 @@ from typing import Any
 
 
 class StopSignal:
-    """While its block runs, the first SIGTERM or SIGINT only sets `requested` (and `number`); the second raises KeyboardInterrupt.
+    """While its block runs, the first SIGTERM or SIGINT only sets `requested` (and `number`); the second raises
+    KeyboardInterrupt.
 
-    The process then exits with 143 (SIGTERM) or 130 (SIGINT). Outside the main thread, where no handler can be set, it does nothing.
+    The process then exits with 143 (SIGTERM) or 130 (SIGINT). Outside the main thread, where no handler can be set, it does
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class StopSignal:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something that is not Python
         self._before.clear()
 
     def _asked(self, number: int, frame: FrameType | None) -> None:

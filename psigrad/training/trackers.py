@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,9 @@ class _Wandb:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        self.run = wandb.init(project="psigrad", name=folder.name, dir=str(folder), config=dict(config), resume="allow")
+        # one folder is one run, also when it goes on after a stop
+        name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self.run = wandb.init(project="psigrad", id=name, name=folder.name, dir=str(folder), config=dict(config), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
@@ -92,17 +95,27 @@ class Quiet:
             work()
         except Exception as error:
             self.broken = True
-            warnings.warn(f"The tracker {self.name} failed and gets nothing more: {type(error).__name__}: {error}", stacklevel=3)
+            _say(self.name, error)
+
+
+def _say(name: str, error: Exception) -> None:
+    warnings.warn(f"The tracker {name} failed and gets nothing more: {type(error).__name__}: {error}", stacklevel=4)
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers of these names. Raises `UserError` for an unknown name or a package that is not installed."""
-    opened: list[Tracker] = []
+    """The trackers of these names; one that does not start is said and left out.
+
+    Raises `UserError` for an unknown name or a package that is not installed.
+    """
     for name in names:
         if name not in KNOWN:
             raise UserError(f"There is no tracker {name!r}; expected {', '.join(KNOWN)}{nearest(name, KNOWN)}")
+    opened: list[Tracker] = []
+    for name in names:
         try:
             opened.append(Quiet(name, KNOWN[name](folder, config)))
         except ImportError as error:
             raise UserError(f"The tracker {name} is not installed ({error}); run: pip install {name}") from error
+        except Exception as error:
+            _say(name, error)
     return opened

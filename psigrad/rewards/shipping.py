@@ -1,0 +1,74 @@
+"""How a reward function gets into another process: by name where that finds it again, else by value."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from psigrad.rewards.resolve import FILE_MODULE, load_file
+from psigrad.rewards.types import RewardError
+
+# ("name", (module, qualified name)) or ("value", dill's bytes)
+Packed = tuple[str, Any]
+
+
+def pack(function: Callable[..., Any]) -> Packed:
+    """A function as `unpack` loads it: lambdas, closures, bound arguments, objects and what a script defines go by value.
+
+    Raises `RewardError` for what cannot be pickled.
+    """
+    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module and qualname and module != "__main__" and module in sys.modules:
+        found: Any = sys.modules[module]
+        for part in qualname.split("."):
+            found = getattr(found, part, None)
+        if found is function:
+            return "name", (module, qualname)
+    import dill
+
+    try:
+        return "value", dill.dumps(function, recurse=True)
+    except Exception as error:
+        raise RewardError(
+            f"The reward {qualname or type(function).__name__} cannot be sent to a worker process "
+            f"({type(error).__name__}: {error}); define it at the top level of a module and name it as module:function."
+        ) from error
+
+
+def unpack(packed: Packed) -> Any:
+    """The function that was packed."""
+    kind, what = packed
+    if kind == "value":
+        import dill
+
+        return dill.loads(what)
+    module, qualname = what
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def homes(functions: list[Callable[..., Any]]) -> dict[str, str]:
+    """The files of modules that a fresh process may not find by name: those of the functions, and those loaded as
+    file.py:function.
+    """
+    names = {getattr(function, "__module__", None) for function in functions} | {
+        n for n in sys.modules if n.startswith(FILE_MODULE)
+    }
+    files = {str(name): getattr(sys.modules.get(str(name)), "__file__", None) for name in names if name != "__main__"}
+    return {name: file for name, file in files.items() if file}
+
+
+def load_homes(files: Mapping[str, str]) -> None:
+    """Load those of the modules that are not importable by name."""
+    for name, file in files.items():
+        try:
+            known = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            known = False
+        if not known:
+            load_file(name, file)

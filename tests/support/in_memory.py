@@ -1,0 +1,65 @@
+"""Online runs in memory: no folder, no processes."""
+
+from __future__ import annotations
+
+import torch
+from tiny_rewards import early_letters
+
+from psigrad.config import OnlineConfig, Optim, Run
+from psigrad.data.rows import Row
+from psigrad.models import tiny
+from psigrad.models.language_model import prepare
+from psigrad.objective import resolve
+from psigrad.rewards import InlineScorer
+from psigrad.rewards import resolve as reward
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.types import SamplingParams
+from psigrad.training.collect import Prompt
+from psigrad.training.loop import Online
+from psigrad.training.update import Optimizer
+
+
+class Silent:
+    """A journal that keeps its rows in memory."""
+
+    def __init__(self):
+        self.rows, self.lines = [], []
+
+    def metrics(self, step, figures):
+        self.rows.append({"step": step, **figures})
+
+    def timings(self, step, clock, tokens):
+        pass
+
+    def rollouts(self, rows):
+        self.lines += rows
+
+    def stop_requested(self):
+        return False
+
+
+def make(
+    tokenizer, algorithm="grpo", *, function=early_letters, lora=None, dtype=torch.float32, seed=3, steps=4, **settings
+) -> Online:
+    settings = {"prompts_per_step": 4, "num_generations": 4, "optim": Optim(learning_rate=1e-2), **settings}
+    config = OnlineConfig(algorithm=algorithm, run=Run(seed=seed, max_steps=steps, progress=False), **settings)
+    hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64).to(dtype)
+    torch.manual_seed(0)
+    model = prepare(hf, tokenizer, lora=lora)
+    texts = [f"say {c}:" for c in "abcdefgh"]
+    prompts = [Prompt(i, tuple(tokenizer(t).input_ids), Row("x", prompt=t)) for i, t in enumerate(texts)]
+    method = resolve(algorithm)
+    return Online(
+        config=config,
+        algorithm=method,
+        model=model,
+        reference=(model if lora else model.frozen_copy()) if method.needs_reference else None,
+        sampler=EmbeddedSampler(model),
+        scorer=InlineScorer([reward(function)]),
+        optimizer=Optimizer(model.trainable(), config.optim),
+        prompts=prompts,
+        params=SamplingParams(max_tokens=6),
+        total_steps=steps,
+        journal=Silent(),
+        exact_sampling=dtype == torch.float32,
+    )

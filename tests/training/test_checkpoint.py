@@ -1,0 +1,478 @@
+"""A checkpoint is whole or not there: every crash point, every kind of damage, every kind of hostility."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_jobs import forked
+from torch import nn
+
+from psigrad.training import checkpoint
+from psigrad.training.checkpoint import CheckpointError, latest, prune, save, verify
+
+FILES = ("model.safetensors", "nested/config.json", "state.json", "manifest.json")
+
+
+def write_of(value: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        checkpoint.save_tensors(folder / "model.safetensors", {"w": torch.full((50,), float(value))})
+        (folder / "nested").mkdir()
+        (folder / "nested" / "config.json").write_text(json.dumps({"value": value}))
+        (folder / "state.json").write_text(json.dumps({"value": value}))
+
+    return write
+
+
+def make(root: Path, step: int, value: int | None = None) -> Path:
+    return save(root, step, write_of(step if value is None else value), meta={"torch": "test"})
+
+
+def value_of(path: Path) -> int:
+    """What a checkpoint holds, which must be the same in all its files."""
+    values = {
+        int(checkpoint.load_tensors(path / "model.safetensors")["w"][-1]),
+        json.loads((path / "nested" / "config.json").read_text())["value"],
+        json.loads((path / "state.json").read_text())["value"],
+    }
+    assert len(values) == 1, f"{path} is torn: {values}"
+    return values.pop()
+
+
+def at_call(
+    count: int, act: Callable[[str], None], calls: tuple[str, ...] = ("fsync", "rename", "mkdir", "unlink", "rmdir")
+) -> list[str]:
+    """`act` runs before call number `count` (from 1) of anything that changes the disk; the calls' names are collected."""
+    seen: list[str] = []
+
+    def watch(owner, name: str, relevant: Callable[..., bool] = lambda *args, **kwargs: True) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            if relevant(*args, **kwargs):
+                seen.append(name)
+                if len(seen) == count:
+                    act(name)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+    def writes(file, mode="r", *args, **kwargs) -> bool:
+        return any(letter in mode for letter in "wax+")
+
+    for name in calls:
+        watch(os, name)
+    watch(checkpoint, "save_file")
+    watch(builtins, "open", writes)
+    watch(io, "open", writes)
+    watch(Path, "write_text")
+    return seen
+
+
+def die(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def boundaries(root: Path, work: Callable[[], object], **calls) -> int:
+    """How many boundaries `work` has, counted in a fork."""
+    told = root.parent / "boundaries"
+
+    def counted() -> None:
+        seen = at_call(0, die, **calls)
+        work()
+        shown = list(seen)
+        told.write_text(str(len(shown)))
+
+    assert forked(counted) == 0
+    return int(told.read_text())
+
+
+def killed_at(count: int, work: Callable[[], object]) -> None:
+    def doomed() -> None:
+        at_call(count, die)
+        work()
+
+    status = forked(doomed)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"the kill at boundary {count} did not land"
+
+
+# What is on the disk before the save that is killed, the step and value of that save, and what may be found after.
+SCENES = {
+    "the first": ((), 5, {None, 55}),
+    "after another": ((3,), 5, {3, 55}),
+    "in place of the same step": ((3, 5), 5, {5, 55}),
+    "in place of the only one": ((5,), 5, {5, 55}),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_kill_at_any_boundary_of_a_save_leaves_a_whole_checkpoint(scene, tmp_path):
+    before, step, allowed = SCENES[scene]
+
+    def fresh(name: str) -> Path:
+        root = tmp_path / name / "checkpoints"
+        root.mkdir(parents=True)
+        for earlier in before:
+            make(root, earlier)
+        return root
+
+    def save_and_prune(root: Path) -> Callable[[], object]:
+        return lambda: (make(root, step, 55), prune(root, 1))
+
+    count_in = fresh("count")
+    total = boundaries(count_in, save_and_prune(count_in))
+    assert total > 15
+    outcomes = set()
+    for k in range(1, total + 1):
+        root = fresh(f"kill{k}")
+        killed_at(k, save_and_prune(root))
+        found = latest(root)
+        outcome = value_of(found.path) if found.path else None
+        assert outcome in allowed, f"killed at boundary {k} of {total}"
+        outcomes.add(outcome)
+        assert all("never finished" in line or "missing" in line for line in found.ignored)
+        prune(root, 1)
+        left = [path.name for path in root.iterdir()]
+        assert len(left) == (0 if found.path is None else 1), f"{left} left after a kill at boundary {k} and a prune"
+        make(root, step, 56)
+        prune(root, 1)
+        assert value_of(latest(root).path) == 56 and [p.name for p in root.iterdir()] == ["step-00000005"]
+    assert outcomes == allowed, "both sides of the commit were seen"
+
+
+def test_a_save_without_the_rename_would_be_noticed(tmp_path, monkeypatch):
+    """Negative control: written in place, some crash points do leave a torn folder."""
+    root = tmp_path / "checkpoints"
+    make(root, 5)
+
+    def in_place() -> None:
+        write_of(55)(
+            Path(shutil.copytree(root / "step-00000005", root / "step-00000006", ignore=shutil.ignore_patterns("nested")))
+        )
+
+    last = boundaries(root, in_place)
+    shutil.rmtree(root / "step-00000006")
+    killed_at(last, in_place)
+    assert (root / "step-00000006").exists()
+    found = latest(root)
+    assert found.step == 5 and found.ignored
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_truncation_is_found_and_named(file, tmp_path):
+    make(tmp_path, 3)
+    path = make(tmp_path, 5)
+    whole = (path / file).read_bytes()
+    for sixteenth in range(16):
+        (path / file).write_bytes(whole[: len(whole) * sixteenth // 16])
+        with pytest.raises(CheckpointError, match=re.escape(file)):
+            verify(path)
+        found = latest(tmp_path)
+        assert found.step == 3 and len(found.ignored) == 1 and file in found.ignored[0]
+    (path / file).write_bytes(whole)
+    assert latest(tmp_path).step == 5
+
+
+def test_every_bit_flip_is_found_and_named(tmp_path):
+    path = make(tmp_path, 5)
+    rng = random.Random(0)
+    for _ in range(200):
+        file = rng.choice(FILES)
+        whole = (path / file).read_bytes()
+        bad = bytearray(whole)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        (path / file).write_bytes(bad)
+        with pytest.raises(CheckpointError, match=re.escape(file)):
+            verify(path)
+        (path / file).write_bytes(whole)
+    verify(path)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_deletion_is_found_and_named(file, tmp_path):
+    path = make(tmp_path, 5)
+    (path / file).unlink()
+    with pytest.raises(CheckpointError, match=re.escape(file)):
+        verify(path)
+
+
+def test_the_manifest_keeps_what_it_was_told(tmp_path):
+    path = save(tmp_path, 5, write_of(5), meta={"torch": "2.x", "step": 99})
+    assert verify(path)["torch"] == "2.x" and verify(path)["step"] == 5
+
+
+def forged(path: Path, change: Callable[[dict], None]) -> None:
+    """A manifest that is consistent in itself: the work of a person, not of a disk."""
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    checkpoint._write_manifest(path / "manifest.json", {k: v for k, v in content.items() if k != "sha256"})
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "nested/../../outside", "link", "linked/outside", ""])
+def test_a_manifest_that_leads_out_is_refused(name, tmp_path):
+    path = make(tmp_path / "root", 5)
+    (tmp_path / "root" / "outside").write_text("x")
+    (path / "link").symlink_to(tmp_path / "root" / "outside")
+    (path / "linked").symlink_to(tmp_path / "root")
+    entry = {"bytes": 1, "sha256": checkpoint.sha256(tmp_path / "root" / "outside")}
+    forged(path, lambda content: content["files"].update({name: entry}))
+    with pytest.raises(CheckpointError, match=r"leads out|is missing"):
+        verify(path)
+
+
+@pytest.mark.parametrize("extra", ["pytorch_model.bin", "nested/evil.py"])
+def test_files_that_nobody_wrote_are_refused(extra, tmp_path):
+    path = make(tmp_path, 5)
+    (path / extra).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=re.escape(extra)):
+        verify(path)
+
+
+def test_symlinks_are_refused(tmp_path):
+    path = make(tmp_path / "root", 5)
+    shutil.move(path / "state.json", tmp_path / "elsewhere")
+    (path / "state.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        verify(path)
+    (tmp_path / "root" / "step-00000009").symlink_to(path)
+    assert latest(tmp_path / "root").path is None
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "{}", '{"files": 3}', "\x00", '{"step": 5, "files": {}}'])
+def test_a_manifest_that_is_none_is_refused(text, tmp_path):
+    path = make(tmp_path, 5)
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        verify(path)
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path):
+    os.rename(make(tmp_path, 5), tmp_path / "step-00000007")
+    assert latest(tmp_path).path is None
+    with pytest.raises(CheckpointError, match="is of step 5"):
+        verify(tmp_path / "step-00000007")
+
+
+class Canary:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return (open, (str(self.marker), "w"))
+
+
+def test_a_pickle_is_refused_and_not_executed(tmp_path):
+    marker, file = tmp_path / "executed", tmp_path / "model.safetensors"
+    file.write_bytes(pickle.dumps(Canary(marker)))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file"):
+        checkpoint.load_tensors(file)
+    assert not marker.exists()
+    pickle.loads(file.read_bytes()).close()
+    assert marker.exists(), "the canary does sing where it is unpickled"
+
+
+def test_a_huge_header_is_refused_without_taking_the_memory(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        checkpoint.load_tensors(file)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+DISK_FULL = r"could not be written to \S+checkpoints: .*No space left.*; \d+ bytes were written and \d+ bytes are free"
+
+
+def test_a_full_disk_at_any_write_leaves_the_older_checkpoint_and_a_clear_error(tmp_path):
+    root = tmp_path / "checkpoints"
+    make(root, 3)
+
+    def full(name: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def refused(k: int) -> Callable[[], None]:
+        def work() -> None:
+            seen = at_call(k, full, **takes_room)
+            with pytest.raises(CheckpointError, match=DISK_FULL):
+                make(root, 5)
+            assert len(seen) >= k
+            assert value_of(latest(root).path) == (3 if k < commit else 5), "at the last boundary it has its name already"
+            make(root, 5)
+            assert value_of(latest(root).path) == 5
+
+        return work
+
+    takes_room = {"calls": ("fsync", "rename")}  # and every opening of a file to write
+    commit = boundaries(root, lambda: make(root, 5), **takes_room)
+    shutil.rmtree(root / "step-00000005")
+    for k in range(1, commit + 1):
+        assert forked(refused(k)) == 0, f"at boundary {k} of {commit}"
+        shutil.rmtree(root / "step-00000005")
+        assert [p.name for p in root.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("limit", [100, 300])
+def test_a_real_limit_on_file_size_is_one_sentence(limit, tmp_path):
+    """RLIMIT_FSIZE makes write(2) itself fail, also in the Rust code of safetensors."""
+    root = tmp_path / "checkpoints"
+    make(root, 3)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match=r"File too large.*bytes were written and \d+ bytes are free"):
+            make(root, 5)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert value_of(latest(root).path) == 3
+        make(root, 5)
+
+    assert forked(work) == 0
+    assert value_of(latest(root).path) == 5 and len(list(root.iterdir())) == 2
+
+
+def test_an_error_of_the_tokenizers_library_about_the_disk_is_one_sentence(tmp_path):
+    def write(folder: Path) -> None:
+        raise Exception("No space left on device (os error 28)")  # what its Rust code raises
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tmp_path, 5, write, meta={})
+
+
+def test_another_error_is_not_dressed_up_and_leaves_nothing(tmp_path):
+    def write(folder: Path) -> None:
+        (folder / "a").write_text("x")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, 5, write, meta={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"could not be written to .*file/checkpoints: .*Not a directory"):
+        make(tmp_path / "file" / "checkpoints", 5)
+
+
+def test_pruning_keeps_the_newest_that_verify(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    prune(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("keep", [-1, 0, 1])
+def test_pruning_never_leaves_less_than_one_good(keep, tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    for bad in (3, 4):
+        (tmp_path / f"step-{bad:08d}" / "state.json").unlink()
+    prune(tmp_path, keep)
+    assert latest(tmp_path).step == 2
+    assert not (tmp_path / "step-00000001").exists()
+
+
+def test_pruning_a_folder_without_a_good_one_deletes_none(tmp_path):
+    (make(tmp_path, 1) / "state.json").unlink()
+    prune(tmp_path, 1)
+    assert (tmp_path / "step-00000001").exists()
+    prune(tmp_path / "nowhere", 1)
+
+
+def test_pruning_leaves_what_is_not_ours(tmp_path):
+    make(tmp_path, 1)
+    for name in ("step-1", "step-00000002.mine", ".step-00000001.tmp", "notes"):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, 1)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def optimizer_of(names_shapes: dict[str, tuple[int, ...]]) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in names_shapes.values()]
+    half = len(parameters) // 2
+    groups = [{"params": parameters[:half], "weight_decay": 0.1}, {"params": parameters[half:], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True), parameters
+
+
+SHAPES = {"a.weight": (3, 4), "b.weight": (4, 3), "a.bias": (4,), "b.bias": (4,)}
+
+
+def stepped(optimizer, parameters, seeds) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def test_an_optimizer_goes_on_bitwise(tmp_path):
+    names = list(SHAPES)
+    through, through_parameters = optimizer_of(SHAPES)
+    stepped(through, through_parameters, range(1, 4))
+    checkpoint.save_tensors(tmp_path / "o.safetensors", checkpoint.optimizer_tensors(through, names))
+    resumed, resumed_parameters = optimizer_of(SHAPES)
+    for p, q in zip(resumed_parameters, through_parameters, strict=True):
+        p.data.copy_(q.data)
+    checkpoint.load_optimizer(resumed, names, checkpoint.load_tensors(tmp_path / "o.safetensors"))
+    for optimizer, parameters in ((through, through_parameters), (resumed, resumed_parameters)):
+        stepped(optimizer, parameters, range(4, 7))
+    assert all(torch.equal(p, q) for p, q in zip(resumed_parameters, through_parameters, strict=True))
+    ours, theirs = (checkpoint.optimizer_tensors(o, names) for o in (resumed, through))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_parameters_in_another_order_get_their_own_moments():
+    """a.bias and b.bias have one shape: by position they would be swapped in silence."""
+    names = list(SHAPES)
+    first, parameters = optimizer_of(SHAPES)
+    stepped(first, parameters, [1])
+    tensors = checkpoint.optimizer_tensors(first, names)
+    turned = {name: SHAPES[name] for name in reversed(names)}
+    second, _ = optimizer_of(turned)
+    checkpoint.load_optimizer(second, list(turned), tensors)
+    again = checkpoint.optimizer_tensors(second, list(turned))
+    assert all(torch.equal(again[k], tensors[k]) for k in tensors)
+    assert not torch.equal(tensors["exp_avg.a.bias"], tensors["exp_avg.b.bias"])
+
+
+def test_moments_of_other_parameters_are_refused():
+    optimizer, parameters = optimizer_of(SHAPES)
+    stepped(optimizer, parameters, [1])
+    tensors = checkpoint.optimizer_tensors(optimizer, list(SHAPES))
+    with pytest.raises(CheckpointError, match=r"holds 'a\.weight', which is no parameter"):
+        checkpoint.load_optimizer(optimizer, ["x", *list(SHAPES)[1:]], tensors)
+    with pytest.raises(CheckpointError, match=r"of shape \[5\]; the parameter has \[4\]"):
+        checkpoint.load_optimizer(optimizer, list(SHAPES), {**tensors, "exp_avg.a.bias": torch.zeros(5)})
+
+
+def test_an_optimizer_that_never_stepped_has_no_tensors(tmp_path):
+    optimizer, _ = optimizer_of(SHAPES)
+    checkpoint.save_tensors(tmp_path / "o.safetensors", checkpoint.optimizer_tensors(optimizer, list(SHAPES)))
+    checkpoint.load_optimizer(optimizer, list(SHAPES), checkpoint.load_tensors(tmp_path / "o.safetensors"))
+    assert checkpoint.optimizer_tensors(optimizer, list(SHAPES)) == {}
+
+
+def test_checkpoints_survive_another_process(tmp_path):
+    """Written there, verified here."""
+    root = Path(checkpoint.__file__).parents[2]
+    code = (
+        "import sys; from pathlib import Path; from psigrad.training.checkpoint import save\n"
+        "save(Path(sys.argv[1]), 7, lambda folder: (folder / 'a').write_text('x') and None, meta={})"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env={"PYTHONPATH": str(root)}, check=True, timeout=120)
+    assert latest(tmp_path).step == 7

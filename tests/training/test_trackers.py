@@ -1,0 +1,133 @@
+"""Trackers are told the figures and never stop a run."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+from psigrad.errors import UserError
+from psigrad.training.trackers import Quiet, open_trackers
+
+CONFIG = {"run": {"seed": 0}}
+
+
+class Fake(types.ModuleType):
+    """wandb or trackio: records the calls; `init` gives the module itself as the run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple] = []
+
+    def init(self, **settings):
+        self.calls.append(("init", settings))
+        return self
+
+    def log(self, figures, **settings):
+        self.calls.append(("log", figures, settings))
+
+    def finish(self):
+        self.calls.append(("finish",))
+
+
+class Failing:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, step, metrics):
+        self.calls += 1
+        raise ConnectionError("no route to host")
+
+    def close(self):
+        self.calls += 1
+
+
+def run(names: list[str], folder: Path) -> None:
+    for tracker in open_trackers(names, folder, CONFIG):
+        tracker.log(1, {"loss": 0.5, "reward/mean": 1.0})
+        tracker.log(2, {"loss": 0.25})
+        tracker.close()
+
+
+def test_no_names_give_no_trackers(tmp_path):
+    assert open_trackers([], tmp_path, CONFIG) == []
+
+
+def test_tensorboard_reads_back_what_was_told(tmp_path):
+    run(["tensorboard"], tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    told = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert told == {"loss": [(1, 0.5), (2, 0.25)], "reward/mean": [(1, 1.0)]}
+
+
+def test_wandb_gets_each_step_and_one_folder_is_one_run(tmp_path, monkeypatch):
+    ids = []
+    for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        fake = Fake("wandb")
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        run(["wandb"], folder)
+        (_, settings), *rest = fake.calls
+        ids.append(settings["id"])
+        assert settings["name"] == folder.name and settings["config"] == CONFIG and settings["resume"] == "allow"
+        assert rest == [
+            ("log", {"loss": 0.5, "reward/mean": 1.0}, {"step": 1}),
+            ("log", {"loss": 0.25}, {"step": 2}),
+            ("finish",),
+        ]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_trackio_gets_each_step(tmp_path, monkeypatch):
+    fake = Fake("trackio")
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    run(["trackio"], tmp_path)
+    assert fake.calls[0] == ("init", {"project": "psigrad", "name": tmp_path.name, "config": CONFIG})
+    assert fake.calls[1:] == [
+        ("log", {"step": 1, "loss": 0.5, "reward/mean": 1.0}, {}),
+        ("log", {"step": 2, "loss": 0.25}, {}),
+        ("finish",),
+    ]
+
+
+def test_a_tracker_that_raises_is_said_once_and_left_alone():
+    failing = Failing()
+    tracker = Quiet("mine", failing)
+    with pytest.warns(UserWarning, match="The tracker mine failed and gets nothing more: ConnectionError: no route") as said:
+        tracker.log(1, {})
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracker.log(2, {})
+        tracker.close()
+    assert failing.calls == 1
+
+
+def test_a_tracker_that_does_not_start_is_said_and_left_out(tmp_path, monkeypatch):
+    fake = Fake("wandb")
+    fake.init = lambda **settings: Failing().log(0, {})
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "trackio", Fake("trackio"))
+    with pytest.warns(UserWarning, match="tracker wandb failed"):
+        opened = open_trackers(["wandb", "trackio"], tmp_path, CONFIG)
+    assert [tracker.name for tracker in opened] == ["trackio"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_package_names_the_command(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=rf"The tracker {name} is not installed .*; run: pip install {name}$"):
+        open_trackers([name], tmp_path, CONFIG)
+
+
+def test_an_unknown_name_is_refused_before_any_tracker_starts(tmp_path, monkeypatch):
+    fake = Fake("trackio")
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    with pytest.raises(UserError, match="no tracker 'wandbb'; expected tensorboard, wandb, trackio; did you mean 'wandb'"):
+        open_trackers(["trackio", "wandbb"], tmp_path, CONFIG)
+    assert fake.calls == []
