@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from psigrad.errors import UserError
 from psigrad.models import language_model
 from psigrad.models.language_model import LanguageModel, Lora
 from psigrad.recipes.load import to_dict
-from psigrad.rewards import RewardPool, resolve
+from psigrad.rewards import RewardPool, RewardSpec, resolve
+from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.transformers_backend import TransformersSampler
 from psigrad.rollout.types import Sampler, SamplingParams
@@ -234,7 +235,7 @@ def sampling_params(
 @contextlib.contextmanager
 def reward_pool(functions: Sequence[Any], config: Any, weights: Sequence[float] = ()) -> Iterator[RewardPool]:
     """Worker processes that score with these reward functions, gone when the block ends."""
-    specs = [resolve(function) for function in functions]
+    specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
     with RewardPool(
         specs,
         weights=tuple(weights),
@@ -242,6 +243,16 @@ def reward_pool(functions: Sequence[Any], config: Any, weights: Sequence[float] 
         workers=getattr(config, "reward_workers", 1),
     ) as pool:
         yield pool
+
+
+def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
+    """A length reward that was given by its bare name counts against the run's own max_completion_length."""
+    match spec.function if isinstance(given, str) else None:
+        case SoftOverlong():
+            return replace(spec, function=SoftOverlong(tokens, max(1, tokens // 4)))
+        case Length(penalty=penalty):
+            return replace(spec, function=Length(tokens, penalty))
+    return spec
 
 
 def evaluator_for(

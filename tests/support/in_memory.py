@@ -38,9 +38,9 @@ class Silent:
         return False
 
 
-def make(
-    tokenizer, algorithm="grpo", *, function=early_letters, lora=None, dtype=torch.float32, seed=3, steps=4, **settings
-) -> Online:
+def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> Online:
+    """A run of a 30k-parameter model on eight prompts; `lora` and `dtype` are the model's, all else are settings."""
+    lora, dtype = settings.pop("lora", None), settings.pop("dtype", torch.float32)
     settings = {"prompts_per_step": 4, "num_generations": 4, "optim": Optim(learning_rate=1e-2), **settings}
     config = OnlineConfig(algorithm=algorithm, run=Run(seed=seed, max_steps=steps, progress=False), **settings)
     hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64).to(dtype)

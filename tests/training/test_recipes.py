@@ -133,6 +133,14 @@ def test_eval_scores_what_was_trained(job, tmp_path):
     assert report.figures["eval/exact/low"] <= report.figures["eval/exact/mean"] <= report.figures["eval/exact/high"]
 
 
+def test_a_bare_length_reward_counts_against_the_runs_own_limit(job, tmp_path):
+    config = online_config(job, tmp_path / "run", max_steps=1)
+    result = online.run(replace(config, reward=("soft_overlong", "length"), max_unscored=0.0))
+    for row in lines(result.folder / "rollouts.jsonl"):
+        n = len(row["completion_ids"])  # of at most 4, with a cache of 1
+        assert row["parts"] == {"soft_overlong": -1.0 if n == 4 else 0.0, "length": -n / 4}
+
+
 def test_python_trains_on_rows(job, tmp_path):
     rows = lines(job / "train.jsonl")
     settings = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "eval_prompts": 4}

@@ -8,53 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from resuming import RECIPES, digest
+from resuming import RECIPES, digest, dying_at
 from tiny_jobs import forked
-
-from psigrad.models.language_model import LanguageModel
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.training import checkpoint
-from psigrad.training.journal import Journal
-from psigrad.training.update import Optimizer
-
-# Every one of these calls is an event at which the process may die, before or after the call.
-EVENTS = (
-    (EmbeddedSampler, "sample"),
-    (LanguageModel, "evaluate"),
-    (Optimizer, "step"),
-    (Journal, "metrics"),
-    (Journal, "rollouts"),
-    (Journal, "timings"),
-    (checkpoint, "save"),
-    (checkpoint, "prune"),
-    (checkpoint, "save_tensors"),
-)
-
-
-def dying_at(count: int, seen: list[str] | None = None) -> None:
-    """Make event number `count` (from 1) the last thing this process does; `seen` collects the events' names instead."""
-    state = {"n": 0}
-
-    def tick(name: str) -> None:
-        state["n"] += 1
-        if seen is not None:
-            seen.append(name)
-        if state["n"] == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def wrap(owner, name):
-        original = getattr(owner, name)
-
-        def wrapped(*args, **kwargs):
-            tick(f"before {name}")
-            result = original(*args, **kwargs)
-            tick(f"after {name}")
-            return result
-
-        setattr(owner, name, wrapped)
-
-    for owner, name in EVENTS:
-        wrap(owner, name)
 
 
 @pytest.fixture(scope="module", params=RECIPES)
