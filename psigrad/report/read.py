@@ -1,31 +1,49 @@
-"""Run folders as data. Anything may be missing or torn: a report is wanted most when a run has gone wrong."""
+"""Run folders as data. Anything may be missing, torn or malformed: a report is wanted most when a run has gone wrong."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
 
+TEXT_LIMIT = 600
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_LARGEST = 1e100  # beyond it the arithmetic of axes overflows; such a value is no figure of a run
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One held-out completion, its texts cut to what a page shows; `reward` is NaN where it was not scored."""
+
+    prompt: str
+    completion: str
+    reward: float
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run. `metrics`, `timings` and `rollouts` are rows with a "step", in the order they were written."""
+    """One run. `metrics` and `timings` are rows with a "step", in the order they were written.
+
+    `rewards` are those of the training completions of each step, `troubles` counts (status, reason) of completions without a
+    plain score, and `samples` are the first completions of held-out rows at the first, the middle and the last evaluation.
+    """
 
     name: str
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     timings: list[dict[str, Any]] = field(default_factory=list)
-    rollouts: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     summary: list[dict[str, Any]] = field(default_factory=list)
+    rewards: dict[int, list[float]] = field(default_factory=dict)
+    troubles: Counter[tuple[str, str]] = field(default_factory=Counter)
+    samples: dict[int, dict[str, Sample]] = field(default_factory=dict)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric (or timing) where it is a finite number."""
@@ -39,10 +57,15 @@ class RunData:
         return list(dict.fromkeys(key for row in self.metrics for key in row if key.startswith(prefix)))
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration with dotted names: {"optim.learning_rate": 1e-6, …}."""
+        return flat(self.config)
+
+    @property
     def held_out_metric(self) -> str:
         """The name of the held-out metric ("eval/exact"), or an empty string."""
-        means = [key for key in self.keys("eval/") if key.endswith("/mean")]
-        return means[0].removesuffix("/mean") if means else ""
+        means = [key.removesuffix("/mean") for key in self.keys("eval/") if key.endswith("/mean")]
+        return means[0] if means else ""
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -54,57 +77,164 @@ class RunData:
                 by_step.setdefault(row["step"], {"step": row["step"]}).update(found)
         return [by_step[step] for step in sorted(by_step)]
 
+    @property
+    def compared(self) -> list[dict[int, Sample]]:
+        """Held-out rows that every shown evaluation has, as {step: sample}; those whose reward changed come first."""
+        steps = list(self.samples)
+        common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
+        rows = [{step: self.samples[step][row] for step in steps} for row in common]
+        return sorted(rows, key=lambda row: row[steps[0]].reward == row[steps[-1]].reward)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted names."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value} if prefix else {}
+    return {k: v for name, inner in value.items() for k, v in flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()}
+
 
 def number(value: Any) -> float:
     """A JSON value as a float: non-finite ones are written as strings; what is no number is NaN."""
     if isinstance(value, str):
         return _NUMBERS.get(value, math.nan)
-    return float(value) if isinstance(value, int | float) else math.nan
+    if not isinstance(value, int | float):
+        return math.nan
+    return float(value) if abs(value) < _LARGEST else math.copysign(math.inf, value)
+
+
+def shown(value: Any) -> str:
+    """A number for people: whole up to a million, else four significant digits; a dash for what is no number."""
+    if type(value) is int and abs(value) < 10**15:
+        return f"{value:,}"
+    value = number(value)
+    if not math.isfinite(value):
+        return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
+def interval(row: Mapping[str, Any], stem: str = "") -> str:
+    """`low to high` of a row that has both, else an empty string."""
+    low, high = number(row.get(f"{stem}low")), number(row.get(f"{stem}high"))
+    return "" if math.isnan(low) or math.isnan(high) else f"{shown(low)} to {shown(high)}"
+
+
+def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
+    """The text of a value; beyond `limit` characters only how many there are."""
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
+
+
+def visible(text: str) -> str:
+    """Control characters, bidirectional overrides and lone surrogates spelt out; line ends and tabs as they are."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def load_all(folders: Sequence[str | Path]) -> list[RunData]:
+    """The runs in `folders`, under names that tell them apart: as much of each path as that takes."""
+    runs = [load(folder) for folder in folders]
+    parts = [run.path.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    return runs
 
 
 def load(folder: str | Path) -> RunData:
-    """The run in `folder`. Raises `UserError` where it is no run folder."""
+    """The run in `folder`. Raises `UserError` where it is no run folder, or may not be read."""
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
-    if not any((path / name).exists() for name in ("config.json", "metrics.jsonl")):
+    if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         raise UserError(
             f"{str(folder)!r} is no run folder: it has neither config.json nor metrics.jsonl; name the output_dir of a run."
         )
-    summary = _json(path / "summary.json").get("rows", [])
-    return RunData(
-        name=path.resolve().name,
-        path=path,
-        config=_json(path / "config.json"),
-        metrics=[row for row in lines(path / "metrics.jsonl") if _stepped(row)],
-        timings=[row for row in lines(path / "timings.jsonl") if _stepped(row)],
-        rollouts=[row for row in lines(path / "rollouts.jsonl") if _stepped(row)],
-        events=list(lines(path / "events.jsonl")),
-        summary=[row for row in summary if isinstance(row, Mapping) and "name" in row and "value" in row],
-    )
+    try:
+        found = _json(path / "summary.json").get("rows")
+        summary = found if isinstance(found, list) else []
+        rewards, troubles, samples = _rollouts(path / "rollouts.jsonl")
+        return RunData(
+            name=path.resolve().name,
+            path=path,
+            config=_json(path / "config.json"),
+            metrics=[row for _, row in _lines(path / "metrics.jsonl") if _stepped(row)],
+            timings=[row for _, row in _lines(path / "timings.jsonl") if _stepped(row)],
+            events=[row for _, row in _lines(path / "events.jsonl")],
+            summary=[row for row in summary if isinstance(row, dict) and {"name", "value"} <= row.keys()],
+            rewards=rewards,
+            troubles=troubles,
+            samples=samples,
+        )
+    except OSError as error:
+        raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; mend that and draw the report again.") from error
 
 
 def _stepped(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("step"), int)
+    step = row.get("step")
+    return type(step) is int and 0 <= step < 2**53
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file that are whole."""
-    if not path.exists():
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The whole rows of a JSONL file, each with the offset of its line."""
+    if not path.is_file():
         return
+    at = 0
     with path.open("rb") as stream:
         for line in stream:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
+            row = _parsed(line)
             if isinstance(row, dict):
-                yield row
+                yield at, row
+            at += len(line)
+
+
+def _rollouts(path: Path) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]]]:
+    """Rewards, troubles and samples of one pass over the file, which can be far larger than memory: held-out rows are noted
+    by their place, and only those of three evaluations are read again.
+    """
+    rewards: dict[int, list[float]] = {}
+    troubles: Counter[tuple[str, str]] = Counter()
+    places: dict[int, list[int]] = {}
+    for at, row in _lines(path):
+        if not _stepped(row):
+            continue
+        if row.get("kind") == "eval":
+            if row.get("k", 0) == 0:
+                places.setdefault(row["step"], []).append(at)
+        elif math.isfinite(reward := number(row.get("reward"))):
+            rewards.setdefault(row["step"], []).append(reward)
+        if row.get("status") in ("failed", "unscored"):
+            troubles[row["status"], clip(row.get("reason", ""), 200)] += 1
+    steps = sorted(places)
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+    return rewards, troubles, {step: _samples(path, places[step]) for step in chosen}
+
+
+def _samples(path: Path, places: Sequence[int]) -> dict[str, Sample]:
+    found: dict[str, Sample] = {}
+    with path.open("rb") as stream:
+        for place in places:
+            stream.seek(place)
+            row = _parsed(stream.readline())
+            if isinstance(row, dict):
+                sample = Sample(clip(_prompt(row.get("prompt", ""))), clip(row.get("completion", "")), number(row.get("reward")))
+                found.setdefault(str(row.get("row")), sample)
+    return found
+
+
+def _prompt(prompt: Any) -> Any:
+    """Messages as lines of `role: content`."""
+    if isinstance(prompt, list):
+        return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, Mapping))
+    return prompt
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
+    found = _parsed(path.read_bytes()) if path.is_file() else None
     return found if isinstance(found, dict) else {}

@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.rewards.types import Failure
 
 
 def text_of(completion: Any) -> str:
@@ -27,8 +28,9 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> 
     return [None if a is None else float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
-# A sign counts only where it is none of subtraction or hyphen: the last number of "7-5" is 5.
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+# A sign counts only where it is none of subtraction or hyphen: the last number of "7-5" is 5. A fraction is one number: were
+# it two, 3/2 would pass for 1/2.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+(?!\w))?")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,12 @@ class Numeric:
 
 def _last_number(text: str) -> float | None:
     found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    value = float(found[-1].replace(",", "")) if found else None
-    return value if value is None or isfinite(value) else None
+    if not found:
+        return None
+    above, _, below = found[-1].replace(",", "").partition("/")
+    divisor = float(below or 1)
+    value = float(above) / divisor if divisor else inf
+    return value if isfinite(value) else None
 
 
 def math(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -97,12 +103,24 @@ class Format:
 
 def reasoning_gym(
     completions: Sequence[Any], task: Sequence[str], answer: Sequence[Any], metadata: Sequence[Any], **columns: Any
-) -> list[float]:
-    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.data.tasks`."""
+) -> list[float | Failure]:
+    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.data.tasks`.
+
+    Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text that they cannot read. One that reads
+    its own answer is sound, so the completion is at fault: a `Failure`.
+    """
+    entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer, metadata, strict=True)]
     return [
-        float(_scorer(name)(text_of(c).strip(), {"question": "", "answer": a, "metadata": m}))
-        for c, name, a, m in zip(completions, task, answer, metadata, strict=True)
+        _judged(name, _scorer(name), text_of(c).strip(), entry) for c, name, entry in zip(completions, task, entries, strict=True)
     ]
+
+
+def _judged(task: str, scorer: Callable[..., float], text: str, entry: dict[str, Any]) -> float | Failure:
+    try:
+        return float(scorer(text, entry))
+    except Exception as error:
+        scorer(entry["answer"], entry)  # raises where the row is at fault, which is ours
+        return Failure(f"the scorer of {task} cannot read it ({type(error).__name__})")
 
 
 @cache

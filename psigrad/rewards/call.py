@@ -20,24 +20,21 @@ class Malformed(ValueError):
 
 # What one function said of one sample: a number, None (not applicable), a Failure (the policy's fault) or a Malformed (ours).
 Said = float | None | Failure | Malformed
-# What every function said of every sample, function by function; or why nothing came of the call.
-Answer = list[list[Said]] | str
+# What one function said of each sample that it was shown; or why nothing came of the call.
+Answer = list[Said] | str
 
 
-def call_all(functions: Sequence[tuple[str, Callable[..., Any]]], samples: dict[str, Any]) -> Answer:
-    """What each of the named functions says of each sample, or the first one's reason for saying nothing.
+def answer_of(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> Answer:
+    """What `function` says of each sample, or the reason why it says nothing.
 
-    Whatever a function raises, SystemExit included, is such a reason; only Ctrl-C passes.
+    Whatever it raises, SystemExit included, is such a reason; only Ctrl-C passes.
     """
-    said = []
-    for name, function in functions:
-        try:
-            said.append(call(name, function, samples))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return reason(name, error)
-    return said
+    try:
+        return call(name, function, samples)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return reason(name, error)
 
 
 def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Said]:

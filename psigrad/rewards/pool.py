@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.rewards.call import Answer, call_all, combine
+from psigrad.rewards.call import Answer, Malformed, Said, answer_of, combine
 from psigrad.rewards.process import START_LIMIT, Job, Worker
 from psigrad.rewards.resolve import RewardSpec
 from psigrad.rewards.shipping import homes, pack
-from psigrad.rewards.types import Result, RewardError, Unscored
+from psigrad.rewards.types import Result, RewardError
 
 
 class RewardPool:
-    """Scores with `workers` processes; a group of completions has `timeout` seconds, and so has each alone on its second try.
+    """Scores with `workers` processes; a function has `timeout` seconds for a group, and for each sample on its second try.
 
     A function that raises, hangs, crashes or returns nonsense on a group is tried again sample by sample, so that one bad
-    sample does not take its group along. Results do not depend on the number of workers. `weights` default to 1. Use as a
-    context manager, or `close()`.
+    sample does not take its group along; the other functions have seen the group whole. Results do not depend on the number
+    of workers. `weights` default to 1. Use as a context manager, or `close()`.
     """
 
     def __init__(
@@ -75,16 +75,13 @@ class RewardPool:
         for worker in [w for w in self._workers if w.job is not None]:
             self._replace(worker)  # a call that was interrupted left it at work
         every = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        results: dict[int, Result] = {}
-        jobs = deque(Job(tuple(part)) for part in chunks(len(completions), groups))
+        said: list[dict[int, Said]] = [{} for _ in self.specs]
+        jobs = deque(Job(tuple(range(len(self.specs))), tuple(part)) for part in chunks(len(completions), groups))
         while jobs or any(worker.job for worker in self._workers):
             self._hand_out(jobs, every)
             for worker in self._awaited():
-                answer, job = self._heard(worker), worker.job
-                if answer is not None and job is not None:
-                    worker.job = None
-                    self._take(job, answer, results, jobs)
-        return [results[i] for i in range(len(completions))]
+                jobs.extendleft(reversed(self._collected(worker, said)))
+        return combined(self, said, len(completions))
 
     def _hand_out(self, jobs: deque[Job], every: dict[str, Sequence[Any]]) -> None:
         for worker in [w for w in self._workers if w.ready and w.job is None]:
@@ -92,7 +89,7 @@ class RewardPool:
                 self._replace(worker)  # killed while idle, which is no sample's fault
             elif jobs:
                 worker.job = jobs.popleft()
-                worker.ask(picked(every, worker.job.indices), self.timeout)
+                worker.ask((worker.job.functions, picked(every, worker.job.indices)), self.timeout)
 
     def _awaited(self) -> list[Worker]:
         """The workers that owe something, after one of them stirred or ran out of time."""
@@ -104,8 +101,22 @@ class RewardPool:
             selector.select(min(60.0, max(0.0, soonest - time.monotonic())))
         return busy
 
+    def _collected(self, worker: Worker, said: list[dict[int, Said]]) -> list[Job]:
+        """Enter what a worker has answered by now; the jobs that come of it."""
+        jobs: list[Job] = []
+        while (answer := self._heard(worker)) is not None and worker.job is not None:
+            jobs += taken(worker.job, answer, said)
+            worker.job = worker.job.rest()
+            if worker.job is None:
+                break
+            if worker not in self._workers:  # it died or was late at one function; the rest is for another worker
+                jobs.append(worker.job)
+                break
+        return jobs
+
     def _heard(self, worker: Worker) -> Answer | None:
         """What a worker answered, or the verdict on one that died or is late (and is replaced); None: nothing yet."""
+        asked = self.specs[worker.job.functions[0]].name if worker.job else ""
         try:
             message = worker.poll()
         except EOFError:
@@ -114,20 +125,21 @@ class RewardPool:
                 raise RewardError(
                     f"The process that runs the reward functions died while it loaded them ({status}); its output tells why."
                 ) from None
-            return f"its process died ({status})"
+            return f"{asked}: its process died ({status})"
         if message is None:
             if time.monotonic() < worker.deadline:
                 return None
             if not worker.ready:
                 raise RewardError(f"The reward functions did not load within {START_LIMIT:.0f} s; look at what they import.")
             self._replace(worker)
-            return f"time-out after {self.timeout:g} s"
+            return f"{asked}: time-out after {self.timeout:g} s"
         kind, content = message
         if kind == "broken":
             raise RewardError(
                 f"The reward functions do not load in a fresh process ({content}); define them in a module that it can import."
             )
         worker.ready = True
+        worker.deadline = time.monotonic() + self.timeout  # of the function that is next
         answer: Answer | None = content
         return answer
 
@@ -136,14 +148,6 @@ class RewardPool:
         status = worker.kill()
         self._workers[self._workers.index(worker)] = Worker(self._functions, self._homes)
         return status
-
-    def _take(self, job: Job, answer: Answer, results: dict[int, Result], jobs: deque[Job]) -> None:
-        if not isinstance(answer, str):
-            results.update(combined(self, job.indices, answer))
-        elif job.alone or len(job.indices) == 1:
-            results[job.indices[0]] = Unscored(answer)
-        else:
-            jobs.extendleft(Job((i,), alone=True) for i in reversed(job.indices))
 
 
 class InlineScorer:
@@ -163,19 +167,15 @@ class InlineScorer:
     ) -> list[Result]:
         """One result per completion, in order; see `Scorer`."""
         every = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        functions = [(spec.name, spec.function) for spec in self.specs]
-        results: dict[int, Result] = {}
-        parts = deque(chunks(len(completions), groups))
-        while parts:
-            part = parts.popleft()
-            answer = call_all(functions, picked(every, part))
-            if not isinstance(answer, str):
-                results.update(combined(self, part, answer))
-            elif len(part) == 1:
-                results[part[0]] = Unscored(answer)
-            else:
-                parts.extendleft([i] for i in reversed(part))
-        return [results[i] for i in range(len(completions))]
+        said: list[dict[int, Said]] = [{} for _ in self.specs]
+        parts = [tuple(part) for part in chunks(len(completions), groups)]
+        jobs = deque(Job((which,), part) for part in parts for which in range(len(self.specs)))
+        while jobs:
+            job = jobs.popleft()
+            spec = self.specs[job.functions[0]]
+            answer = answer_of(spec.name, spec.function, picked(every, job.indices))
+            jobs.extendleft(reversed(taken(job, answer, said)))
+        return combined(self, said, len(completions))
 
 
 def picked(every: dict[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
@@ -183,13 +183,25 @@ def picked(every: dict[str, Sequence[Any]], indices: Sequence[int]) -> dict[str,
     return {name: [values[i] for i in indices] for name, values in every.items()}
 
 
-def combined(scorer: RewardPool | InlineScorer, indices: Sequence[int], said: Any) -> dict[int, Result]:
-    """The results of samples that every function has spoken of; `said` is by function, then by sample."""
+def taken(job: Job, answer: Answer, said: list[dict[int, Said]]) -> list[Job]:
+    """Enter the answer of a job's first function into `said` (by function, then by sample).
+
+    Where it is only a reason: the jobs that ask that function sample by sample.
+    """
+    which = job.functions[0]
+    if not isinstance(answer, str):
+        said[which].update(zip(job.indices, answer, strict=True))
+    elif len(job.indices) == 1:
+        said[which][job.indices[0]] = Malformed(answer)
+    else:
+        return [Job((which,), (i,)) for i in job.indices]
+    return []
+
+
+def combined(scorer: RewardPool | InlineScorer, said: list[dict[int, Said]], count: int) -> list[Result]:
+    """The results of samples that every function has spoken of."""
     names = [spec.name for spec in scorer.specs]
-    return {
-        i: combine(names, scorer.weights, [column[place] for column in said], scorer.failure_value)
-        for place, i in enumerate(indices)
-    }
+    return [combine(names, scorer.weights, [column[i] for column in said], scorer.failure_value) for i in range(count)]
 
 
 def unique(specs: Sequence[RewardSpec]) -> list[RewardSpec]:

@@ -23,10 +23,17 @@ _START = "from psigrad.rewards.worker import main; main()"
 
 @dataclass(frozen=True)
 class Job:
-    """Samples to score together; `alone` says that the sample is on its second and last try."""
+    """The functions that have yet to answer, in order, and the samples to show them together.
 
+    Each answers for itself, so that the fault of one is known to be its own and changes nothing that another is shown.
+    """
+
+    functions: tuple[int, ...]
     indices: tuple[int, ...]
-    alone: bool = False
+
+    def rest(self) -> Job | None:
+        """What is left once the first function has answered."""
+        return Job(self.functions[1:], self.indices) if len(self.functions) > 1 else None
 
 
 class Worker:

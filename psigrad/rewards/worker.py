@@ -15,7 +15,7 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
-from psigrad.rewards.call import call_all
+from psigrad.rewards.call import answer_of
 from psigrad.rewards.shipping import load_homes, unpack
 
 HEADER = struct.Struct("<Q")
@@ -45,7 +45,9 @@ def _read(stream: BinaryIO) -> Any:
 
 
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
-    """Answer until the parent goes away: first ("ready", None) or ("broken", why), then ("answer", …) for each request."""
+    """Answer until the parent goes away: first ("ready", None) or ("broken", why), then an
+    ("answer", …) from each function that a request names.
+    """
     setup = _read(requests)
     sys.path[:] = setup["path"]
     try:
@@ -56,7 +58,10 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
         return
     _write(responses, ("ready", None))
     while True:
-        _write(responses, ("answer", call_all(functions, _read(requests))))
+        asked, samples = _read(requests)
+        for which in asked:
+            name, function = functions[which]
+            _write(responses, ("answer", answer_of(name, function, samples)))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +69,8 @@ def score(scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], 
         [completion_for_reward(row, t.text) for row, t in zip(sources, trajectories, strict=True)],
         [list(t.completion.ids) for t in trajectories],
         {name: [row.columns.get(name) for row in sources] for name in sorted(names)},
-        groups=[t.row for t in trajectories],
+        # a row may be drawn twice in a step: its two groups are not one
+        groups=list(itertools.accumulate(int(t.k == 0) for t in trajectories)),
     )
     return [replace(t, **_outcome(result)) for t, result in zip(trajectories, results, strict=True)]
 

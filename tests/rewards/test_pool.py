@@ -44,7 +44,7 @@ def test_a_hang_is_unscored_and_its_group_scored(pool_of, zoo, score, hang):
     score(pool, ["ok"])
     begin = time.monotonic()
     results = score(pool, ["ok", hang, "half", "ok"])
-    assert [getattr(r, "value", r) for r in results] == [1.0, Unscored("time-out after 0.4 s"), 0.5, 1.0]
+    assert [getattr(r, "value", r) for r in results] == [1.0, Unscored("act: time-out after 0.4 s"), 0.5, 1.0]
     assert time.monotonic() - begin < 2 * (0.4 + 1.0)
     assert score(pool, ["half"]) == [Scored(0.5, {"act": 0.5})], "the pool is at work again"
 
@@ -53,7 +53,7 @@ def test_a_hang_is_unscored_and_its_group_scored(pool_of, zoo, score, hang):
 def test_a_crash_is_unscored_and_its_group_scored(pool_of, zoo, score, death):
     pool = pool_of(zoo("act"), timeout=30.0)
     results = score(pool, ["ok", death, "half", "ok"])
-    assert [getattr(r, "value", r) for r in results] == [1.0, Unscored(f"its process died ({DEATHS[death]})"), 0.5, 1.0]
+    assert [getattr(r, "value", r) for r in results] == [1.0, Unscored(f"act: its process died ({DEATHS[death]})"), 0.5, 1.0]
 
 
 def test_what_a_function_prints_is_no_frame(pool_of, zoo, score, capfd):
@@ -83,7 +83,7 @@ def test_a_garbled_answer_is_a_death_and_not_an_error_here(pool_of, score):
 def test_programs_that_a_hanging_function_started_die_with_it(pool_of, zoo, score, tmp_path, monkeypatch):
     monkeypatch.setenv("ZOO_CHILD", str(tmp_path / "pid"))
     (result,) = score(pool_of(zoo("act"), timeout=1.0), ["child"])
-    assert result == Unscored("time-out after 1 s")
+    assert result == Unscored("act: time-out after 1 s")
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -114,7 +114,7 @@ def test_two_hundred_hangs_leave_the_pool_as_it_was(pool_of, zoo, score):
     begin = time.monotonic()
     for part in range(4):
         results = score(pool, [f"hang {i}" for i in range(50)], size=1)
-        assert results == [Unscored("time-out after 0.05 s")] * 50
+        assert results == [Unscored("hang_on_marked: time-out after 0.05 s")] * 50
         assert (len(children()), zombies(), descriptors()) == (size, [], open_files), f"after {50 * (part + 1)} hangs"
     assert size == 2
     assert time.monotonic() - begin < 25.0
@@ -250,4 +250,4 @@ def test_math_that_blows_up_is_ended_by_the_pool(pool_of, score):
     score(pool, ["4"], answer=["4"])  # the worker has imported sympy after this
     pool.timeout = 1.0
     results = score(pool, ["$4$", "$" + "9^{" * 4 + "9" + "}" * 4 + "$"], size=1, answer=["4", "3"])
-    assert results == [Scored(1.0, {"math": 1.0}), Unscored("time-out after 1 s")]
+    assert results == [Scored(1.0, {"math": 1.0}), Unscored("math: time-out after 1 s")]

@@ -142,6 +142,14 @@ def hang_on_marked(completions: list[str], **columns: Any) -> list[float]:
     return length(completions)
 
 
+def fault_of_odd(completions: list[str], **columns: Any) -> list[Any]:
+    return [Failure("odd") if text == "odd" else 1.0 for text in completions]
+
+
+def nan_for_odd(completions: list[str], **columns: Any) -> list[float]:
+    return [float("nan") if text == "odd" else 1.0 for text in completions]
+
+
 def _tensor(count: int, grad: bool = False) -> Any:
     import torch
 
