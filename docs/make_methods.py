@@ -6,6 +6,7 @@ python docs/make_methods.py curves SFT_MODEL DATA RUNS  trains every preset from
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -105,7 +106,7 @@ IDEAS = {
 MEASURED = (
     "Measured on the demo's task: 200 steps of 16 prompts × 8 completions from the same SFT model, one seed, learning rate 3e-4 for all. "
     "Bold is this method, thin lines are the others, the band is the 95 % interval over 400 held-out words. It shows that the method learns; "
-    "one seed on one task ranks nothing."
+    "one seed on one task ranks nothing, and DAPO draws fresh prompts for those without signal, so it sees more samples."
 )
 
 
@@ -202,21 +203,35 @@ def measure(model: str, data: str, runs: str) -> None:
 
 def draw(runs: str) -> None:
     """docs/images/<preset>.png: this method's held-out accuracy over the others'."""
-    from psigrad.report import plots
-    from psigrad.report.read import load
+    from matplotlib.figure import Figure
 
-    loaded = {name: load(f"{runs}/{name}") for name in names()}
+    (DOCS / "images").mkdir(exist_ok=True)
+    curves = {name: _accuracy(Path(runs) / name) for name in names()}
     for name in names():
-        figure, axes = plots._axes(6.0, 2.6)
-        for other, run in loaded.items():
+        figure = Figure(figsize=(6.0, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        for other, (steps, means, _, _) in curves.items():
             if other != name:
-                axes.plot(*run.series("eval/exact/mean"), color=plots.GREY, linewidth=0.7, alpha=0.7)
-        plots._band(axes, loaded[name], "eval/exact", plots.COLOURS[0])
-        axes.plot(*loaded[name].series("eval/exact/mean"), color=plots.COLOURS[0], linewidth=2.2)
+                axes.plot(steps, means, color="#8a8f98", linewidth=0.7, alpha=0.7)
+        steps, means, lows, highs = curves[name]
+        axes.fill_between(steps, lows, highs, color="#0072B2", alpha=0.18, linewidth=0)
+        axes.plot(steps, means, color="#0072B2", linewidth=2.2)
         axes.set_title(f"{IDEAS[name][0]}: held-out accuracy over steps", loc="left", fontsize=9, color="#222222")
-        plots._finish(axes, "#333333")
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.grid(axis="y", color="#8a8f98", alpha=0.25, linewidth=0.6)
+        axes.tick_params(colors="#333333", labelsize=7, length=0)
         axes.set_ylim(0, 1)
+        axes.margins(x=0.02)
         figure.savefig(DOCS / "images" / f"{name}.png", dpi=120)
+
+
+def _accuracy(folder: Path) -> tuple[list[float], ...]:
+    """Steps, means, lows and highs of the held-out accuracy of one run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "eval/exact/mean" in row]
+    keys = ("step", "eval/exact/mean", "eval/exact/low", "eval/exact/high")
+    return tuple([row[key] for row in rows] for key in keys)
 
 
 if __name__ == "__main__":
