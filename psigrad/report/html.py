@@ -2,265 +2,274 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from psigrad.config import OnlineConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.report import plots
-from psigrad.report.read import RunData, load, number
+from psigrad.report.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, load_all, number, shown, visible
 
 SAMPLES = 24
-TEXT_LIMIT = 600
-
+_MARKS = {"right": '<span class="good">✓</span>', "wrong": '<span class="bad">✗</span>'}
 _STYLE = """
-:root {
-  color-scheme: light dark; --ink: #1b1f24; --soft: #667; --line: #d9dce1; --page: #fff; --good: #00795a; --bad: #b34700;
-}
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e8eb; --soft: #9aa3ad; --line: #343a42; --page: #14171b; --good: #4cc79a; --bad: #f0904d; }
-}
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6470; --line: #d9dce1; --page: #fff; --good: #00795a; --bad: #b34700;
+  LIGHT }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa3ad; --line: #343a42; --page: #14171b; --good: #4cc79a;
+  --bad: #f0904d; DARK } }
 * { box-sizing: border-box; }
-body {
-  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-  max-width: 1080px; margin: 0 auto; padding: 24px 16px 64px;
-}
-h1 { font-size: 24px; margin: 0; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1120px; margin: 0 auto;
+  padding: 28px 16px 64px; }
+h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 36px 0 10px; }
-p.soft, .soft { color: var(--soft); margin: 2px 0; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 22px 28px; }
+p { margin: 4px 0 12px; overflow-wrap: anywhere; }
+.soft, th, summary { color: var(--soft); font-weight: 400; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(310px, 100%), 1fr)); gap: 24px 28px; }
 figure { margin: 0; }
-figcaption { font-weight: 600; font-size: 14px; }
-figcaption span { font-weight: 400; color: var(--soft); }
-svg { width: 100%; height: auto; display: block; }
+figcaption { font-weight: 600; font-size: 14px; line-height: 1.3; margin-bottom: 4px; }
+svg { width: 100%; height: auto; display: block; stroke-linejoin: round; }
+svg text { font-family: system-ui, sans-serif !important; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 14px; }
-th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; color: var(--soft); }
+table { border-collapse: collapse; font-size: 14px; margin-bottom: 8px; }
+th, td { text-align: left; padding: 5px 16px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text {
-  font-family: ui-monospace, monospace; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere;
-  max-width: 340px; unicode-bidi: isolate;
-}
+td.text { font-family: ui-monospace, monospace; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 130px;
+  max-width: 340px; unicode-bidi: isolate; }
 .good { color: var(--good); }
 .bad { color: var(--bad); }
-details { margin: 8px 0; }
-summary { cursor: pointer; color: var(--soft); }
+details { margin: 14px 0; }
+summary { cursor: pointer; }
 pre { font-size: 12px; overflow-x: auto; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 6px; }
 """
 
 
-def write(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
+def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
     """The report of one run (default: report.html in its folder) or of several compared (default: report.html here).
 
-    Raises `UserError` for a folder that is no run, or an output that cannot be written.
+    The file is replaced whole or not at all. Raises `UserError` for a folder that is no run, or an output that cannot be
+    written.
     """
-    if not folders:
+    runs = load_all([folders] if isinstance(folders, str | Path) else folders)
+    if not runs:
         raise UserError("No run was named; give the output_dir of one or more runs.")
-    runs = [load(folder) for folder in folders]
     target = Path(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html"
-    beside = target.with_name(f".{target.name}.tmp")
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    text = page(runs)
     try:
-        beside.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
+        beside.write_text(text, encoding="utf-8")
         os.replace(beside, target)
     except OSError as error:
-        raise UserError(f"The report cannot be written to {target}: {error.strerror}.") from error
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        why = error.strerror or error
+        raise UserError(f"The report cannot be written to {target}: {why}; name another file as its output.") from error
     return target
 
 
 def page(runs: Sequence[RunData]) -> str:
     """The whole page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    sections = [_compared(runs)] if len(runs) > 1 else [_headline(runs[0])]
+    sections = [_compared(runs)] if len(runs) > 1 else [f"<p class=soft>{_text(_method(runs[0]))}</p>", _headline(runs[0])]
     sections.append(_plots(runs))
     if len(runs) == 1:
-        sections += [_samples(runs[0]), _troubles(runs[0]), _events(runs[0])]
+        sections += [_samples(runs[0]), _troubles(runs[0]), _chosen(runs[0]), _events(runs[0])]
     sections += [_settings(run) for run in runs]
+    style = _STYLE
+    for name, colours in (("LIGHT", plots.COLOURS), ("DARK", plots.DARK)):
+        style = style.replace(name, " ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)))
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>psigrad · {_text(title)}</title><style>{_STYLE}</style></head><body>"
-        f'<h1>{_text(title)}</h1><p class="soft">{_text(_method(runs[0]) if len(runs) == 1 else "")}</p>'
-        f"{''.join(sections)}</body></html>\n"
+        f"<title>psigrad · {_text(title)}</title><style>{style}</style></head><body>\n"
+        f"<h1>{_text(title)}</h1>\n{''.join(sections)}\n</body></html>\n"
     )
 
 
 def _text(value: Any, limit: int = TEXT_LIMIT) -> str:
     """Escaped text of bounded length; control characters and lone surrogates are spelt out."""
-    text = str(value)
-    cut = len(text) - limit
-    text = text[:limit]
-    shown = "".join(
-        c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
-    )
-    return html.escape(shown) + (f'<span class="soft"> … {cut} more characters</span>' if cut > 0 else "")
-
-
-def figure(value: Any) -> str:
-    """A number for people: four significant digits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        value = number(value) if isinstance(value, str) else value
-    if value is None:
-        return "–"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+    return html.escape(visible(clip(value, limit)))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of cells that are HTML already."""
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{"".join(f"<th>{_text(h)}</th>" for h in head)}</tr>{body}</table></div>'
+    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    first = f"<tr>{''.join(f'<th>{_text(h)}</th>' for h in head)}</tr>\n" if head else ""
+    return f'<div class="wide"><table>{first}{body}</table></div>'
 
 
-def _cell(value: Any, kind: str = "") -> str:
+def _cell(value: str, kind: str = "") -> str:
     return f'<td class="{kind}">{value}</td>' if kind else f"<td>{value}</td>"
 
 
+def _number(value: Any) -> str:
+    return _cell(shown(value), "n")
+
+
 def _method(run: RunData) -> str:
-    config = run.config
-    model = config.get("model", {}).get("path", "")
-    if config.get("recipe") == "sft":
-        return f"supervised fine-tuning of {model}, {config.get('batch_size', '?')} rows per step"
-    algorithm = config.get("algorithm", "?")
-    name = algorithm if isinstance(algorithm, str) else json.dumps(algorithm)
-    shape = f"{config.get('prompts_per_step', '?')} prompts × {config.get('num_generations', '?')} completions per step"
-    return f"{name} on {model}, {shape}"
+    """What the run does, in one line."""
+    given = run.settings
+    model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
+    if run.config.get("recipe") == "sft":
+        return f"supervised fine-tuning of {model}: {given.get('batch_size', '?')} rows per step"
+    algorithm = run.config.get("algorithm", "?")
+    if isinstance(algorithm, dict):
+        algorithm = algorithm.get("name") or algorithm.get("preset") or "a policy gradient"
+    rewards = run.config.get("reward")
+    against = f" against {', '.join(map(str, rewards))}" if isinstance(rewards, list) and rewards else ""
+    shape = f"{given.get('prompts_per_step', '?')} prompts × {given.get('num_generations', '?')} completions per step"
+    return f"{algorithm} on {model}{against}: {shape}"
 
 
 def _headline(run: RunData) -> str:
     """The summary's rows, or the first and last evaluation."""
     if run.summary:
         rows = [
-            (
-                _cell(_text(row["name"])),
-                _cell(figure(row["value"]), "n"),
-                _cell(_interval(row.get("low"), row.get("high")), "n"),
-                _cell(_text(row.get("unit", "")), "soft"),
-            )
-            for row in run.summary
+            [_cell(_text(r["name"])), _number(r["value"]), _cell(interval(r), "n"), _cell(_text(r.get("unit", "")), "soft")]
+            for r in run.summary
         ]
         return _table(("", "", "95 % interval", ""), rows)
-    found = run.evaluations
-    if not found:
+    if not run.evaluations:
         return ""
-    first, last = found[0], found[-1]
-    names = [key for key in last if key.startswith("eval/") and not key.endswith(("/low", "/high"))]
+    ends = run.evaluations[:: max(1, len(run.evaluations) - 1)]
     rows = []
-    for name in names:
+    for name in (key for key in ends[-1] if key.startswith("eval/") and not key.endswith(("/low", "/high"))):
         stem = name.removesuffix("/mean")
-        rows.append(
-            (
-                _cell(_text(stem.removeprefix("eval/"))),
-                _cell(figure(first.get(name)), "n"),
-                _cell(figure(last.get(name)), "n"),
-                _cell(_interval(last.get(f"{stem}/low"), last.get(f"{stem}/high")), "n"),
-            )
-        )
-    return _table(("held-out", f"step {first['step']}", f"step {last['step']}", "95 % interval"), rows)
-
-
-def _interval(low: Any, high: Any) -> str:
-    return "" if low is None or high is None else f"{figure(low)} to {figure(high)}"
+        figures = [_number(row.get(name)) for row in ends]
+        rows.append([_cell(_text(stem.removeprefix("eval/"))), *figures, _cell(interval(ends[-1], f"{stem}/"), "n")])
+    return _table(("held-out", *(f"step {row['step']}" for row in ends), "95 % interval"), rows)
 
 
 def _compared(runs: Sequence[RunData]) -> str:
+    """Final figures of each run, and the settings in which they differ."""
     rows = []
     for i, run in enumerate(runs):
-        metric = run.held_out_metric
-        last = run.evaluations[-1] if run.evaluations else {}
-        rewards = run.series("reward")[1]
+        metric, last = run.held_out_metric, (run.evaluations or [{}])[-1]
+        rewards = plots.smoothed(run.series("reward")[1])
         rows.append(
-            (
-                _cell(f'<span class="key" style="background:{plots.COLOURS[i % len(plots.COLOURS)]}"></span>{_text(run.name)}'),
-                _cell(_text(_method(run), 120), "soft"),
-                _cell(str(max([row["step"] for row in run.metrics], default=0)), "n"),
-                _cell(figure(last.get(f"{metric}/mean")), "n"),
-                _cell(_interval(last.get(f"{metric}/low"), last.get(f"{metric}/high")), "n"),
-                _cell(figure(plots.smoothed(rewards)[-1] if rewards else None), "n"),
-                _cell(figure(last.get("eval/kl")), "n"),
-                _cell(figure(sum(run.series("step_time")[1])), "n"),
-            )
+            [
+                _cell(_key(i, run)),
+                _cell(_text(_method(run), 160), "soft"),
+                _number(max((row["step"] for row in run.metrics), default=None)),
+                _number(last.get(f"{metric}/mean")),
+                _cell(interval(last, f"{metric}/"), "n"),
+                _number(rewards[-1] if rewards else None),
+                _number(last.get("eval/kl")),
+                _number(round(sum(run.series("step_time")[1])) or None),
+            ]
         )
-    return _table(("run", "", "steps", "held-out", "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
+    names = {run.held_out_metric.removeprefix("eval/") for run in runs if run.held_out_metric}
+    held_out = f"held-out {names.pop()}" if len(names) == 1 else "held-out"
+    table = _table(("run", "", "steps", held_out, "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
+    settings = [run.settings for run in runs]
+    differ = [
+        name
+        for name in dict.fromkeys(name for given in settings for name in given)
+        if name != "run.output_dir" and any(given.get(name) != settings[0].get(name) for given in settings)
+    ]
+    cells = [[_cell(_text(name)), *(_cell(_value(given.get(name)), "text") for given in settings)] for name in differ[:60]]
+    return table + (f"<h2>Settings that differ</h2>{_table(('', *(run.name for run in runs)), cells)}" if cells else "")
+
+
+def _key(i: int, run: RunData) -> str:
+    return f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>{_text(run.name)}'
 
 
 def _plots(runs: Sequence[RunData]) -> str:
     pictures = plots.draw(runs)
     if not pictures:
-        return '<p class="soft">No step has been taken yet.</p>'
-    figures = "".join(
-        f"<figure><figcaption>{_text(p.title)} <span>{_text(p.note)}</span></figcaption>{svg}</figure>" for p, svg in pictures
+        return '<p class="soft">There are no two steps to draw yet.</p>'
+    figures = "\n".join(
+        f'<figure><figcaption>{_text(p.title)} <span class="soft">{_text(p.note)}</span></figcaption>{svg}</figure>'
+        for p, svg in pictures
     )
-    return f'<h2>Curves <span class="soft">over steps</span></h2><div class="plots">{figures}</div>'
+    note = "over steps; thin: each step, thick: moving average; the figure at the right is the last"
+    legend = f"<p>{' &emsp; '.join(_key(i, run) for i, run in enumerate(runs))}</p>" if len(runs) > 1 else ""
+    return f'<h2>Curves <span class="soft">{note}</span></h2>{legend}<div class="plots">{figures}</div>'
 
 
 def _samples(run: RunData) -> str:
-    """The same held-out prompts at the first, the middle and the last evaluation; those that changed come first."""
-    held = [row for row in run.rollouts if row.get("kind") == "eval" and row.get("k", 0) == 0]
-    steps = sorted({row["step"] for row in held})
-    if not steps:
+    """The same held-out prompts at the first, the middle and the last evaluation, and how many went from wrong to right."""
+    rows, steps = run.compared, list(run.samples)
+    if not rows:
         return ""
-    shown = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
-    table = {step: {row.get("row"): row for row in held if row["step"] == step} for step in shown}
-    common = [key for key in table[shown[0]] if all(key in table[step] for step in shown)]
-    common.sort(key=lambda key: table[shown[0]][key].get("completion") == table[shown[-1]][key].get("completion"))
-    rows = []
-    for key in common[:SAMPLES]:
-        cells = [_cell(_text(_prompt(table[shown[0]][key])), "text")]
-        for step in shown:
-            row = table[step][key]
-            mark = "good" if number(row.get("reward")) >= 1 else "bad"
-            cells += [_cell(_text(row.get("completion", "")), "text"), _cell(figure(row.get("reward")), f"n {mark}")]
-        rows.append(cells)
-    head = ["prompt"]
-    for step in shown:
+    head, said = ["prompt"], ""
+    for step in steps:
         head += [f"step {step}", ""]
-    return f"<h2>Completions</h2>{_table(head, rows)}"
+    turns = Counter((_verdict(row[steps[0]]), _verdict(row[steps[-1]])) for row in rows)
+    judged = sum(count for turn, count in turns.items() if "" not in turn)
+    if len(steps) > 1 and judged == len(rows):
+        better, worse = turns["wrong", "right"], turns["right", "wrong"]
+        said = (
+            f"<p>Of {judged:,} held-out prompts, {better:,} went from wrong to right and {worse:,} from right to wrong; "
+            f"{turns['right', 'right']:,} were right and {turns['wrong', 'wrong']:,} wrong at both ends.</p>"
+        )
+    first = f'<p class="soft">First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first.</p>'
+    cells = []
+    for row in rows[:SAMPLES]:
+        cells.append([_cell(_whole(row[steps[0]].prompt), "text")])
+        for sample in row.values():
+            mark = _MARKS.get(_verdict(sample)) or shown(sample.reward)
+            cells[-1] += [_cell(_whole(sample.completion), "text"), _cell(mark, "n")]
+    return f"<h2>Completions</h2>{said}{first}{_table(head, cells)}"
 
 
-def _prompt(row: Mapping[str, Any]) -> str:
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):
-        return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, Mapping))
-    return str(prompt)
+def _verdict(sample: Sample) -> str:
+    """Right is a reward of 1 and wrong one of 0; anything between is neither."""
+    return {1.0: "right", 0.0: "wrong"}.get(sample.reward, "")
+
+
+def _whole(text: str) -> str:
+    """Text that was cut when it was read."""
+    return html.escape(visible(text))
 
 
 def _troubles(run: RunData) -> str:
     """Why completions failed or stayed unscored."""
-    reasons = Counter(
-        (row.get("status"), row.get("reason")) for row in run.rollouts if row.get("status") in ("failed", "unscored")
-    )
-    if not reasons:
-        return ""
-    rows = [(_cell(_text(s)), _cell(str(n), "n"), _cell(_text(r), "text")) for (s, r), n in reasons.most_common(12)]
-    return f"<h2>Completions without a plain score</h2>{_table(('', 'count', 'reason'), rows)}"
+    rows = [[_cell(_text(s)), _number(count), _cell(_text(why), "text")] for (s, why), count in run.troubles.most_common(12)]
+    more = len(run.troubles) - len(rows)
+    said = f'<p class="soft">and {more:,} more reasons</p>' if more else ""
+    return f"<h2>Completions without a plain score</h2>{_table(('', 'count', 'reason'), rows)}{said}" if rows else ""
+
+
+def _chosen(run: RunData) -> str:
+    """Settings other than the defaults."""
+    defaults = flat(json.loads(json.dumps(asdict(SFTConfig() if run.config.get("recipe") == "sft" else OnlineConfig()))))
+    rows = [
+        [_cell(_text(name)), _cell(_value(value), "text")]
+        for name, value in run.settings.items()
+        if name != "recipe" and value != defaults.get(name)
+    ]
+    return f"<details open><summary>Settings other than the defaults</summary>{_table((), rows[:80])}</details>" if rows else ""
+
+
+def _value(value: Any) -> str:
+    return _text("–" if value is None else value if isinstance(value, str) else json.dumps(value), 200)
 
 
 def _events(run: RunData) -> str:
-    if not run.events:
-        return ""
     rows = []
     for event in run.events[-40:]:
         rest = {k: v for k, v in event.items() if k not in ("time", "kind") and v not in ("", None)}
         when = number(event.get("time"))
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if math.isfinite(when) and 0 <= when < 1e11 else ""
-        rows.append(
-            (_cell(moment, "soft"), _cell(_text(event.get("kind", ""))), _cell(_text(json.dumps(rest) if rest else ""), "text"))
-        )
-    return f"<details><summary>Events</summary>{_table(('', '', ''), rows)}</details>"
+        moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when)) if math.isfinite(when) and 0 <= when < 1e11 else ""
+        rows.append([_cell(moment, "soft"), _cell(_text(event.get("kind", ""))), _cell(_value(rest) if rest else "", "text")])
+    return f"<details><summary>Events</summary>{_table((), rows)}</details>" if rows else ""
 
 
 def _settings(run: RunData) -> str:
     if not run.config:
         return ""
-    shown = _text(json.dumps(run.config, indent=1), 20000)
-    return f"<details><summary>Settings of {_text(run.name)}</summary><pre>{shown}</pre></details>"
+    every = _text(json.dumps(run.config, indent=1), 20000)
+    return f"<details><summary>All settings of {_text(run.name)}</summary><pre>{every}</pre></details>"

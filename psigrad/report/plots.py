@@ -1,65 +1,76 @@
-"""Pictures of runs: small line plots, one idea each, as SVG for the page and as PNG for the README."""
+"""Pictures of runs: small line plots, one idea each, as SVG for the page and as PNG or SVG for the README."""
 
 from __future__ import annotations
 
+import html
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psigrad.report.read import RunData
+from psigrad.report.read import RunData, load_all, number, shown, visible
 
-# Okabe and Ito (2008): eight colours that colour-blind readers tell apart.
+# Okabe and Ito (2008): colours that colour-blind readers tell apart. The page swaps in lighter ones in the dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+DARK = ("#4FA8E0", "#F0803C", "#2FBF94", "#DE98C0", "#F0B93A", "#8ACBF2", "#A5A9B0", "#E6E8EB")
 GREY = "#8a8f98"
+_INK = "#123456"  # stands for the page's text colour
+_POINTS = 400  # a picture 340 pixels wide shows no more
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: its title, what it says, and the metrics drawn (the first is smoothed over its raw line)."""
+    """One picture: its title, what it says, and the metrics drawn, with a label for each where there are several. Of several
+    runs only the first metric is drawn.
+    """
 
     title: str
     note: str
     keys: tuple[str, ...]
-    band: bool = False
+    labels: tuple[str, ...] = ("",)
     smooth: bool = True
 
 
-ONLINE = (
+_ONLINE = (
     Plot("Reward", "mean over all completions of a step", ("reward",)),
-    Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",), band=True, smooth=False),
-    Plot("KL to the starting model", "held-out, nats per completion", ("eval/kl",), band=True, smooth=False),
-    Plot("Entropy", "of the policy, nats per token", ("entropy",)),
-    Plot("Completion length", "tokens", ("completions/mean_length", "completions/max_length")),
+    Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",)),
+    Plot("KL to the starting model", "held-out, nats per completion", ("eval/kl",)),
+    Plot("Completion length", "tokens", ("completions/mean_length", "completions/max_length"), ("mean", "longest")),
     Plot("Cut by the length limit", "share of completions", ("completions/clipped_ratio",)),
     Plot("Groups without signal", "share of prompts whose rewards are all equal", ("frac_reward_zero_std",)),
     Plot("KL in the loss", "to the reference, nats per token", ("kl",)),
-    Plot("Clipped", "share of tokens without gradient", ("clip_ratio/low_mean", "clip_ratio/high_mean")),
+    Plot(
+        "Clipped",
+        "share of tokens without gradient",
+        ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"),
+        ("all", "low", "high"),
+    ),
+    Plot("Clipped weights", "share of tokens", ("cispo_clip_ratio",)),
+    Plot("Sampler against trainer", "largest difference in log-probability", ("sampling/sampling_logp_difference/max",)),
+)
+_OFFLINE = (
+    Plot("Loss", "nats per token", ("loss", "eval/loss"), ("train", "held-out")),
+    Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",)),
+    Plot("Token accuracy", "share", ("mean_token_accuracy", "eval/mean_token_accuracy"), ("train", "held-out")),
+)
+_BOTH = (
+    Plot("Entropy", "of the policy, nats per token", ("entropy",)),
     Plot("Gradient norm", "before clipping", ("grad_norm",)),
     Plot("Learning rate", "", ("learning_rate",), smooth=False),
-    Plot(
-        "Sampler against trainer",
-        "largest difference in log-probability",
-        ("sampling/sampling_logp_difference/max",),
-        smooth=False,
-    ),
 )
-OFFLINE = (
-    Plot("Loss", "nats per token; dots are held-out", ("loss", "eval/loss")),
-    Plot("Held-out {metric}", "of generated completions, with its 95 % interval", ("{metric}/mean",), band=True, smooth=False),
-    Plot(
-        "Token accuracy", "share of target tokens that are the most probable", ("mean_token_accuracy", "eval/mean_token_accuracy")
-    ),
-    Plot("Entropy", "nats per token", ("entropy",)),
-    Plot("Gradient norm", "before clipping", ("grad_norm",)),
-    Plot("Learning rate", "", ("learning_rate",), smooth=False),
-)
+_TIME = Plot("Time", "seconds per step, by phase", ())
+_SPREAD = Plot("Rewards", "share of completions by reward", ())
 
 
-def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average without the bias of its start: sum w^i x / sum w^i."""
+def smoothed(values: Sequence[float], weight: float = 0.0) -> list[float]:
+    """Exponential moving average without the bias of its start: sum w^i x / sum w^i; by default w grows with the series, from
+    0.9 up.
+    """
+    weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + value, weight * norm + 1
@@ -68,16 +79,22 @@ def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
-    """(plot, SVG) of everything that these runs have to show."""
-    plots = dict.fromkeys(p for run in runs for p in (OFFLINE if run.config.get("recipe") == "sft" else ONLINE))
-    pictures = []
-    for plot in plots:
-        metric = next((run.held_out_metric for run in runs if run.held_out_metric), "")
-        plot = _named(plot, metric)
-        if any(_worth_drawing(run.series(key)[1]) for run in runs for key in plot.keys):
-            pictures.append((plot, _svg(lambda axes, plot=plot: _lines(axes, plot, runs))))
-    if len(runs) == 1 and runs[0].timings:
-        pictures.append((Plot("Time", "seconds per step, by phase", ()), _svg(lambda axes: _phases(axes, runs[0]))))
+    """(plot, SVG) of everything that these runs have to show; of one run also its rewards and its time."""
+    metrics = list(dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric))
+    known = [plot for run in runs for plot in (_OFFLINE if run.config.get("recipe") == "sft" else _ONLINE)] + list(_BOTH)
+    plots = dict.fromkeys(named for plot in known for named in _named(plot, metrics))
+    if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
+        labels = tuple(visible(key.split("/")[-2][:16]) for key in parts)
+        plots[Plot("Reward functions", "mean of each, before weighting", tuple(parts), labels)] = None
+    pictures = [
+        (plot, _svg(plot.title, partial(_lines, plot=plot, runs=runs)))
+        for plot in plots
+        if any(_worth_drawing(run.series(key)[1]) for run in runs for key in plot.keys)
+    ]
+    if len(runs) == 1 and len(runs[0].rewards) > 1:
+        pictures.insert(1, (_SPREAD, _svg(_SPREAD.title, partial(_spread, run=runs[0]))))
+    if len(runs) == 1 and len(_phase_rows(runs[0])) > 1:
+        pictures.append((_TIME, _svg(_TIME.title, partial(_phases, run=runs[0]))))
     return pictures
 
 
@@ -86,145 +103,214 @@ def _worth_drawing(values: Sequence[float]) -> bool:
     return len(values) > 1 and any(values)
 
 
-def _named(plot: Plot, metric: str) -> Plot:
-    title = plot.title.replace("{metric}", metric.removeprefix("eval/"))
-    keys = tuple(key.replace("{metric}", metric) for key in plot.keys if metric or "{metric}" not in key)
-    return Plot(title, plot.note, keys, plot.band, plot.smooth)
+def _named(plot: Plot, metrics: Sequence[str]) -> list[Plot]:
+    """A plot of the held-out metric, once for each metric that the runs have."""
+    if "{metric}" not in plot.title:
+        return [plot]
+    return [replace(plot, title=plot.title.format(metric=name.removeprefix("eval/")), keys=(f"{name}/mean",)) for name in metrics]
 
 
 def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
-    several = len(runs) > 1
+    several, ends = len(runs) > 1, []
     for r, run in enumerate(runs):
         for k, key in enumerate(plot.keys[:1] if several else plot.keys):
             steps, values = run.series(key)
             if not steps:
                 continue
             colour = COLOURS[(r if several else k) % len(COLOURS)]
-            if plot.band:
-                _band(axes, run, key.removesuffix("/mean"), colour)
+            line = {"color": colour, "linewidth": 1.6, "linestyle": "-" if r < len(COLOURS) else "--"}
             if key.startswith("eval/"):
-                axes.plot(steps, values, color=colour, marker="o", markersize=3, linewidth=1.4)
+                _band(axes, run, key.removesuffix("/mean"), colour)
+                line |= {"linestyle": ":", "linewidth": 1.0} if len(steps) < 4 else {}  # too few for a course between them
+                axes.plot(steps, values, **line, marker="o", markersize=3 if len(steps) < 50 else 0)
             elif plot.smooth and len(values) > 20:
-                axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.3)
-                axes.plot(steps, smoothed(values), color=colour, linewidth=1.6)
+                axes.plot(*_thin(steps, values), color=colour, linewidth=0.6, alpha=0.3)
+                values = smoothed(values)
+                axes.plot(*_thin(steps, values), **line)
             else:
-                axes.plot(steps, values, color=colour, linewidth=1.4)
-            if not several and len(plot.keys) > 1:
-                label = key.rpartition("/")[2].removesuffix("_mean").removesuffix("_length") if "/" in key else "train"
-                axes.annotate(
-                    label,
-                    (steps[-1], values[-1]),
-                    xytext=(4, 0),
-                    textcoords="offset points",
-                    color=colour,
-                    fontsize=7,
-                    va="center",
-                )
+                axes.plot(*_thin(steps, values), **line)
+            label = "" if several or len(plot.labels) < 2 else plot.labels[k]
+            ends.append((values[-1], label, colour))
+    low, high = axes.get_ylim()
+    ends = [(y, f"{_tick(y if abs(y) > 1e-3 * (high - low) else 0.0, 3)} {label}".strip(), c) for y, label, c in ends]
+    _labels(axes, ends if len(ends) <= 6 else [])
+
+
+def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """A curve of at most 2 `_POINTS` points with the same outline: the least and the greatest value of each stretch."""
+    stride = -(-len(steps) // _POINTS)
+    if stride <= 2:
+        return list(steps), list(values)
+    stretches = [range(i, min(i + stride, len(steps))) for i in range(0, len(steps), stride)]
+    kept = [i for s in stretches for i in sorted({min(s, key=values.__getitem__), max(s, key=values.__getitem__)})]
+    return [steps[i] for i in kept], [values[i] for i in kept]
 
 
 def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
-    rows = [row for row in run.evaluations if f"{name}/low" in row and f"{name}/high" in row]
-    axes.fill_between(
-        [row["step"] for row in rows],
-        [row[f"{name}/low"] for row in rows],
-        [row[f"{name}/high"] for row in rows],
-        color=colour,
-        alpha=0.18,
-        linewidth=0,
-    )
+    """The interval of a held-out figure, where it has one."""
+    rows = [(row["step"], number(row.get(f"{name}/low")), number(row.get(f"{name}/high"))) for row in run.evaluations]
+    rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
+    if rows:
+        axes.fill_between(*zip(*rows, strict=True), color=colour, alpha=0.18, linewidth=0)
+
+
+def _spread(axes: Any, run: RunData) -> None:
+    """A histogram of the rewards at each stretch of training, as stacked shares: each value on its own, or five ranges."""
+    steps = sorted(run.rewards)
+    every = [reward for step in steps for reward in run.rewards[step]]
+    low, high, values = min(every), max(every), sorted(set(every))
+    width = (high - low) / 5 or 1.0
+    if len(values) <= 5:
+        edges, names = values[1:], [shown(value) for value in values]
+    else:
+        edges = [low + width * i for i in range(1, 5)]
+        names = [f"{low + width * i:.2g} to {low + width * (i + 1):.2g}" for i in range(5)]
+    stride = -(-len(steps) // 40)
+    groups = [steps[i : i + stride] for i in range(0, len(steps), stride)]
+    shares = []
+    for group in groups:
+        found = [sum(reward >= edge for edge in edges) for step in group for reward in run.rewards[step]]
+        shares.append([found.count(i) / len(found) for i in range(len(names))])
+    layers = [(name, [share[i] for share in shares]) for i, name in enumerate(names)]
+    strengths = [0.12 + 0.58 * i / max(1, len(names) - 1) for i in range(len(names))]
+    _stack(axes, [group[len(group) // 2] for group in groups], layers, [COLOURS[0]] * len(names), strengths, _INK)
+    axes.set_ylim(0, 1)
+
+
+def _phase_rows(run: RunData) -> list[dict[str, float]]:
+    """Seconds of each training step by phase; evaluations have rows of their own, with no other phase."""
+    rows = [
+        {"step": row["step"], **{key[5:]: number(value) for key, value in row.items() if key.startswith("time/")}}
+        for row in run.timings
+    ]
+    return [row for row in rows if row.keys() - {"step", "eval"} and all(math.isfinite(value) for value in row.values())]
 
 
 def _phases(axes: Any, run: RunData) -> None:
-    """Seconds per step, stacked by phase, smoothed."""
-    rows = [row for row in run.timings if any(key.startswith("time/") and key != "time/eval" for key in row)]
-    names = list(dict.fromkeys(key for row in rows for key in row if key.startswith("time/")))
-    steps = [row["step"] for row in rows]
-    bottom = [0.0] * len(rows)
-    for i, name in enumerate(names):
-        top = [b + v for b, v in zip(bottom, smoothed([float(row.get(name, 0.0)) for row in rows]), strict=True)]
-        axes.fill_between(steps, bottom, top, color=COLOURS[i], alpha=0.55, linewidth=0)
-        if steps:
-            axes.annotate(
-                name.removeprefix("time/"),
-                (steps[-1], (bottom[-1] + top[-1]) / 2),
-                xytext=(4, 0),
-                textcoords="offset points",
-                color=COLOURS[i],
-                fontsize=7,
-                va="center",
-            )
+    rows = _phase_rows(run)
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "step"]
+    layers = [(name, smoothed([row.get(name, 0.0) for row in rows])) for name in names]
+    stride = -(-len(rows) // _POINTS)
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    steps = [int(row["step"]) for row in rows][::stride]
+    _stack(axes, steps, [(name, values[::stride]) for name, values in layers], colours, [0.6] * len(names))
+
+
+def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
+    """Areas on top of each other, labelled at their right ends."""
+    bottom, ends = [0.0] * len(steps), []
+    for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
+        top = [b + v for b, v in zip(bottom, values, strict=True)]
+        axes.fill_between(steps, bottom, top, color=colour, alpha=strength, linewidth=0)
+        ends.append(((bottom[-1] + top[-1]) / 2, visible(name[:16]), ink or colour))
         bottom = top
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(bottom) * 1.02 or 1)
+    _labels(axes, ends)
 
 
-def _svg(paint: Callable[[Any], None]) -> str:
-    """An SVG that takes the page's text colour, so that it is right in the dark as well."""
-    figure, axes = _axes(3.5, 1.9)
+def _labels(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Direct labels beside the right ends of curves, moved apart where they would touch."""
+    _limits(axes)
+    low, high = axes.get_ylim()
+    ends = sorted(ends, key=lambda end: end[0])
+    heights = [(y - low) / (high - low) for y, _, _ in ends]
+    for _ in range(40):
+        for i in range(len(heights) - 1):
+            lack = max(0.0, 0.12 - (heights[i + 1] - heights[i])) / 2
+            heights[i], heights[i + 1] = max(0.0, heights[i] - lack), min(1.0, heights[i + 1] + lack)
+    for height, (_, text, colour) in zip(heights, ends, strict=True):
+        axes.text(1.015, height, text, transform=axes.transAxes, color=colour, fontsize=8, va="center", parse_math=False)
+
+
+def _limits(axes: Any) -> None:
+    """Zero belongs to the axis where it is near; a constant gets an axis all the same."""
+    axes.margins(x=0.01, y=0.08)
+    low, high = axes.get_ylim()
+    if axes.dataLim.y0 >= 0 and high > 0 and low < 0.5 * high:
+        axes.set_ylim(bottom=0)
+    if high - low < 1e-12:
+        axes.set_ylim(low - 0.5, high + 0.5)
+
+
+def _tick(value: float, digits: int = 4) -> str:
+    """A number with few characters: 3e-4 and not 0.0003; never an offset in a corner."""
+    text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
+    return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def _svg(title: str, paint: Callable[[Any], None]) -> str:
+    """An SVG in the page's colours, so that it is right in the dark as well; without metadata, which names addresses."""
+    import matplotlib
+
+    figure, axes = _axes(3.5, 2.0)
     paint(axes)
     _finish(axes)
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", transparent=True)
+    title, stream = visible(title), io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"psigrad {title}"}):
+        figure.savefig(stream, format="svg", transparent=True)
     text = stream.getvalue()
-    return text[text.index("<svg") :].replace("#123456", "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|\n\s*", " ", text[text.index("<svg") :], flags=re.S)
+    label = f'<svg role="img" aria-label="{html.escape(title)}"'
+    text = re.sub(r'<svg [^>]*?( viewBox="[^"]*")[^>]*>', lambda m: f"{label}{m[1]}>", text, count=1)
+    # ids of groups are the same in every picture; the page has a font of its own
+    text = re.sub(r' id="[^"]*_\d+"|font-family: [^;]*; | transform="rotate\(-0 [^"]*"', "", text)
+    for i, colour in enumerate(COLOURS):
+        text = re.sub(colour, f"var(--c{i})", text, flags=re.I)
+    return text.replace("xlink:href", "href").replace(_INK, "currentColor")
 
 
 def _axes(width: float, height: float) -> tuple[Any, Any]:
-    import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    matplotlib.rcParams["svg.hashsalt"] = "psigrad"
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _finish(axes: Any, ink: str = "#123456") -> None:
+def _finish(axes: Any, ink: str = _INK) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    _limits(axes)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
+    axes.set_axisbelow(True)
     axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
-    axes.tick_params(colors=ink, labelsize=7, length=0)
-    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")  # no offset in a corner
-    axes.margins(x=0.02, y=0.08)
-    low, high = axes.get_ylim()
-    if low >= 0 and high > 0 and low < 0.5 * high:
-        axes.set_ylim(bottom=0)
-    if high - low < 1e-12 and math.isfinite(low):
-        axes.set_ylim(low - 0.5, high + 0.5)
+    axes.tick_params(colors=ink, labelsize=8, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(lambda value, place: _tick(value))
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
 
 
-def readme_figure(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """A PNG for the README: held-out accuracy over steps, a thin line per seed with its interval, their mean, and SFT's level."""
-    from psigrad.report.read import load
+def readme_figure(folders: Sequence[str | Path], path: str | Path, title: str = "") -> Path:
+    """A picture 900 pixels wide, PNG or SVG by the name of `path`: the held-out metric of several seeds of one run over steps.
 
-    runs = [load(folder) for folder in folders]
+    A thin line and the 95 % interval for each seed, their mean over the steps that all of them have, and where they began.
+    """
+    runs = load_all(folders)
     metric = runs[0].held_out_metric
-    figure, axes = _axes(8.0, 3.4)
-    curves = []
-    for run in runs:
-        steps, values = run.series(f"{metric}/mean")
-        curves.append((steps, values))
+    figure, axes = _axes(9.375, 4.0)
+    curves = [dict(zip(*run.series(f"{metric}/mean" if metric else "reward"), strict=True)) for run in runs]
+    for run, curve in zip(runs, curves, strict=True):
         _band(axes, run, metric, COLOURS[0])
-        axes.plot(steps, values, color=COLOURS[0], linewidth=0.8, alpha=0.5)
-    steps = curves[0][0]
-    mean = [sum(values[i] for _, values in curves) / len(curves) for i in range(len(steps))]
-    axes.plot(steps, mean, color=COLOURS[0], linewidth=2.4)
-    axes.axhline(mean[0], color=COLOURS[1], linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.annotate(
-        f"after SFT: {mean[0]:.0%}", (steps[-1], mean[0]), xytext=(0, 5), textcoords="offset points", color=COLOURS[1], ha="right"
-    )
-    axes.annotate(
-        f"after GRPO: {mean[-1]:.0%}",
-        (steps[-1], mean[-1]),
-        xytext=(0, -16),
-        textcoords="offset points",
-        color=COLOURS[0],
-        ha="right",
-    )
-    axes.set_xlabel("GRPO steps (128 completions each)", color="#333333")
-    axes.set_title("Held-out accuracy on words that no demonstration held", loc="left", fontsize=11, color="#222222")
+        axes.plot(curve.keys(), curve.values(), color=COLOURS[0], linewidth=0.9, alpha=0.55)
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    mean = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
+    axes.plot(steps, mean, color=COLOURS[0], linewidth=2.6)
+    ends = []
+    if mean:
+        axes.axhline(mean[0], color=COLOURS[1], linewidth=1.2, linestyle=(0, (4, 3)))
+        ends = [(mean[i], f"{mean[i]:.3g} at step {steps[i]:,}", COLOURS[1 + i]) for i in (0, -1)]
     _finish(axes, "#333333")
-    axes.tick_params(labelsize=9)
-    axes.set_ylim(0, 1)
-    figure.savefig(path, dpi=125)
+    if all(0 <= value <= 1 for value in mean):
+        axes.set_ylim(0, 1)
+    _labels(axes, ends)
+    for text in axes.texts:
+        text.set_fontsize(11)
+    axes.tick_params(labelsize=10)
+    axes.set_xlabel("step", color="#333333")
+    name = metric.removeprefix("eval/") or "reward"
+    title = title or f"Held-out {name}: {len(runs)} seeds with their 95 % intervals, and the mean of the seeds"
+    axes.set_title(title, loc="left", fontsize=12, pad=12, color="#222222", parse_math=False)
+    figure.savefig(path, dpi=96)
     return Path(path)

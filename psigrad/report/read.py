@@ -99,7 +99,7 @@ def number(value: Any) -> float:
         return _NUMBERS.get(value, math.nan)
     if not isinstance(value, int | float):
         return math.nan
-    return float(value) if abs(value) < _LARGEST else math.copysign(math.inf, value)
+    return float(value) if not abs(value) >= _LARGEST else math.inf if value > 0 else -math.inf
 
 
 def shown(value: Any) -> str:

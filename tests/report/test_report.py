@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import re
 
@@ -10,155 +9,160 @@ import pytest
 
 from psigrad import report
 from psigrad.errors import UserError
-from psigrad.report import plots, terminal
-from psigrad.report.read import load
-
-HOSTILE = "[bold]<script>alert(1)</script></style>\"'&\ud800\x00\u202e"
+from psigrad.report.read import load, load_all
 
 
-class Page(html.parser.HTMLParser):
-    """Elements, attributes and text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags, self.links, self.text = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href", "data", "action") and v]
-        self.tags += [k for k, v in attrs if k.startswith("on")]
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def rows(path, *items):
-    path.write_bytes(b"".join(json.dumps(i).encode() + b"\n" for i in items))
-
-
-@pytest.fixture
-def run(tmp_path):
-    """An online run of 30 steps, evaluated at 0, 15 and 30, with hostile completions, a torn last line and a NaN."""
-
-    def make(name: str, shift: float = 0.0):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(
-            json.dumps(
-                {"recipe": "online", "algorithm": "grpo", "model": {"path": HOSTILE}, "prompts_per_step": 4, "num_generations": 8}
-            )
-        )
-        metrics = []
-        for step in range(31):
-            if step:
-                metrics.append(
-                    {"step": step, "reward": step / 30 + shift, "grad_norm": "NaN" if step == 7 else 1.0, "entropy": 0.5}
-                )
-            if step % 15 == 0:
-                value = 0.25 + step / 60 + shift
-                metrics.append(
-                    {
-                        "step": step,
-                        "eval/exact/mean": value,
-                        "eval/exact/low": value - 0.1,
-                        "eval/exact/high": value + 0.1,
-                        "eval/kl": step / 10,
-                    }
-                )
-        rows(folder / "metrics.jsonl", *metrics)
-        with (folder / "metrics.jsonl").open("ab") as stream:
-            stream.write(b'{"step": 31, "rew')
-        rows(
-            folder / "timings.jsonl",
-            *({"step": s, "step_time": 2.0, "time/sample": 1.5, "time/update": 0.5} for s in range(1, 31)),
-        )
-        completion = {"kind": "eval", "k": 0, "prompt": HOSTILE, "status": "scored", "reason": ""}
-        rows(
-            folder / "rollouts.jsonl",
-            *({"step": s, "row": 0, "completion": f"{HOSTILE} at {s}", "reward": s / 30, **completion} for s in (0, 15, 30)),
-            {
-                "step": 3,
-                "row": 1,
-                "kind": "train",
-                "k": 0,
-                "completion": "A" * 1_000_000,
-                "status": "unscored",
-                "reason": "time-out after 1 s",
-            },
-            {
-                "step": 3,
-                "row": 2,
-                "kind": "train",
-                "k": 0,
-                "completion": "x",
-                "status": "unscored",
-                "reason": "time-out after 1 s",
-            },
-        )
-        rows(folder / "events.jsonl", {"time": 1.7e9, "kind": "saved", "step": 5}, {"time": "NaN", "kind": HOSTILE})
-        return folder
-
-    return make
-
-
-def test_the_page_runs_nothing_and_fetches_nothing(run):
+def test_the_page_runs_nothing_and_fetches_nothing(run, page):
     path = report.write([run("one")])
-    text = path.read_text()
-    page = Page(text)
-    assert "script" not in page.tags and not any(t.startswith("on") for t in page.tags)
-    assert all(link.startswith("#") for link in page.links)
-    assert not re.search(r"url\((?!#)", text)
-    assert "default-src 'none'" in text
-    assert any("<script>alert(1)</script></style>" in data for data in page.text)
-    assert len(text) < 600_000
+    text = path.read_text(encoding="utf-8")
+    found = page(text)
+    assert found.dangers() == []
+    assert "http://" not in text.replace(r"src=http://x.y/z", "") and "https://" not in text
+    assert ("http-equiv", "Content-Security-Policy") in found.attributes and "default-src 'none'" in text
+    assert any("<script>alert(1)</script></style></td>" in data for data in found.text)
+    assert "\x00" not in text and "\u202e" not in text and "\\ud800\\x00\\u202e" in text
 
 
-def test_the_headline_is_the_first_and_the_last_evaluation(run):
-    page = " ".join(Page(report.write([run("one")]).read_text()).text)
-    table = page[page.index("held-out") : page.index("Curves")]
-    assert re.search(r"exact\s+0\.25\s+0\.75\s+0\.65 to 0\.85", " ".join(table.split()))
-    assert re.search(r"kl\s+0\s+3\b", " ".join(table.split()))
+def test_negative_control_the_reader_of_pages_sees_dangers(page):
+    bad = "<script></script>", "<a href=http://x>", "<p onclick=x>", "<p style='background:url(//x)'>", "<img src=x>"
+    assert all(page(text).dangers() for text in bad)
+    assert page("<svg><use href='#a' style='clip-path: url(#b)'/></svg>").dangers() == []
 
 
-def test_a_summary_takes_the_place_of_the_headline(run):
+def test_long_texts_are_cut_with_a_count_and_the_page_stays_small(run, page):
     folder = run("one")
-    (folder / "summary.json").write_text(
-        json.dumps({"rows": [{"name": "accuracy", "value": 0.9, "low": 0.8, "high": 1.0, "unit": ""}]})
-    )
-    page = " ".join(" ".join(Page(report.write([folder]).read_text()).text).split())
-    assert "accuracy 0.9 0.8 to 1" in page
+    with (folder / "rollouts.jsonl").open("ab") as stream:
+        for step in (0, 15, 30):
+            row = {"step": step, "kind": "eval", "row": 5, "k": 0, "prompt": "p", "completion": "A" * 1_000_000, "reward": 0.5}
+            stream.write(json.dumps(row).encode() + b"\n")
+    text = report.write([folder]).read_text()
+    assert len(text) < 250_000
+    assert " ".join(page(text).text).count("A" * 600 + " … 999,400 more characters") == 3
 
 
-def test_completions_of_the_same_prompt_stand_side_by_side_and_troubles_are_counted(run):
-    page = " ".join(Page(report.write([run("one")]).read_text()).text)
-    assert [page.index(f"at {s}") for s in (0, 15, 30)] == sorted(page.index(f"at {s}") for s in (0, 15, 30))
-    assert re.search(r"unscored\s+2\s+time-out after 1 s", page)
+def test_the_headline_is_the_first_and_the_last_evaluation(run, page):
+    table = page(report.write([run("one")]).read_text()).tables[0]
+    assert table[0] == ["held-out", "step 0", "step 30", "95 % interval"]
+    assert ["exact", "0.25", "0.75", "0.65 to 0.85"] in table and ["kl", "0", "3", ""] in table
+
+
+def test_a_run_evaluated_once_has_one_column(tmp_path, page):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "eval/exact/mean": 0.5, "eval/pass@4": 0.75}\n')
+    table = page(report.write(tmp_path).read_text()).tables[0]
+    assert table == [["held-out", "step 9", "95 % interval"], ["exact", "0.5", ""], ["pass@4", "0.75", ""]]
+
+
+def test_a_summary_takes_the_place_of_the_headline(run, page):
+    folder = run("one")
+    figures = [{"name": "accuracy", "value": 0.9, "low": 0.8, "high": 1.0, "unit": ""}, {"name": "tokens", "value": 1234567}]
+    (folder / "summary.json").write_text(json.dumps({"rows": [*figures, {"name": "odd", "value": "x", "low": None}, 3]}))
+    table = page(report.write([folder]).read_text()).tables[0]
+    assert table[1:] == [["accuracy", "0.9", "0.8 to 1", ""], ["tokens", "1,234,567", "", ""], ["odd", "–", "", ""]]
+
+
+def test_completions_of_the_same_prompt_stand_side_by_side_with_their_verdicts(run, page):
+    found = page(report.write([run("one")]).read_text())
+    table = next(table for table in found.tables if table[0][0] == "prompt")
+    assert table[0] == ["prompt", "step 0", "", "step 15", "", "step 30", ""]
+    assert [(re.findall(r"row (\d) at (\d+)", " ".join(row)), row[2], row[4], row[6]) for row in table[1:]] == [
+        ([("0", "0"), ("0", "15"), ("0", "30")], "✗", "✗", "✓"),
+        ([("1", "0"), ("1", "15"), ("1", "30")], "✓", "✓", "✗"),
+        ([("3", "0"), ("3", "15"), ("3", "30")], "✗", "✓", "✓"),
+        ([("2", "0"), ("2", "15"), ("2", "30")], "✓", "✓", "✓"),
+    ]
+    said = "Of 4 held-out prompts, 2 went from wrong to right and 1 from right to wrong; 1 were right and 0 wrong at both ends."
+    assert said in " ".join(found.text)
+
+
+def test_completions_without_a_score_are_counted_by_reason(run, page):
+    found = page(report.write([run("one")]).read_text())
+    table = next(table for table in found.tables if table[0] == ["", "count", "reason"])
+    assert len(table) == 2 and table[1][:2] == ["unscored", "2"] and table[1][2].startswith("time-out [bold]<script>")
+
+
+def test_settings_other_than_the_defaults_are_named(run, page):
+    found = page(report.write([run("two", num_generations=16)]).read_text()).tables
+    chosen = next(table for table in found if ["optim.learning_rate", "0.125"] in table)
+    assert ["num_generations", "16"] in chosen and "algorithm" not in {name for name, *_ in filter(None, chosen)}
+    found = page(report.write([run("one")]).read_text()).tables
+    assert not any(["num_generations", "8"] in table for table in found)  # 8 is the default
+
+
+def test_three_runs_are_compared(run, tmp_path, monkeypatch, page):
+    monkeypatch.chdir(tmp_path)
+    path = report.write([run("a"), run("b", 0.1), run("c", -0.2, num_generations=16)])
+    assert path.resolve() == tmp_path / "report.html"
+    found = page(path.read_text())
+    assert found.dangers() == []
+    weights = [0.9 ** (30 - step) for step in range(1, 31)]
+    mean = sum(w * step / 30 for w, step in zip(weights, range(1, 31), strict=True)) / sum(weights)
+    figures = found.tables[0]
+    assert figures[0] == ["run", "", "steps", "held-out exact", "95 % interval", "reward (smoothed)", "KL", "seconds"]
+    for row, name, shift in zip(figures[1:], "abc", (0, 0.1, -0.2), strict=True):
+        low, high = 0.65 + shift, 0.85 + shift
+        final = ["30", f"{0.75 + shift:.4g}", f"{low:.4g} to {high:.4g}", f"{mean + shift:.4g}", "3", "60"]
+        assert [row[0], *row[2:]] == [name, *final]
+    assert found.tables[1] == [["", "a", "b", "c"], ["num_generations", "8", "8", "16"]]
+
+
+def test_runs_in_folders_of_the_same_name_are_told_apart(run):
+    assert [r.name for r in load_all([run("seed0/grpo"), run("seed1/grpo")])] == ["seed0/grpo", "seed1/grpo"]
+    assert [r.name for r in load_all([run("x/left"), run("x/right")])] == ["left", "right"]
 
 
 def test_series_leave_out_what_is_not_finite(run):
     data = load(run("one"))
     steps, values = data.series("grad_norm")
-    assert 7 not in steps and len(steps) == 29 and set(values) == {1.0}
+    assert steps == [s for s in range(1, 31) if s != 7] and set(values) == {1.0}
     assert data.series("reward")[0][-1] == 30
     assert data.held_out_metric == "eval/exact"
     assert [row["step"] for row in data.evaluations] == [0, 15, 30]
 
 
-def test_three_runs_are_compared(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = report.write([run("a"), run("b", 0.1), run("c", -0.2)])
-    assert path.resolve() == tmp_path / "report.html"
-    page = " ".join(" ".join(Page(path.read_text()).text).split())
-    for name, value in (("a", "0.75"), ("b", "0.85"), ("c", "0.55")):
-        assert re.search(rf"\b{name} .{{0,400}}? 30 {value}", page)
-    assert "60" in page  # 30 steps of 2 seconds
+def test_rows_without_a_step_are_left_out(tmp_path):
+    steps = (True, -1, 10**30, "1", None, 1.5, 4)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "reward": 1.0}) + "\n" for s in steps))
+    assert load(tmp_path).metrics == [{"step": 4, "reward": 1.0}]
 
 
-def test_the_moving_average_is_the_weighted_mean():
-    values = [3.0, 1.0, 4.0]
-    assert plots.smoothed(values, 0.5) == pytest.approx([3.0, (1.5 + 1) / 1.5, (0.75 + 0.5 + 4) / 1.75])
-    assert plots.smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
+def test_reading_again_by_place_finds_the_rows_of_three_evaluations(run):
+    data = load(run("one"))
+    assert list(data.samples) == [0, 15, 30] and list(data.samples[15]) == ["0", "1", "2", "3"]
+    assert data.samples[15]["2"].completion.endswith("row 2 at 15") and data.samples[30]["1"].reward == 0.0
+    assert data.rewards == {s: [float(s > 10)] for s in range(1, 31)}
+
+
+EVAL = {"step": 1, "eval/a/mean": 0.5, "eval/a/low": 0.0, "eval/a/high": 1.0}
+ODD_ROLLOUT = {"step": 1, "kind": "eval", "row": [1], "prompt": [7, {"role": "user"}], "status": "failed", "reason": ["x"]}
+ODD_NAMES = {"eval/\ud800{x}$a$/mean": 0.5, "rewards/\ud800/mean": 1.0, "rewards/$/mean": 1}
+BAD = {
+    "bounds that are no numbers": {"metrics": [EVAL, {**EVAL, "step": 2, "eval/a/low": "NaN", "eval/a/high": None}]},
+    "numbers too large": {"metrics": [b'{"step": 1, "reward": 1%s}' % (b"0" * n) for n in (400, 5000)] + [EVAL]},
+    "overflow of axes": {"metrics": [{"step": 1, "reward": 1e308}, {"step": 2, "reward": -1e308}]},
+    "deep nesting": {"metrics": [b"[" * 200_000, EVAL]},
+    "phases": {"timings": [{"step": s, **{f"time/{i}": v for i in range(12)}} for s, v in enumerate((None, "x", 1.0, 2.0))]},
+    "odd names": {"metrics": [{"step": s, **ODD_NAMES} for s in (1, 2)]},
+    "odd rollouts": {"rollouts": [{**ODD_ROLLOUT, "completion": None, "reward": "NaN"}, {"step": 2}]},
+    "an odd configuration": {"config": '{"recipe": 7, "model": "qwen", "algorithm": [], "reward": "x"}', "metrics": [EVAL]},
+    "a configuration that is none": {"config": "[]", "metrics": [EVAL]},
+    "an odd summary": {"summary": '{"rows": 5}'},
+    "bytes": {"metrics": [b"\xff\x00\xfe", EVAL]},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_damaged_run_gets_a_page_alone_and_in_comparison(name, tmp_path, run, page):
+    content = dict(BAD[name])
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / "config.json").write_text(content.pop("config", '{"recipe": "online"}'))
+    (folder / "summary.json").write_text(content.pop("summary", "{}"))
+    for file, lines in content.items():
+        joined = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+        (folder / f"{file}.jsonl").write_bytes(joined + b"\n")
+    for folders in ([folder], [folder, run("good")]):
+        text = report.write(folders, tmp_path / "page.html").read_text(encoding="utf-8")
+        assert page(text).dangers() == [] and ">nan<" not in text
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"step": "x"}\n[]\n'])
@@ -167,7 +171,7 @@ def test_a_run_that_has_hardly_begun_still_gets_a_page(tmp_path, content):
     if content is not None:
         for name in ("metrics", "timings", "rollouts", "events"):
             (tmp_path / f"{name}.jsonl").write_text(content)
-    assert "No step has been taken yet" in report.write([tmp_path]).read_text()
+    assert "There are no two steps to draw yet" in report.write([tmp_path]).read_text()
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -175,21 +179,24 @@ def test_what_is_no_run_is_refused(tmp_path):
         report.write([tmp_path])
     with pytest.raises(UserError, match="There is no folder"):
         report.write([tmp_path / "nowhere"])
+    with pytest.raises(UserError, match="No run was named"):
+        report.write([])
 
 
-def test_an_output_that_cannot_be_written_is_one_sentence(run, tmp_path):
-    with pytest.raises(UserError, match="The report cannot be written to"):
-        report.write([run("one")], tmp_path / "missing" / "report.html")
-
-
-def test_the_terminal_shows_any_text_as_it_is(run, capsys):
+def test_an_output_that_cannot_be_written_is_one_sentence_and_leaves_nothing(run, tmp_path):
     folder = run("one")
-    terminal.before_and_after(folder)
-    terminal.samples([HOSTILE], [HOSTILE * 50], [None])
-    shown = capsys.readouterr().out
-    assert "[bold]" in shown and "\x00" not in shown and "\ud800" not in shown and "\u202e" not in shown
+    with pytest.raises(UserError, match="The report cannot be written to"):
+        report.write([folder], tmp_path / "missing" / "report.html")
+    (folder / "taken").mkdir()
+    before = sorted(folder.iterdir())
+    with pytest.raises(UserError, match=r"cannot be written to .*taken: Is a directory"):
+        report.write([folder], folder / "taken")
+    assert sorted(folder.iterdir()) == before
 
 
-def test_the_readme_figure_is_a_picture(run, tmp_path):
-    path = plots.readme_figure([run("a"), run("b", 0.1)], tmp_path / "figure.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_a_report_only_reads_and_says_the_same_twice(run):
+    folder = run("one")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    first = report.write(folder).read_bytes()
+    assert report.write(folder).read_bytes() == first
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "report.html"} == before

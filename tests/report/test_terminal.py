@@ -1,0 +1,58 @@
+"""The terminal shows any text as it is, on any terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from psigrad.report import terminal
+
+FIGURES = [{"name": "accuracy [b]", "value": 0.8, "low": 0.75, "high": 0.85}, {"name": "\ud800", "value": None, "unit": "s"}]
+
+
+def test_samples_are_shown_as_they_are(run, hostile, capsys):
+    terminal.samples_table(run("one"))
+    terminal.samples([hostile], [hostile * 50], [None])
+    shown = capsys.readouterr().out
+    assert "[bold]" in shown and not {"\x00", "\ud800", "\u202e"} & set(shown)
+    assert "step 0" in shown and "step 30" in shown and "step 15" not in shown
+
+
+def test_the_final_table_has_the_figures_of_the_report(capsys):
+    terminal.final_table(FIGURES)
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert lines == [["accuracy [b]", "0.8", "0.75 to 0.85", ""], ["\\ud800", "–", "", "s"]]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_no_encoding_of_the_terminal_stops_a_run_at_its_end(encoding):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    terminal.final_table([{"name": "ответ \ud800 日本", "value": None}], Console(file=stream, width=80))
+    stream.flush()
+    shown = stream.buffer.getvalue().decode(encoding)
+    assert ("日本" in shown) == (encoding == "utf-8") and ("\\u65e5" in shown) == (encoding != "utf-8")
+
+
+def test_text_is_one_line_of_bounded_width():
+    assert terminal.printable("a\nb\tc", 60) == "a\\nb\\tc"
+    assert terminal.printable("x" * 1_000_000, 10) == "x" * 9 + "…" and terminal.printable("x" * 10, 10) == "x" * 10
+    assert terminal.printable("é" * 20, 10, "ascii") == "\\xe9\\xe..."
+
+
+def test_the_end_of_a_run_is_told_with_and_without_a_summary(run, capsys):
+    folder = run("[runs]")
+    before, after = {"step": 0, "eval/exact/mean": 0.25}, {"step": 30, "eval/exact/mean": 0.75}
+    result = SimpleNamespace(folder=folder, model=folder / "model", report=None, before=before, after=after)
+    terminal.finished(result)
+    shown = capsys.readouterr().out
+    assert "0.25" in shown and "0.75" in shown and str(folder / "model") in shown
+    (folder / "summary.json").write_text(json.dumps({"rows": FIGURES}))
+    with (folder / "rollouts.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 30, "kind"')
+    terminal.finished(result)
+    shown = capsys.readouterr().out
+    assert "0.75 to 0.85" in shown and "step 30" in shown
