@@ -68,7 +68,9 @@ def run(
         )
     )
     greedy = [_greedy(model, files["held_out"], seed, shared["sampling"]) for model in (tuned.model, trained.model)]
-    rows = headline(trained, greedy, time.perf_counter() - start)
+    # a demo that was stopped and taken up again has spent time in an earlier call as well
+    spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
+    rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
     setup.summary(trained.folder, rows)
     return replace(trained, report=setup.write_report(trained.folder))
 
@@ -141,8 +143,17 @@ def _figure(name: str, figures: Mapping[str, Any], key: str) -> dict[str, Any]:
     }
 
 
+def timings(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's timings.jsonl."""
+    return [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+
+
+def recorded_seconds(folder: Path) -> float:
+    """Seconds that a run spent in steps and evaluations, in all its lives."""
+    return float(sum(row["step_time"] for row in timings(folder)))
+
+
 def tokens_per_second(folder: Path) -> float:
     """Completion tokens per second of whole training steps: sampling, scoring and update."""
-    rows = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/sample" in row]
+    steps = [row for row in timings(folder) if "time/sample" in row]
     return sum(row["tokens"] for row in steps) / sum(row["step_time"] for row in steps)
