@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -157,16 +159,22 @@ class LanguageModel:
 
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter only."""
-        (self.adapter or self.hf).save_pretrained(folder, safe_serialization=True)
-        self.tokenizer.save_pretrained(folder)
+        self._write(self.adapter or self.hf, folder)
 
     def save_merged(self, folder: Path) -> None:
         """The whole model, adapter merged in, so that `AutoModelForCausalLM.from_pretrained(folder)` opens it."""
         model = self.hf
         if self.adapter is not None:
             model = copy.deepcopy(self.adapter).merge_and_unload()
+        self._write(model, folder)
+
+    def _write(self, model: Any, folder: Path) -> None:
         model.save_pretrained(folder, safe_serialization=True)
         self.tokenizer.save_pretrained(folder)
+        umask = os.umask(0)
+        os.umask(umask)
+        for path in folder.iterdir():  # safetensors leaves its files to their owner alone
+            path.chmod(0o666 & ~umask)
 
 
 def load(
@@ -185,7 +193,7 @@ def load(
     try:
         hf = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"No causal language model could be loaded from {path!r} ({reason}); give a folder or a hub name."

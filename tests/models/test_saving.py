@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -51,6 +52,22 @@ def test_a_path_without_a_model_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(UserError, match="No causal language model could be loaded from") as error:
         language_model.load(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_damaged_weights_are_refused_in_one_sentence(qwen3, tmp_path):
+    qwen3.save(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match="No causal language model could be loaded from"):
+        language_model.load(str(tmp_path))
+
+
+def test_others_may_read_what_the_umask_lets_them(qwen3, tmp_path):
+    before = os.umask(0o022)
+    try:
+        qwen3.save(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
 
 
 def test_a_tokenizer_without_eos_is_refused(tokenizer):
