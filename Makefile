@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 	$(RUN) -m psigrad demo
 
 test: lint types
-	$(RUN) -m pytest
+	$(RUN) -m pytest --durations 10
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600

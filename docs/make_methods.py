@@ -121,7 +121,7 @@ def page(name: str) -> str:
         ("aggregate", parts.aggregate),
         ("kl", parts.kl),
     ]
-    slots += [("keep", ", ".join(_called(k) for k in parts.keep) or None)]
+    slots += [("keep", ", ".join(f"`{_called(k)}`" for k in parts.keep) or None)]
     rows = "\n".join(
         f"| {slot} | {value if isinstance(value, str) else '–' if value is None else f'`{_called(value)}`'} |"
         for slot, value in slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from psigrad import __version__
 from psigrad.errors import UserError, nearest
@@ -34,11 +34,22 @@ def _online(preset: str) -> Callable[[list[str]], int]:
         from psigrad.config import OnlineConfig
 
         config = flags.parse(OnlineConfig, preset, arguments, defaults={"algorithm": preset})
+        _agree(preset, config.algorithm)
         from psigrad.recipes import online
 
         return _finished(online.run(config))
 
     return run
+
+
+def _agree(preset: str, algorithm: Any) -> None:
+    """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
+    named = algorithm.get("preset", preset) if isinstance(algorithm, dict) else algorithm
+    if isinstance(named, str) and named != preset and named in COMMANDS:
+        raise UserError(
+            f"The command is {preset} and the settings name the algorithm {named}; type `psigrad {named}`, or take the name out "
+            "of the settings."
+        )
 
 
 def _eval(arguments: list[str]) -> int:
@@ -65,9 +76,12 @@ def _demo(arguments: list[str]) -> int:
 
 
 def _explain(arguments: list[str]) -> int:
-    if not 1 <= len(arguments) <= 2 or arguments[0] in ("-h", "--help"):
-        print("psigrad explain NAME [OTHER]\n\nThe formula that NAME optimises, term by term, or how OTHER differs from it.")
-        return 0 if arguments else 2
+    usage = "psigrad explain NAME [OTHER]"
+    if _asks_for_help(arguments):
+        print(f"{usage}\n\nThe formula that NAME optimises, term by term, or how OTHER differs from it.")
+        return 0
+    if not 1 <= len(arguments) <= 2:
+        raise UserError(f"explain got {len(arguments)} names and takes one or two; the usage is {usage}.")
     from psigrad import objective
 
     print(objective.explain(*arguments))
@@ -75,23 +89,27 @@ def _explain(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("psigrad report RUN [RUN ...] [--output FILE]\n\nDraw the report of a run folder again, or of several compared.")
-        return 0 if arguments else 2
-    output = None
-    if "--output" in arguments:
-        at = arguments.index("--output")
-        if at + 1 == len(arguments):
-            raise UserError("--output has no value; name the file to write.")
-        output = arguments[at + 1]
-        arguments = arguments[:at] + arguments[at + 2 :]
+    usage = "psigrad report RUN [RUN ...] [--output FILE]"
+    if _asks_for_help(arguments):
+        print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
+        return 0
+    from psigrad import flags
+
+    folders, output = flags.names_and_output("report", arguments)
+    if not folders:
+        raise UserError(f"report got no run folder; the usage is {usage}.")
     from psigrad import report
 
-    print(f"report: {report.write(arguments, output)}")
+    print(f"report: {report.write(folders, output)}")
     return 0
 
 
 def _tasks(arguments: list[str]) -> int:
+    if _asks_for_help(arguments):
+        print("psigrad tasks\n\nNames of the procedural tasks of reasoning-gym, one per line.")
+        return 0
+    if arguments:
+        raise UserError(f"tasks got {arguments[0]!r} and takes no arguments; `psigrad tasks` lists every task.")
     from reasoning_gym.factory import DATASETS
 
     print("\n".join(sorted(DATASETS)))
@@ -144,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     try:
         if name not in COMMANDS:
-            raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS)}")
+            raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS) or '.'}")
         return COMMANDS[name].run(rest)
     except KeyboardInterrupt:
         print("psigrad: interrupted", file=sys.stderr)
@@ -158,6 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"psigrad: {error}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether -h or --help is among the arguments."""
+    return "-h" in arguments or "--help" in arguments
 
 
 def _meant_for_people(error: ValueError) -> bool:

@@ -5,9 +5,22 @@ A string under a field is its help text on the command line. Names are those of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+# Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
+PositiveOrZero = Annotated[float, Ge(0), Lt(math.inf)]
+Share = Annotated[float, Ge(0), Le(1)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+# A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
+Reward = str | dict[str, Any] | Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -18,11 +31,11 @@ class Model:
     """Folder or hub name of any Hugging Face causal language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and of the forward pass."""
-    lora_rank: int = 0
+    lora_rank: CountOrZero = 0
     """Rank of a LoRA adapter (peft); 0 trains every weight."""
-    lora_alpha: float = 16.0
+    lora_alpha: Positive = 16.0
     """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: BelowOne = 0.0
     """Dropout on the adapter's input. Above 0 the first-step ratio is no longer 1."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Module names that get an adapter; "all-linear" is every linear layer but the head."""
@@ -42,7 +55,7 @@ class Data:
     """Held-out rows for evaluation; empty: the last `eval_prompts` rows of `dataset` are held out."""
     eval_split: str = "test"
     """Split to evaluate on, for hub datasets."""
-    max_prompt_length: int = 0
+    max_prompt_length: CountOrZero = 0
     """Rows whose prompt has more tokens than this are refused; 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """What a malformed row does: stop the run, or be left out and counted."""
@@ -52,21 +65,21 @@ class Data:
 class Optim:
     """AdamW and its schedule."""
 
-    learning_rate: float = 1e-6
+    learning_rate: PositiveOrZero = 1e-6
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: PositiveOrZero = 0.0
     """Decoupled weight decay, on matrices only."""
-    adam_beta1: float = 0.9
+    adam_beta1: BelowOne = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: BelowOne = 0.999
     """Decay of the second moment."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveOrZero = 1.0
     """Clip the global gradient norm to this; 0: never."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the decay after warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps of linear warm-up."""
 
 
@@ -74,21 +87,21 @@ class Optim:
 class Sampling:
     """How completions are drawn."""
 
-    max_completion_length: int = 256
+    max_completion_length: Count = 256
     """Most tokens in one completion, EOS included."""
-    temperature: float = 1.0
+    temperature: PositiveOrZero = 1.0
     """Softmax temperature; 0 is greedy (evaluation only)."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus: smallest set of tokens whose probability reaches this."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Keep the k most probable tokens; 0: all."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Keep tokens with at least this share of the most probable token's probability."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, besides the model's EOS."""
     sampler: Literal["embedded", "transformers"] = "embedded"
     """Who samples: psigrad's own sampler or transformers' generate."""
-    max_decode_batch: int = 256
+    max_decode_batch: Count = 256
     """Sequences decoded at once; more wait and enter as others finish."""
 
 
@@ -96,15 +109,15 @@ class Sampling:
 class Evaluation:
     """Held-out evaluation during and after the run."""
 
-    eval_steps: int = 0
+    eval_steps: CountOrZero = 0
     """Evaluate every this many steps; 0: only at the end."""
-    eval_prompts: int = 64
+    eval_prompts: CountOrZero = 64
     """Held-out prompts; 0: none, or in `eval` all."""
-    num_generations_eval: int = 1
+    num_generations_eval: Count = 1
     """Completions per held-out prompt; more than one gives pass@k."""
-    eval_temperature: float = 1.0
+    eval_temperature: PositiveOrZero = 1.0
     """Temperature of evaluation samples; 0 is greedy."""
-    metric: str | Callable[..., Any] = ""
+    metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
     eval_kl: bool = False
     """Also measure the exact KL to the starting model (keeps a copy of it in memory)."""
@@ -116,19 +129,19 @@ class Run:
 
     output_dir: str = ""
     """Run folder; empty: runs/<recipe>-<time>."""
-    max_steps: int = 0
+    max_steps: CountOrZero = 0
     """Optimiser steps (SFT) or collect-and-update steps (online); 0: one pass over the data."""
     seed: int = 0
     """The one seed; every other is derived from it."""
-    save_steps: int = 0
+    save_steps: CountOrZero = 0
     """Checkpoint every this many steps; 0: only at the end and when asked to stop."""
-    save_total_limit: int = 2
+    save_total_limit: Count = 2
     """Checkpoints kept; the newest that verifies is never deleted."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from the newest checkpoint if there is one; never: refuse a folder with one; must: refuse a folder without."""
     report_to: tuple[str, ...] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio."""
-    threads: int = 0
+    threads: CountOrZero = 0
     """CPU threads for torch; 0: one per core."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
@@ -148,13 +161,13 @@ class SFTConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
-    batch_size: int = 16
+    batch_size: Count = 16
     """Rows per optimiser step."""
-    max_length: int = 1024
+    max_length: Count = 1024
     """Rows with more tokens than this are cut at the end."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Count = 16384
     """Tokens per forward pass; a step is split to fit, which changes no gradient."""
-    reward: tuple[str | Callable[..., Any], ...] = ()
+    reward: tuple[Reward, ...] = ()
     """Reward functions, only to evaluate generated completions; empty: held-out loss alone."""
 
 
@@ -170,29 +183,29 @@ class OnlineConfig:
     run: Run = field(default_factory=Run)
     algorithm: Any = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
-    reward: tuple[str | Callable[..., Any], ...] = ()
+    reward: tuple[Reward, ...] = ()
     """Reward functions: built-in names or module:function, with TRL's signature."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty: all 1."""
-    reward_timeout: float = 10.0
+    reward_timeout: Positive = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: int = 1
+    reward_workers: Count = 1
     """Processes that score."""
-    max_unscored: float = 0.1
+    max_unscored: Share = 0.1
     """Share of completions in one step that may stay unscored before the run stops."""
-    prompts_per_step: int = 16
+    prompts_per_step: Count = 16
     """Prompts collected per step."""
-    num_generations: int = 8
+    num_generations: Count = 8
     """Completions per prompt (the group size G)."""
-    num_iterations: int = 1
+    num_iterations: Count = 1
     """Passes over each collected batch."""
-    num_minibatches: int = 1
+    num_minibatches: Count = 1
     """Optimiser steps per pass; each takes an equal share of the groups."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Count = 16384
     """Tokens per forward pass; a step is split to fit, which changes no gradient."""
-    max_refills: int = 4
+    max_refills: CountOrZero = 4
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
-    max_logp_difference: float = 0.0
+    max_logp_difference: PositiveOrZero = 0.0
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
 
 
@@ -205,13 +218,13 @@ class EvalConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0))
     run: Run = field(default_factory=Run)
-    reward: tuple[str | Callable[..., Any], ...] = ()
+    reward: tuple[Reward, ...] = ()
     """What scores the completions; one function, or several that are added up."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty: all 1."""
-    reward_timeout: float = 10.0
+    reward_timeout: Positive = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: int = 1
+    reward_workers: Count = 1
     """Processes that score."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Count = 16384
     """Tokens per forward pass."""

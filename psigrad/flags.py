@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from psigrad.errors import UserError, nearest
 from psigrad.recipes.load import load, read_file, read_value
@@ -39,12 +39,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     # taken out first: a flag with several values would swallow an override that follows it
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
     known, rest = parser.parse_known_args([text for text in arguments if not _OVERRIDE.match(text)])
-    for text in rest:
-        if text.startswith("-"):
-            flags = [option for action in parser._actions for option in action.option_strings]
-            flag = text.split("=")[0]
-            raise UserError(f"There is no flag {flag}; `psigrad {command} --help` lists them{nearest(flag, flags)}")
-        raise UserError(f"The argument {text!r} is neither a flag nor an override like optim.learning_rate=1e-5.")
+    _refuse(rest, parser, "an override like optim.learning_rate=1e-5")
     given = vars(known)
     config = given.pop("config")
     types = {name: hint for name, hint, _ in _fields(cls)}
@@ -63,18 +58,39 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
         else:
             parser.add_argument(flag, type=type(value), default=value, help=f"(default {value})")
-    return vars(parser.parse_args(list(arguments)))
+    known, rest = parser.parse_known_args(list(arguments))
+    _refuse(rest, parser, "a value of one")
+    return vars(known)
+
+
+def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Names, and the value of `--output`, of a command that takes nothing else."""
+    parser = _Parser(prog=f"psigrad {command}", allow_abbrev=False)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--output", metavar="FILE")
+    known, rest = parser.parse_known_args(list(arguments))
+    _refuse(rest, parser, "a name")
+    return known.names, known.output
+
+
+def _refuse(rest: Sequence[str], parser: _Parser, expected: str) -> None:
+    """A `UserError` for the first argument that the parser did not know."""
+    for text in rest:
+        if text.startswith("-"):
+            flags = [option for action in parser._actions for option in action.option_strings]
+            flag = text.split("=")[0]
+            raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{nearest(flag, flags) or '.'}")
+        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists what there is.")
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    """Strings stay strings where the field is one; everything else is read as YAML: 1e-5, true, [1, 2], {part: clip}."""
+    """Text stays text where the setting is one; everything else is read as YAML: 1e-5, true, {part: clip}."""
     if isinstance(value, list):
-        return [_typed(v, hint) for v in value]
-    is_text = hint is str or "str" in str(hint)
-    return value if isinstance(value, bool) or (is_text and not value.startswith("{")) else read_value(value)
+        return [_typed(v, get_args(hint)[0]) for v in value]
+    return value if isinstance(value, bool) else read_value(value, hint)
 
 
-def _fields(cls: type[Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+def _fields(cls: type[Any]) -> list[tuple[str, Any, Any]]:
     """(dotted name, type, default) of every setting."""
     hints, found = get_type_hints(cls), []
     blank = cls()
@@ -92,6 +108,11 @@ def _of(instance: Any) -> list[tuple[str, Any, Any]]:
     return [(f.name, hints[f.name], getattr(instance, f.name)) for f in dataclasses.fields(instance)]
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting: "optim.learning_rate" -> "--learning-rate"."""
+    return "--" + _RENAMED.get(name, name.rpartition(".")[2]).replace("_", "-")
+
+
 def _parser(cls: type[Any], command: str) -> _Parser:
     parser = _Parser(
         prog=f"psigrad {command}",
@@ -106,13 +127,13 @@ def _parser(cls: type[Any], command: str) -> _Parser:
     for name, hint, default in _fields(cls):
         section, _, leaf = name.rpartition(".")
         group = groups.setdefault(section, parser.add_argument_group(section or command))
-        flag = "--" + _RENAMED.get(name, leaf).replace("_", "-")
+        flag = flag_of(name)
         shown = "" if default in ("", (), None) else f" (default {default})".replace("%", "%%")
         text = _help(cls, name).replace("%", "%%") + shown
         if hint is bool:
             group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            many = {"nargs": "+"} if str(hint).startswith("tuple") else {}
+            many = {"nargs": "+"} if get_origin(hint) is tuple else {}
             action = {"action": "extend"} if many else {}
             group.add_argument(flag, dest=name, metavar=leaf.upper(), help=text, **many, **action)
     return parser

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
+from psigrad.config import EvalConfig, OnlineConfig, Reward, SFTConfig
 from psigrad.objective import PolicyGradient
 from psigrad.recipes.load import load, resolve_names
 
-Reward = str | Callable[..., Any]
+Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
 def train(
     method: str | PolicyGradient | Mapping[str, Any],
     *,
-    model: str,
-    dataset: str | Iterable[Mapping[str, Any]],
+    model: str | os.PathLike[str],
+    dataset: Dataset,
     reward: Reward | Iterable[Reward] = (),
     **settings: Any,
 ) -> Any:
@@ -38,7 +39,7 @@ def train(
 
 
 def evaluate(
-    *, model: str, dataset: str | Iterable[Mapping[str, Any]], reward: Reward | Iterable[Reward], **settings: Any
+    *, model: str | os.PathLike[str], dataset: Dataset, reward: Reward | Iterable[Reward], **settings: Any
 ) -> dict[str, Any]:
     """Held-out figures of `model` on the prompts of `dataset` by `reward`: the mean with its interval, pass@k, lengths."""
     from psigrad.recipes import evaluate as recipe
@@ -52,10 +53,10 @@ def evaluate(
     return recipe.run(load(EvalConfig, flags=given)).figures
 
 
-def _rows(dataset: str | Iterable[Mapping[str, Any]]) -> Any:
+def _rows(dataset: Dataset) -> Any:
     """A name as it is; rows as a list, since they are read more than once."""
-    return dataset if isinstance(dataset, str) else list(dataset)
+    return dataset if isinstance(dataset, str | os.PathLike) else list(dataset)
 
 
 def _several(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:
-    return (reward,) if isinstance(reward, str) or callable(reward) else tuple(reward)
+    return (reward,) if isinstance(reward, str | dict) or callable(reward) else tuple(reward)

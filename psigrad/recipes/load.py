@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -40,14 +41,14 @@ def load(
     `flags` has dotted names ("optim.learning_rate"). Raises `UserError` naming the file or override, the field, the value and
     what was expected.
     """
-    values = read_file(path) if path else {}
+    values, hints = read_file(path) if path else {}, dict(_hints(cls))
     for override in overrides:
         name, sign, text = override.partition("=")
         if not sign:
             raise UserError(
                 f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
             )
-        _put(values, name, read_value(text), f"override {override!r}")
+        _put(values, name, read_value(text, hints.get(name)), f"override {override!r}")
     for name, value in (flags or {}).items():
         _put(values, name, value, f"--{name}")
     return _build(cls, values, str(path) if path else "")
@@ -63,12 +64,17 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def flat_names(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(leaf, dotted name) of every field: ("learning_rate", "optim.learning_rate")."""
-    hints = get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[f.name]):
-            yield from flat_names(hints[f.name], f"{prefix}{f.name}.")
+    for name, _ in _hints(cls, prefix):
+        yield name.rpartition(".")[2], name
+
+
+def _hints(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, type) of every field."""
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _hints(hint, f"{prefix}{name}.")
         else:
-            yield f.name, f"{prefix}{f.name}"
+            yield f"{prefix}{name}", hint
 
 
 def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +84,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
     named = {}
     for name, value in settings.items():
         if name not in leaves and name not in dotted:
-            raise UserError(f"There is no setting {name!r}{nearest(name, [*leaves, *dotted])}.")
+            raise UserError(f"There is no setting {name!r}{nearest(name, [*leaves, *dotted]) or '.'}")
         named[leaves.get(name, name)] = value
     return named
 
@@ -98,8 +104,13 @@ def read_file(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def read_value(text: str) -> Any:
-    """A value as YAML reads it, or the text itself."""
+def read_value(text: str, hint: Any = None) -> Any:
+    """A value as YAML reads it, or the text itself: where YAML cannot read it, and where `hint` says that the setting is text.
+
+    `output_dir=2024` is a name. A setting that may be text or more, as `metric` may, is text unless it begins as a mapping does.
+    """
+    if hint is str or (str in get_args(hint) and not text.startswith("{")):
+        return text
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
@@ -131,13 +142,18 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 def _build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
     _refuse_unknown(cls, values, source, "")
     try:
-        made: T = _adapter(cls).validate_python(_tuples(values))
-        return made
+        made: T = _adapter(cls).validate_python(_as_meant(cls, values))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
         where = f"{source}: " if source else ""
         raise UserError(f"{where}{place} is {first['input']!r}; {_expected(first['msg'])}.") from error
+    for name in ("dataset", "eval_dataset"):
+        value = getattr(getattr(made, "data", None), name, ())
+        if not isinstance(value, Iterable):
+            where = f"{source}: " if source else ""
+            raise UserError(f"{where}data.{name} is {value!r}; expected the name of a file, folder or hub dataset, or rows.")
+    return made
 
 
 def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, prefix: str) -> None:
@@ -147,7 +163,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
         if name not in known:
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
-            raise UserError(f"{where}there is no setting {name!r}{within}{nearest(str(name), known)}.")
+            raise UserError(f"{where}there is no setting {name!r}{within}{nearest(str(name), known) or '.'}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
                 if dataclasses.is_dataclass(value):
@@ -156,17 +172,18 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
             _refuse_unknown(hints[name], value, source, f"{prefix}{name}.")
 
 
-def _tuples(value: Any) -> Any:
-    """Lists stand for tuples in YAML, and one item for a tuple of one is what people write for `reward: exact`."""
-    if isinstance(value, Mapping):
-        return {
-            k: ((v,) if (k in _TUPLES and isinstance(v, str | int | float)) or (callable(v) and k in _TUPLES) else _tuples(v))
-            for k, v in value.items()
-        }
-    return value
-
-
-_TUPLES = ("reward", "reward_weights", "stop_token_ids", "report_to", "lora_target_modules")
+def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` as people mean them: `reward: exact` is a tuple of one, a `Path` is its name."""
+    hints = get_type_hints(cls)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]) and isinstance(value, Mapping):
+            made[name] = _as_meant(hints[name], value)
+        elif get_origin(hints[name]) is tuple and not isinstance(value, list | tuple):
+            made[name] = (value,)
+        else:
+            made[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return made
 
 
 def _expected(message: str) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import operator
 import re
+import runpy
 import subprocess
 import sys
 import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_type_hints
 
+import datasets
 import pytest
 
 import psigrad
@@ -47,10 +51,16 @@ def test_nothing_heavy_is_imported_before_it_is_needed(code):
 
 def test_help_of_a_command_needs_no_torch_and_shows_every_setting():
     command = "from psigrad.cli import main\ntry: main(['grpo', '--help'])\nexcept SystemExit: pass"
-    out = python(f"import sys\n{command}\nprint('torch' in sys.modules)")
-    assert out.splitlines()[-1] == "False"
-    for flag in ("--model", "--dataset", "--reward", "--learning-rate", "--max-steps", "--num-generations", "--output-dir"):
-        assert flag in out
+    out = python(
+        f"import sys\n{command}\nprint([m for m in ('torch', 'transformers', 'datasets', 'matplotlib') if m in sys.modules])"
+    )
+    assert out.splitlines()[-1] == "[]"
+    for name, _, _ in flags._fields(OnlineConfig):
+        assert flags.flag_of(name) in out
+
+
+def test_negative_control_something_heavy_is_noticed():
+    assert python("import sys, psigrad\npsigrad.explain\nprint('torch' in sys.modules)") == "True\n"
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, OnlineConfig, EvalConfig])
@@ -94,6 +104,34 @@ MISTAKES = {
         "top_p",
     ),
     "no run": (["report", "{tmp}"], "is no run folder"),
+    "empty explain": (["explain"], "explain got 0 names and takes one or two"),
+    "three names": (["explain", "grpo", "dapo", "rloo"], "explain got 3 names"),
+    "no run folder": (["report"], "report got no run folder"),
+    "unknown flag of report": (["report", "--outptu", "x"], "no flag --outptu.*did you mean '--output'"),
+    "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
+    "bad value of demo": (["demo", "--seed", "x"], "invalid int value: 'x'"),
+    "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
+    "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),
+    "a list as YAML": (["sft", "--config", "{tmp}/list.yaml"], "holds a list; expected name: value pairs"),
+    "unknown key": (["sft", "--config", "{tmp}/key.yaml"], "key.yaml: there is no setting 'learning_rat'.*'learning_rate'"),
+    "a value for a section": (["sft", "optim=3"], "optim is 3; expected name: value pairs"),
+    "a setting of a number": (
+        ["sft", "optim.learning_rate.x=3"],
+        "optim.learning_rate is {{'x': 3}}; input should be a valid number",
+    ),
+    "no rows in a step": (["sft", "--batch-size", "0"], "batch_size is 0; input should be greater than or equal to 1"),
+    "not a number": (["sft", "--learning-rate", ".nan"], "optim.learning_rate is nan; input should be"),
+    "negative": (["grpo", "--max-steps=-1"], "run.max_steps is -1; input should be greater than or equal to 0"),
+    "missing data": (
+        ["grpo", "--model", "{model}", "--dataset", "no.jsonl", "--reward", "exact", "--output-dir", "{tmp}/r"],
+        "'?no.jsonl'?",
+    ),
+    "a dataset that is a number": (["sft", "--config", "{tmp}/number.yaml"], "number.yaml: data.dataset is 3; expected the name"),
+    "unknown slot": (["grpo", "--reward", "exact", "algorithm.surogate=clip"], "'surogate'.*did you mean 'surrogate'"),
+    "another method in the file": (
+        ["rloo", "--reward", "exact", "--config", str(ROOT / "examples" / "grpo.yaml")],
+        "The command is rloo and the settings name the algorithm grpo; type `psigrad grpo`",
+    ),
     "unknown preset": (["explain", "grop"], "There is no algorithm 'grop'.*did you mean 'grpo'"),
 }
 
@@ -108,13 +146,19 @@ def job(tmp_path_factory):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence_and_exit_status_2(mistake, job, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("optim: {learning_rate: [\n")
+    (tmp_path / "number.yaml").write_text("data: {dataset: 3}\n")
+    (tmp_path / "list.yaml").write_text("- optim\n")
+    (tmp_path / "key.yaml").write_text("optim: {learning_rat: 1}\n")
     arguments, expected = MISTAKES[mistake]
+    expected = expected.replace("{{", r"\{").replace("}}", r"\}")
     places = {"tmp": tmp_path, "model": job / "base", "data": job / "train.jsonl"}
     assert cli.main([a.format(**places) for a in arguments]) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error), error
     assert "Traceback" not in error
     assert error.startswith("psigrad: ") and error.count("\n") == 1
+    assert error.rstrip().endswith((".", "?"))
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
@@ -154,6 +198,68 @@ def test_parts_of_the_algorithm_are_overridden_by_dotted_name():
         OnlineConfig, "grpo", ["algorithm.kl=null", "algorithm.surrogate.high=0.28"], defaults={"algorithm": "grpo"}
     )
     assert config.algorithm == {"preset": "grpo", "kl": None, "surrogate": {"high": 0.28}}
+
+
+def test_a_preset_without_a_command_may_be_named_by_an_override():
+    name = "reinforce_moving_average"
+    config = flags.parse(OnlineConfig, "reinforce", [f"algorithm={name}"], defaults={"algorithm": "reinforce"})
+    cli._agree("reinforce", config.algorithm)
+    assert config.algorithm == name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "reward=exact",
+        "reward=[exact]",
+        "reward=[exact, {reward: soft_overlong, max_completion_length: 128}]",
+        "reward={reward: length}",
+    ],
+)
+def test_rewards_are_written_alone_as_a_list_and_with_parameters(given):
+    from psigrad.rewards import resolve
+
+    for reward in load(OnlineConfig, overrides=[given]).reward:
+        assert callable(resolve(reward).function)
+
+
+def test_text_that_looks_like_something_else_stays_text():
+    config = load(OnlineConfig, overrides=["run.output_dir=2024", "data.dataset=3", "model.path=1e5", "evaluation.metric="])
+    assert (config.run.output_dir, config.data.dataset, config.model.path, config.evaluation.metric) == ("2024", "3", "1e5", "")
+    assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5"]).optim.learning_rate == 1e-5
+
+
+def test_a_path_is_as_good_as_its_name(tmp_path):
+    config = load(OnlineConfig, flags={"model.path": tmp_path, "data.dataset": tmp_path, "run.output_dir": tmp_path})
+    assert config == load(OnlineConfig, flags={n: str(tmp_path) for n in ("model.path", "data.dataset", "run.output_dir")})
+
+
+def test_rows_from_python_are_kept_as_a_count_and_a_hash():
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}]
+    written = to_dict(load(OnlineConfig, flags={"data.dataset": rows}))["data"]["dataset"]
+    assert written == f"rows:2:{hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()}"
+    assert to_dict(load(OnlineConfig, flags={"data.dataset": datasets.Dataset.from_list(rows)}))["data"]["dataset"] == written
+    assert to_dict(load(OnlineConfig, flags={"data.dataset": rows[::-1]}))["data"]["dataset"] != written
+
+
+def test_the_python_example_asks_for_a_run_that_could_start(monkeypatch, capsys):
+    asked = {}
+
+    def record(method, **settings):
+        asked.update(settings, method=method)
+        return SimpleNamespace(after={}, report=None)
+
+    monkeypatch.setattr(psigrad, "train", record, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "model", "prompts.jsonl"])
+    runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="__main__")
+    assert asked.pop("method") == "grpo" and len(asked.pop("reward")) == 2
+    known = resolve_names(OnlineConfig, {k: v for k, v in asked.items() if k not in ("model", "dataset")})
+    assert load(OnlineConfig, flags=known).run.max_steps == 100
+
+
+def test_every_shipped_example_is_tested():
+    tested = {"grpo.yaml", "sft.yaml", "train.py", "grpo_in_one_file.py"}  # the last in tests/objective or tests/training
+    assert {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} == tested
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, OnlineConfig, EvalConfig])

@@ -11,19 +11,43 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from psigrad import cli
-from psigrad.objective.catalog import names
+from psigrad import cli, flags
+from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
+from psigrad.objective.catalog import names, resolve
+from psigrad.recipes.load import flat_names
 from psigrad.rewards import builtin
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def maker():
-    spec = importlib.util.spec_from_file_location("make_methods", ROOT / "docs" / "make_methods.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def maker():
+    return script("make_methods")
+
+
+def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page == script("make_settings").page(), "run: python docs/make_settings.py"
+    for cls in (SFTConfig, OnlineConfig, EvalConfig):
+        for _, name in flat_names(cls):
+            assert f"| `{name}` | `{flags.flag_of(name)}`" in page
+    # not from the maker: one line read by a person
+    assert "| `sampling.top_p` | `--top-p` | number > 0, ≤ 1 | `1.0` |" in page
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_page_of_a_preset_names_each_of_its_parts(name):
+    page, preset = (ROOT / "docs" / "methods" / f"{name}.md").read_text(), resolve(name)
+    for part in (preset.psi, preset.ratio, preset.surrogate, preset.aggregate, preset.kl, *preset.keep):
+        called = part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
+        assert part is None or f"`{called}" in page or f"| {called} |" in page
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,0 +1,104 @@
+"""Writes docs/settings.md: every setting with its flag, type, default and meaning, out of psigrad/config.py.
+
+python docs/make_settings.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from psigrad import flags
+from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
+
+PAGE = Path(__file__).parent / "settings.md"
+RECIPES = {"sft": SFTConfig, "online": OnlineConfig, "eval": EvalConfig}
+
+HEAD = """# Settings
+
+Made by `python docs/make_settings.py` out of [psigrad/config.py](../psigrad/config.py). Do not edit by hand.
+
+A setting is given in four ways. Where it is given more than once, the first of these holds:
+
+1. a flag: `--learning-rate 1e-5`
+2. an override by dotted name: `optim.learning_rate=1e-5`
+3. the YAML file named by `--config`: `optim: {learning_rate: 1e-5}`
+4. the default
+
+`psigrad.train` and `psigrad.evaluate` take the same settings as keyword arguments, by the last part of the name
+(`learning_rate=1e-5`) or by the whole of it. Where a default differs between commands, the table names the commands; "online" is
+every online preset.
+
+A setting that does not exist is refused with the nearest name that does. A value of the wrong type or out of range is refused
+with what was expected.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    found: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for recipe, cls in RECIPES.items():
+        ranges = _with_ranges(cls)
+        for name, _, default in flags._fields(cls):
+            found.setdefault(name, {})[recipe] = (ranges[name], default)
+    sections: dict[str, list[str]] = {}
+    for name, uses in found.items():
+        sections.setdefault(name.rpartition(".")[0], []).append(_row(name, uses))
+    parts = [HEAD]
+    for section, rows in sections.items():
+        title = f"`{section}.…`" if section else "Settings of one command"
+        parts.append(
+            "\n".join([f"## {title}", "", "| setting | flag | type | default | meaning |", "|---|---|---|---|---|", *rows, ""])
+        )
+    return "\n".join(parts)
+
+
+def _row(name: str, uses: dict[str, tuple[Any, Any]]) -> str:
+    """One line of a table. A setting that only some commands have names them."""
+    hint, first = next(iter(uses.values()))
+    recipe = next(iter(uses))
+    same = all(default == first for _, default in uses.values())
+    shown = _default(first) if same else ", ".join(f"{_default(d)} ({r})" for r, (_, d) in uses.items())
+    only = "" if len(uses) == len(RECIPES) else f" Only {' and '.join(uses)}."
+    flag = flags.flag_of(name)
+    flag = f"`{flag}`, `--no-{flag[2:]}`" if hint is bool else f"`{flag}`"
+    return f"| `{name}` | {flag} | {_kind(hint)} | {shown} | {flags._help(RECIPES[recipe], name).replace('<', '&lt;')}{only} |"
+
+
+def _with_ranges(cls: type[Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> type with its range."""
+    made: dict[str, Any] = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
+            made |= _with_ranges(hint, f"{name}.")
+        else:
+            made[prefix + name] = hint
+    return made
+
+
+def _kind(hint: Any) -> str:
+    """A type as a person would say it, with its range."""
+    if hasattr(hint, "__metadata__"):
+        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+        bounds = [(signs[k], v) for m in hint.__metadata__ for k, v in asdict(m).items() if v != float("inf")]
+        return " ".join([_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)])
+    if get_origin(hint) is tuple:
+        return f"several: {_kind(get_args(hint)[0])}"
+    values = get_args(hint)
+    if values and all(isinstance(value, str) for value in values):
+        return " or ".join(f"`{value}`" for value in values)
+    words = {bool: "yes or no", str: "text", int: "whole number", float: "number"}
+    return words.get(hint, "text or more" if str in values else "anything of these" if hint is not Any else "text or mapping")
+
+
+def _default(value: Any) -> str:
+    if value in ("", ()):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(f"`{item}`" for item in (value if isinstance(value, tuple) else (value,)))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
