@@ -1,4 +1,4 @@
-"""Writes docs/settings.md: every setting with its flag, type, default and meaning, out of psigrad/config.py.
+"""Writes docs/settings.md: every setting with its flag, type, default and meaning, out of psigrad/config/.
 
 python docs/make_settings.py
 """
@@ -17,7 +17,7 @@ RECIPES = {"sft": SFTConfig, "online": OnlineConfig, "eval": EvalConfig}
 
 HEAD = """# Settings
 
-Made by `python docs/make_settings.py` out of [psigrad/config.py](../psigrad/config.py). Do not edit by hand.
+Made by `python docs/make_settings.py` out of [psigrad/config/](../psigrad/config/). Do not edit by hand.
 
 A setting is given in four ways. Where it is given more than once, the first of these holds:
 

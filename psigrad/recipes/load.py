@@ -1,4 +1,4 @@
-"""Settings from YAML, `a.b=c` overrides and flags onto the frozen dataclasses of `psigrad/config.py`, and back."""
+"""Settings from YAML, `a.b=c` overrides and flags onto the frozen dataclasses of `psigrad/config/`, and back."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _plain(value: Any, field: str = "") -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__module__
         plain = to_dict(value)
-        return plain if name == "psigrad.config" else {"part": f"{name}:{type(value).__qualname__}", **plain}
+        return plain if name.startswith("psigrad.config") else {"part": f"{name}:{type(value).__qualname__}", **plain}
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

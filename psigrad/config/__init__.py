@@ -1,0 +1,11 @@
+"""Every setting of a run, as frozen dataclasses. The configuration is the object: no second class, no registry.
+
+A string under a field is its help text on the command line. Names are those of TRL and transformers where users know them.
+"""
+
+from __future__ import annotations
+
+from psigrad.config.language import EvalConfig, OnlineConfig, SFTConfig
+from psigrad.config.sections import Data, Evaluation, Model, Optim, Reward, Run, Sampling
+
+__all__ = ["Data", "EvalConfig", "Evaluation", "Model", "OnlineConfig", "Optim", "Reward", "Run", "SFTConfig", "Sampling"]

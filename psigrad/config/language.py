@@ -1,0 +1,100 @@
+"""The settings of the recipes that train or judge a language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from psigrad.config.sections import (
+    Count,
+    CountOrZero,
+    Data,
+    Evaluation,
+    Model,
+    Optim,
+    Positive,
+    PositiveOrZero,
+    Reward,
+    Run,
+    Sampling,
+    Share,
+)
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages)."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=lambda: Optim(learning_rate=2e-5))
+    sampling: Sampling = field(default_factory=Sampling)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    run: Run = field(default_factory=Run)
+    batch_size: Count = 16
+    """Rows per optimiser step."""
+    max_length: Count = 1024
+    """Rows with more tokens than this are cut at the end."""
+    micro_batch_tokens: Count = 16384
+    """Tokens per forward pass; a step is split to fit, which changes no gradient."""
+    reward: tuple[Reward, ...] = ()
+    """Reward functions, only to evaluate generated completions; empty: held-out loss alone."""
+
+
+@dataclass(frozen=True)
+class OnlineConfig:
+    """Online reinforcement learning with a `PolicyGradient`: GRPO, RLOO, DAPO, REINFORCE and the rest of the catalog."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    sampling: Sampling = field(default_factory=Sampling)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    run: Run = field(default_factory=Run)
+    algorithm: Any = "grpo"
+    """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
+    reward: tuple[Reward, ...] = ()
+    """Reward functions: built-in names or module:function, with TRL's signature."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward function; empty: all 1."""
+    reward_timeout: Positive = 10.0
+    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
+    reward_workers: Count = 1
+    """Processes that score."""
+    max_unscored: Share = 0.1
+    """Share of completions in one step that may stay unscored before the run stops."""
+    prompts_per_step: Count = 16
+    """Prompts collected per step."""
+    num_generations: Count = 8
+    """Completions per prompt (the group size G)."""
+    num_iterations: Count = 1
+    """Passes over each collected batch."""
+    num_minibatches: Count = 1
+    """Optimiser steps per pass; each takes an equal share of the groups."""
+    micro_batch_tokens: Count = 16384
+    """Tokens per forward pass; a step is split to fit, which changes no gradient."""
+    max_refills: CountOrZero = 4
+    """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
+    max_logp_difference: PositiveOrZero = 0.0
+    """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Sample held-out prompts from a model and score them."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=lambda: Data(split="test"))
+    sampling: Sampling = field(default_factory=Sampling)
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0))
+    run: Run = field(default_factory=Run)
+    reward: tuple[Reward, ...] = ()
+    """What scores the completions; one function, or several that are added up."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward function; empty: all 1."""
+    reward_timeout: Positive = 10.0
+    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
+    reward_workers: Count = 1
+    """Processes that score."""
+    micro_batch_tokens: Count = 16384
+    """Tokens per forward pass."""

@@ -1,0 +1,148 @@
+"""The sections that several recipes share: model, data, optimiser, sampling, evaluation, run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+# Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
+PositiveOrZero = Annotated[float, Ge(0), Lt(math.inf)]
+Share = Annotated[float, Ge(0), Le(1)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+# A name, a built-in with parameters ({"reward": "soft_overlong", …}), or the function itself.
+Reward = str | dict[str, Any] | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which model, in which precision, and which of its weights learn."""
+
+    path: str = ""
+    """Folder or hub name of any Hugging Face causal language model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights and of the forward pass."""
+    lora_rank: CountOrZero = 0
+    """Rank of a LoRA adapter (peft); 0 trains every weight."""
+    lora_alpha: Positive = 16.0
+    """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: BelowOne = 0.0
+    """Dropout on the adapter's input. Above 0 the first-step ratio is no longer 1."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Module names that get an adapter; "all-linear" is every linear layer but the head."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the rows come from."""
+
+    dataset: str | Any = ""
+    """JSONL, JSON or Parquet file, folder of them, or hub name, in one of TRL's dataset forms; from Python also rows."""
+    split: str = "train"
+    """Split to train on, for hub datasets."""
+    eval_dataset: str | Any = ""
+    """Held-out rows for evaluation; empty: the last `eval_prompts` rows of `dataset` are held out."""
+    eval_split: str = "test"
+    """Split to evaluate on, for hub datasets."""
+    max_prompt_length: CountOrZero = 0
+    """Rows whose prompt has more tokens than this are refused; 0: no limit but the model's."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """What a malformed row does: stop the run, or be left out and counted."""
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW and its schedule."""
+
+    learning_rate: PositiveOrZero = 1e-6
+    """Peak learning rate."""
+    weight_decay: PositiveOrZero = 0.0
+    """Decoupled weight decay, on matrices only."""
+    adam_beta1: BelowOne = 0.9
+    """Decay of the first moment."""
+    adam_beta2: BelowOne = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: PositiveOrZero = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape of the decay after warm-up."""
+    warmup_steps: CountOrZero = 0
+    """Steps of linear warm-up."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    max_completion_length: Count = 256
+    """Most tokens in one completion, EOS included."""
+    temperature: PositiveOrZero = 1.0
+    """Softmax temperature; 0 is greedy (evaluation only)."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Nucleus: smallest set of tokens whose probability reaches this."""
+    top_k: CountOrZero = 0
+    """Keep the k most probable tokens; 0: all."""
+    min_p: Share = 0.0
+    """Keep tokens with at least this share of the most probable token's probability."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, besides the model's EOS."""
+    sampler: Literal["embedded", "transformers"] = "embedded"
+    """Who samples: psigrad's own sampler or transformers' generate."""
+    max_decode_batch: Count = 256
+    """Sequences decoded at once; more wait and enter as others finish."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out evaluation during and after the run."""
+
+    eval_steps: CountOrZero = 0
+    """Evaluate every this many steps; 0: only at the end."""
+    eval_prompts: CountOrZero = 64
+    """Held-out prompts; 0: none, or in `eval` all."""
+    num_generations_eval: Count = 1
+    """Completions per held-out prompt; more than one gives pass@k."""
+    eval_temperature: PositiveOrZero = 1.0
+    """Temperature of evaluation samples; 0 is greedy."""
+    metric: Reward = ""
+    """`module:function` or built-in that scores held-out completions; empty: the reward."""
+    eval_kl: bool = False
+    """Also measure the exact KL to the starting model (keeps a copy of it in memory)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lives and how long it goes on."""
+
+    output_dir: str = ""
+    """Run folder; empty: runs/<recipe>-<time>."""
+    max_steps: CountOrZero = 0
+    """Optimiser steps (SFT) or collect-and-update steps (online); 0: one pass over the data."""
+    seed: int = 0
+    """The one seed; every other is derived from it."""
+    save_steps: CountOrZero = 0
+    """Checkpoint every this many steps; 0: only at the end and when asked to stop."""
+    save_total_limit: Count = 2
+    """Checkpoints kept; the newest that verifies is never deleted."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest checkpoint if there is one; never: refuse a folder with one; must: refuse a folder without."""
+    report_to: tuple[str, ...] = ()
+    """Trackers besides the run folder: tensorboard, wandb, trackio."""
+    threads: CountOrZero = 0
+    """CPU threads for torch; 0: one per core."""
+    device: str = "auto"
+    """auto: cuda where there is one, else cpu."""
+    progress: bool = True
+    """Show progress bars and tables."""
+    report: bool = True
+    """Draw report.html at the end."""
