@@ -28,12 +28,12 @@ def _sft(arguments: list[str]) -> int:
     return _finished(sft.run(config))
 
 
-def _online(preset: str) -> Callable[[list[str]], int]:
+def _online(preset: str, **defaults: Any) -> Callable[[list[str]], int]:
     def run(arguments: list[str]) -> int:
         from psigrad import flags
         from psigrad.config import OnlineConfig
 
-        config = flags.parse(OnlineConfig, preset, arguments, defaults={"algorithm": preset})
+        config = flags.parse(OnlineConfig, preset, arguments, defaults={"algorithm": preset, **defaults})
         _agree(preset, config.algorithm)
         from psigrad.recipes import online
 
@@ -127,6 +127,11 @@ COMMANDS = {
     "rloo": Command("online RL: REINFORCE with a leave-one-out baseline", _online("rloo")),
     "reinforce": Command("online RL: REINFORCE with the batch mean as baseline", _online("reinforce")),
     "reinforce_pp": Command("online RL: REINFORCE++, advantages whitened over the batch", _online("reinforce_pp")),
+    "ppo": Command("online RL: proximal policy optimisation with a critic", _online("ppo", num_iterations=4, num_generations=1)),
+    "ppo_penalty": Command(
+        "online RL: PPO with an adaptive KL penalty in place of the clip",
+        _online("ppo_penalty", num_iterations=4, num_generations=1),
+    ),
     "raft": Command("online RL: cross-entropy on the best completion of each prompt", _online("raft")),
     "eval": Command("sample held-out prompts from a model and score them", _eval),
     "explain": Command("the formula a method optimises, term by term, or how two differ", _explain),

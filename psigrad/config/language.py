@@ -8,6 +8,7 @@ from typing import Any
 from psigrad.config.sections import (
     Count,
     CountOrZero,
+    Critic,
     Data,
     Evaluation,
     Model,
@@ -51,6 +52,7 @@ class OnlineConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
+    critic: Critic = field(default_factory=Critic)
     algorithm: Any = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reward: tuple[Reward, ...] = ()
@@ -61,6 +63,8 @@ class OnlineConfig:
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
     reward_workers: Count = 1
     """Processes that score."""
+    missing_eos_penalty: PositiveOrZero = 0.0
+    """Taken from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
     """Share of completions in one step that may stay unscored before the run stops."""
     prompts_per_step: Count = 16

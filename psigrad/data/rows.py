@@ -1,8 +1,9 @@
 """One row of a dataset, checked once: every other room may trust what it finds in a `Row`.
 
 Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
-`completion`; conversations `messages`, and their plain kin `text`. Each is plain (strings) or conversational (lists of
-{"role", "content"}).
+`completion`; conversations `messages`, and their plain kin `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
+`prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. Each is plain (strings) or conversational (lists of
+{"role", "content"}); stepwise rows are plain.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from typing import Any, Literal, NoReturn
 
 from psigrad.errors import UserError, nearest
 
-Form = Literal["prompt-only", "prompt-completion", "messages", "sft"]
+Form = Literal["prompt-only", "prompt-completion", "messages", "sft", "preference", "unpaired-preference", "stepwise"]
 Message = dict[str, Any]
 
-FORMS = ("prompt-only", "prompt-completion", "messages", "sft")
+FORMS = ("prompt-only", "prompt-completion", "messages", "sft", "preference", "unpaired-preference", "stepwise")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Columns that a form uses up. TRL hands no `completion` to reward functions either: that name is the sampled one's.
-_OWN = {"prompt-only": ("prompt", "completion"), "prompt-completion": ("prompt", "completion"), "messages": ("messages", "text")}
+_OWN = {
+    "prompt-only": ("prompt", "completion"),
+    "prompt-completion": ("prompt", "completion"),
+    "messages": ("messages", "text"),
+    "preference": ("prompt", "chosen", "rejected"),
+    "unpaired-preference": ("prompt", "completion", "label"),
+    "stepwise": ("prompt", "completions", "labels"),
+}
 # Keyword arguments that every reward function gets; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
@@ -34,14 +42,20 @@ _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a 
 class Row:
     """One checked row. `source` is file and 1-based line or row number, as in "my.jsonl:12".
 
-    Set are: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; or `completion` alone, which is
-    plain text to model as a whole (TRL's `text`). `columns` holds all other columns, which reward functions receive.
+    Set are: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; `completion` alone, which is
+    plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and `rejected` (preference); `prompt`,
+    `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels` (stepwise). `columns` holds all other
+    columns, which reward functions receive.
     """
 
     source: str
     prompt: str | list[Message] | None = None
     completion: str | list[Message] | None = None
     messages: list[Message] | None = None
+    rejected: str | list[Message] | None = None
+    label: bool | None = None
+    steps: tuple[str, ...] = ()
+    labels: tuple[float, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,6 +107,16 @@ def validate(raw: object, form: Form, source: str) -> Row:
     if wanted == "prompt-completion":
         prompt = check.prompt(raw)
         return Row(source, prompt, check.completion(raw, prompt), columns=columns)
+    if wanted == "preference":
+        return _preference(check, raw, columns)
+    if wanted == "unpaired-preference":
+        prompt = check.prompt(raw)
+        return Row(source, prompt, check.completion(raw, prompt), label=check.label(raw), columns=columns)
+    if wanted == "stepwise":
+        steps, labels = check.steps(raw)
+        return Row(
+            source, check.text(check.present(raw, "prompt"), "prompt", "a string"), steps=steps, labels=labels, columns=columns
+        )
     if raw.get("messages") is None and raw.get("text") is not None:
         return Row(source, completion=check.text(raw["text"], "text", "a string"), columns=columns)
     return Row(source, messages=check.messages(raw), columns=columns)
@@ -105,6 +129,30 @@ def _resolve(raw: Mapping[str, Any], form: Form) -> str:
     if "prompt" in present and "completion" in present:
         return "prompt-completion"
     return "messages" if present & {"messages", "text"} else "prompt-completion"
+
+
+def _preference(check: _Check, raw: Mapping[str, Any], columns: dict[str, Any]) -> Row:
+    """A pair. Without a `prompt` column the prompt is what both begin with (TRL's implicit prompt)."""
+    if raw.get("prompt") is None:
+        raw = {**raw, **_split_prompt(check, raw)}
+    prompt = check.prompt(raw)
+    chosen, rejected = check.completion(raw, prompt, "chosen"), check.completion(raw, prompt, "rejected")
+    if chosen == rejected:
+        check.fail("rejected", "is the same as chosen, so it says nothing; leave ties out")
+    return Row(check.source, prompt, chosen, rejected=rejected, columns=columns)
+
+
+def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The common beginning of `chosen` and `rejected` as `prompt`, and what is left of both."""
+    chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
+    at = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and at and chosen[at - 1] == " ":
+        at -= 1  # the space before a word belongs to the word's token
+    if not at:
+        check.fail("prompt", "is missing, and chosen and rejected do not begin alike; give the prompt in a column of its own")
+    return {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]}
 
 
 def _kind(value: object) -> str:
@@ -145,19 +193,37 @@ class _Check:
             self.fail("prompt", f"ends with the role {turns[-1]['role']!r}; the turn before the model's must be 'user' or 'tool'")
         return turns
 
-    def completion(self, raw: Mapping[str, Any], prompt: str | list[Message]) -> str | list[Message]:
-        value = self.present(raw, "completion")
+    def completion(self, raw: Mapping[str, Any], prompt: str | list[Message], column: str = "completion") -> str | list[Message]:
+        value = self.present(raw, column)
         if isinstance(value, list) != isinstance(prompt, list):
             both = "both must be strings or both lists of messages"
-            self.fail("completion", f"is {_kind(value)} and prompt is {_kind(prompt)}; {both}")
+            self.fail(column, f"is {_kind(value)} and prompt is {_kind(prompt)}; {both}")
         if not isinstance(value, list):
-            return self.text(value, "completion")
-        turns = self.turns(value, "completion", before="user")
+            return self.text(value, column)
+        turns = self.turns(value, column, before="user")
         for index in (0, -1):
             if turns[index]["role"] != "assistant":
                 where = "starts" if index == 0 else "ends"
-                self.fail("completion", f"{where} with the role {turns[index]['role']!r}; it must start and end with 'assistant'")
+                self.fail(column, f"{where} with the role {turns[index]['role']!r}; it must start and end with 'assistant'")
         return turns
+
+    def label(self, raw: Mapping[str, Any]) -> bool:
+        value = self.present(raw, "label")
+        if not isinstance(value, bool) and value not in (0, 1):
+            self.fail("label", f"is {show(value)}; it must be true (desirable) or false")
+        return bool(value)
+
+    def steps(self, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        steps, labels = self.present(raw, "completions"), self.present(raw, "labels")
+        for column, value in (("completions", steps), ("labels", labels)):
+            if not isinstance(value, list) or not value:
+                self.fail(column, f"is {_kind(value)}; it must be a list with one entry per step")
+        if len(steps) != len(labels):
+            self.fail("labels", f"has {len(labels)} entries for {len(steps)} steps; give one per step")
+        for i, label in enumerate(labels):
+            if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
+                self.fail(f"labels[{i}]", f"is {show(label)}; it must be true, false or a number between 0 and 1")
+        return tuple(self.text(step, f"completions[{i}]", "a string") for i, step in enumerate(steps)), tuple(map(float, labels))
 
     def messages(self, raw: Mapping[str, Any]) -> list[Message]:
         turns = self.turns(self.present(raw, "messages"), "messages")

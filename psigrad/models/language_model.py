@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError
-from psigrad.models import attention
+from psigrad.models import attention, backbone
+from psigrad.models.backbone import DTYPES, Lora
 from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class Lora:
-    """A LoRA adapter: W + (alpha / rank) B A on the named modules ("all-linear": every linear layer but the head)."""
-
-    rank: int
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ("all-linear",)
+# The file of the value head in a checkpoint, and the prefix of its parameters' names.
+VALUE_HEAD = "value_head"
 
 
 @dataclass
@@ -40,6 +32,7 @@ class LanguageModel:
 
     `hf` is the transformers model (with LoRA layers inside when `adapter` is set, the peft wrapper that saves and merges them).
     `why_padded` is empty where the packed forward reproduces the model; else it says why the padded one runs instead.
+    `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
     """
 
     hf: PreTrainedModel
@@ -47,6 +40,7 @@ class LanguageModel:
     adapter: nn.Module | None = None
     why_padded: str = ""
     train_mode: bool = False
+    value_head: nn.Linear | None = None
 
     @property
     def device(self) -> torch.device:
@@ -70,17 +64,22 @@ class LanguageModel:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name, in the model's order."""
-        return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
+        own = {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
+        head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
+        return own | head
+
+    def add_value_head(self, folder: Path | None = None) -> None:
+        """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""
+        head = nn.Linear(self.hf.get_output_embeddings().in_features, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        if folder is not None:
+            head.load_state_dict(load_file(folder / f"{VALUE_HEAD}.safetensors"))
+        self.value_head = head.to(self.device)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
         """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
-        return self.hf.base_model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=attention.NO_MASK.to(self.device),
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state
+        return backbone.forward(self.hf, input_ids, position_ids, layout)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
@@ -93,17 +92,20 @@ class LanguageModel:
         temperature: float = 1.0,
         entropy: bool = False,
         kl_to: LanguageModel | None = None,
+        value: bool = False,
         packed: bool | None = None,
     ) -> Evaluation:
-        """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy and the exact KL to `kl_to`.
+        """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy, the exact KL to `kl_to` and
+        the value head's V.
 
         Gradients flow unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`: the adapter is then off.
         `packed=False` asks for the padded oracle.
         """
-        stats, targets = self.stats(inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, packed=packed)
+        stats, targets = self.stats(inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed)
         return Evaluation(
             logp=targets.unpack(stats.logp),
             entropy=None if stats.entropy is None else targets.unpack(stats.entropy),
+            value=None if stats.value is None else targets.unpack(stats.value),
             kl=None if stats.kl is None else targets.unpack(stats.kl),
         )
 
@@ -115,20 +117,34 @@ class LanguageModel:
         entropy: bool = False,
         accuracy: bool = False,
         kl_to: LanguageModel | None = None,
+        value: bool = False,
         packed: bool | None = None,
     ) -> tuple[TokenStats, Targets]:
         """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
         self.hf.train(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
-        hidden, head = self._target_hidden(forward)
+        values = None
+        if value:
+            hidden, head, values = self._with_values(forward)
+        else:
+            hidden, head = self._target_hidden(forward)
         reference_hidden, reference_head = None, None
         if kl_to is not None:
             alone = self.without_adapter() if kl_to is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
                 reference_hidden, reference_head = kl_to._target_hidden(forward)
         wanted = Wanted(temperature, entropy, accuracy, reference_head)
-        return token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden), forward.targets
+        stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden)
+        return replace(stats, value=values), forward.targets
+
+    def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
+        """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""
+        if self.value_head is None:
+            raise ValueError("This model has no value head; call add_value_head() first.")
+        hidden = backbone.target_hidden(self.hf, inputs)
+        values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+        return (hidden, self.head, values) if inputs.layout is not None else (*self._target_hidden(inputs), values)
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What predicts each target [M, …], and the head that makes logits of it: hidden states, or where padded the logits
@@ -158,23 +174,15 @@ class LanguageModel:
         return LanguageModel(twin.eval(), self.tokenizer, why_padded=self.why_padded)
 
     def save(self, folder: Path) -> None:
-        """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter only."""
-        self._write(self.adapter or self.hf, folder)
+        """Weights and tokenizer in Hugging Face form, and the value head beside; a LoRA model saves its adapter only."""
+        if self.value_head is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(self.value_head.state_dict(), folder / f"{VALUE_HEAD}.safetensors")
+        backbone.write(self.adapter or self.hf, self.tokenizer, folder)
 
     def save_merged(self, folder: Path) -> None:
         """The whole model, adapter merged in, so that `AutoModelForCausalLM.from_pretrained(folder)` opens it."""
-        model = self.hf
-        if self.adapter is not None:
-            model = copy.deepcopy(self.adapter).merge_and_unload()
-        self._write(model, folder)
-
-    def _write(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder, safe_serialization=True)
-        self.tokenizer.save_pretrained(folder)
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in folder.iterdir():  # safetensors leaves its files to their owner alone
-            path.chmod(0o666 & ~umask)
+        backbone.write(backbone.merged(self.hf, self.adapter), self.tokenizer, folder)
 
 
 def load(
@@ -215,69 +223,12 @@ def prepare(
     """
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    hf.eval()
+    backbone.switch_dropout_off(hf)
     model = LanguageModel(hf, tokenizer)
-    model.why_padded = _why_padded(model)
+    model.why_padded = backbone.choose_attention(hf, lambda packed: model.evaluate(backbone.PROBE, packed=packed).logp)
     if lora is not None:
-        model.adapter = _with_lora(hf, lora, adapter)
-        model.train_mode = lora.dropout > 0
+        model.adapter = backbone.with_lora(hf, lora, adapter, "CAUSAL_LM")
     if gradient_checkpointing:
-        # transformers recomputes only in training mode; with the model's dropout at zero that mode computes the same numbers
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train_mode = True
+        backbone.recompute_activations(hf)
+    model.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
     return model
-
-
-def _with_lora(hf: PreTrainedModel, lora: Lora, adapter: Path | None) -> nn.Module:
-    import peft
-
-    if adapter is not None:
-        return peft.PeftModel.from_pretrained(hf, adapter, is_trainable=True)
-    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
-    config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
-    )
-    try:
-        return peft.get_peft_model(hf, config)
-    except ValueError as error:
-        raise UserError(f"No LoRA adapter could be put on {list(lora.target_modules)}: {error}") from error
-
-
-# Two prompts of unlike length, with completions that share them: enough to tell a model that leaks between packed sequences.
-_PROBE = Groups(prompts=((3, 1, 2), (2, 5, 4, 1, 3)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5))))
-
-
-@torch.no_grad()
-def _why_padded(model: LanguageModel) -> str:
-    """Why the packed forward can't be used for this model: an empty string where it reproduces the model's own attention.
-
-    Leaves the model with our attention where that works, else with its own.
-    """
-    own = model.hf.config._attn_implementation
-    oracle, failure = _probe(model, own, packed=False)
-    if oracle is None:  # some models take SDPA for granted and refuse it when they run (softcapped attention)
-        own = "eager"
-        oracle, failure = _probe(model, own, packed=False)
-    if oracle is None:
-        raise UserError(f"{type(model.hf).__name__} does not compute log-probs: {failure}; give a causal language model.")
-    packed, failure = _probe(model, attention.IMPLEMENTATION, packed=True)
-    if packed is not None:
-        gap = float((packed - oracle).abs().max())
-        # float32 agrees to about 1e-6; bfloat16 differs by its own rounding in either form
-        if gap < (1e-3 if model.hf.dtype in (torch.float32, torch.float64) else 0.25):
-            return ""
-        failure = f"its log-probs differ by {gap:.1g} from the padded ones"
-    model.hf.set_attn_implementation(own)
-    return f"{type(model.hf).__name__} does not run packed: {failure}"
-
-
-def _probe(model: LanguageModel, implementation: str, packed: bool) -> tuple[Tensor | None, str]:
-    """Log-probs of `_PROBE` under an attention implementation, or what went wrong."""
-    try:
-        model.hf.set_attn_implementation(implementation)
-        return model.evaluate(_PROBE, packed=packed).logp, ""
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        return None, str(error).strip().splitlines()[0]

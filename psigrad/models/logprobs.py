@@ -16,17 +16,19 @@ CHUNK_ELEMENTS = 1 << 24
 @dataclass(frozen=True)
 class TokenStats:
     """Per token, each [M]: log pi(a|s); on request the entropy of pi(.|s), KL(pi||ref) over the whole vocabulary (both in
-    nats), and whether a is the most probable token.
+    nats), whether a is the most probable token, and the critic's V(s).
     """
 
     logp: Tensor
     entropy: Tensor | None = None
     kl: Tensor | None = None
     hit: Tensor | None = None
+    value: Tensor | None = None
 
     def detach(self) -> TokenStats:
         """Without gradient."""
-        return TokenStats(*(x if x is None else x.detach() for x in (self.logp, self.entropy, self.kl, self.hit)))
+        columns = (self.logp, self.entropy, self.kl, self.hit, self.value)
+        return TokenStats(*(x if x is None else x.detach() for x in columns))
 
 
 def upcast(logits: Tensor) -> Tensor:

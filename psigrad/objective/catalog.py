@@ -16,6 +16,7 @@ from typing import Any
 from psigrad.objective import advantage, aggregate, correction, critic, entropy, keep, kl, penalty, ratio, surrogate
 from psigrad.objective.advantage import (
     batch_mean,
+    gae,
     group_mean,
     leave_one_out,
     moving_average,
@@ -25,8 +26,10 @@ from psigrad.objective.advantage import (
     whitened,
 )
 from psigrad.objective.aggregate import fixed_length, sequence_mean, sequence_sum, token_mean
+from psigrad.objective.critic import value_loss
 from psigrad.objective.keep import has_signal, not_truncated, top_k
 from psigrad.objective.kl import KL
+from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.policy_gradient import PolicyGradient
 from psigrad.objective.surrogate import clip, score, truncated_weight
 
@@ -58,6 +61,19 @@ CISPO = PolicyGradient(group_mean(), ratio.token, truncated_weight(5.0), token_m
 REINFORCE_PP = PolicyGradient(
     whitened(reward_to_go()), ratio.token, clip(), token_mean, kl=KL("reward", "k1", 0.01), name="reinforce_pp"
 )
+
+# PPO for language models as InstructGPT and TRL's former PPOTrainer had it: KL to the reference in the reward of each token,
+# lambda 1 (Ahmadian et al. 2024 find the bias of a smaller one harmful here), advantages whitened over the batch.
+PPO = PolicyGradient(
+    whitened(gae(1.0, 1.0)),
+    ratio.token,
+    clip(0.2, 0.2),
+    token_mean,
+    kl=KL("reward", "k1", 0.05),
+    critic=value_loss(0.1, 0.2),
+    name="ppo",
+)
+PPO_PENALTY = replace(PPO, surrogate=kl_penalty(1.0, 0.01), name="ppo_penalty")
 
 # Rejection fine-tuning: cross-entropy on the best completion of each prompt.
 RAFT = PolicyGradient(ones, ratio.none, score, token_mean, keep=(top_k(1),), name="raft")

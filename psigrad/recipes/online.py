@@ -9,16 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from psigrad import objective
-from psigrad.config import OnlineConfig
+from psigrad.config import Critic, OnlineConfig
 from psigrad.errors import UserError
+from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective.aggregate import fixed_length
+from psigrad.objective.penalty import kl_penalty
 from psigrad.recipes import setup
 from psigrad.recipes.setup import Result
 from psigrad.rewards import resolve
 from psigrad.training import loop
-from psigrad.training.loop import Online
-from psigrad.training.state import State
+from psigrad.training.online import Critic as OnlineCritic
+from psigrad.training.online import Online
+from psigrad.training.state import Learner, State
+from psigrad.training.update import Optimizer
 
 
 def run(config: OnlineConfig) -> Result:
@@ -43,7 +47,13 @@ def run(config: OnlineConfig) -> Result:
             evaluator = setup.evaluator_for(config.evaluation, config, model, judge, held, reference)
         prompts = setup.prompts_of(rows, model, config.data.max_prompt_length)
         sampler = setup.sampler_for(config.sampling, model)
-        begun = setup.begin(config, journal, model, rows, found, State(algorithm=algorithm.initial_state()))
+        critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic.shared else None
+        if algorithm.needs_critic and config.critic.shared:
+            model.add_value_head(found)
+        policy = Learner(model, Optimizer(model.trainable(), config.optim))
+        learners = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
+        fresh = State(algorithm=algorithm.initial_state())
+        begun = setup.begin(config, journal, learners, setup.identity(model.tokenizer, rows), found, fresh)
         job = Online(
             config=config,
             algorithm=algorithm,
@@ -51,13 +61,14 @@ def run(config: OnlineConfig) -> Result:
             reference=reference,
             sampler=sampler,
             scorer=scorer,
-            optimizer=begun.optimizer,
+            optimizer=policy.optimizer,
             prompts=prompts,
             params=setup.sampling_params(config.sampling, model, rows),
             total_steps=config.run.max_steps or math.ceil(len(prompts) / config.prompts_per_step),
             journal=journal,
             exact_sampling=not model.why_padded and config.model.dtype == "float32",
             evaluator=evaluator,
+            critic=critic,
         )
         loop.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
@@ -80,10 +91,7 @@ def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
     for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
         resolve(function)
     setup.check_sampling(config.sampling)
-    if algorithm.needs_critic:
-        raise UserError(
-            f"The algorithm {algorithm.name!r} needs a critic, which online training of language models does not have yet."
-        )
+    _check_critic(config, algorithm)
     if config.num_generations < algorithm.min_group_size:
         raise UserError(
             f"num_generations is {config.num_generations} and {algorithm.name or 'the algorithm'} compares completions of one "
@@ -101,6 +109,40 @@ def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
             f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
             "whole groups, so give at most as many minibatches as prompts_per_step."
         )
+
+
+def _check_critic(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
+    asked = config.critic != Critic()
+    if asked and not algorithm.needs_critic:
+        raise UserError(f"The settings describe a critic and {algorithm.name or 'the algorithm'} has none; take them out.")
+    if config.critic.shared and (config.critic.path or config.critic.learning_rate):
+        raise UserError(
+            "critic.shared puts the critic on the policy's own backbone, which leaves no path or learning_rate of its own; take "
+            "them out or set critic.shared to false."
+        )
+    adapts = isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None
+    if adapts and config.num_iterations * config.num_minibatches == 1:
+        raise UserError(
+            f"{algorithm.name or 'The algorithm'} adapts its penalty to how far several optimiser steps move the policy, and a "
+            "single one is taken per batch; give num_iterations or num_minibatches above 1."
+        )
+
+
+def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> OnlineCritic:
+    """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
+    made = scalar_model.load(
+        str(found / "critic") if found is not None else config.critic.path or config.model.path,
+        dtype=config.model.dtype,
+        device=setup.device(config.run),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        fresh_head="zero" if found is None else "refuse",
+    )
+    if not made.per_token:
+        raise UserError(f"{config.critic.path!r} has no number at every token, which a critic needs; give a causal model.")
+    if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        raise UserError(f"The critic {config.critic.path!r} has another tokenizer than the policy; give one of the same family.")
+    optimizer = Optimizer(made.trainable(), config.optim)
+    return OnlineCritic(made, optimizer, config.critic.learning_rate or config.optim.learning_rate)
 
 
 def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -> LanguageModel:

@@ -8,12 +8,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import EvalConfig, Evaluation, Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.data.rows import Form, Row
@@ -33,10 +34,9 @@ from psigrad.training.collect import Prompt
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Journal
 from psigrad.training.run_folder import RunFolder
-from psigrad.training.state import State
+from psigrad.training.state import Learner, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
-from psigrad.training.update import Optimizer
 
 Config = SFTConfig | OnlineConfig
 
@@ -123,11 +123,10 @@ def newest_checkpoint(journal: Journal) -> Path | None:
     return found.path
 
 
-def identity(model: LanguageModel, rows: Sequence[Row]) -> dict[str, str]:
+def identity(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, str]:
     """Hashes of what a run stands on besides its settings: a continuation must find them as they were."""
-    tokenizer = model.tokenizer
     parts = {
-        "dataset": [[row.prompt, row.completion, row.messages, row.columns] for row in rows],
+        "dataset": [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in rows],
         "tokenizer": tokenizer.get_vocab(),
         "chat template": tokenizer.chat_template,
     }
@@ -138,19 +137,20 @@ def identity(model: LanguageModel, rows: Sequence[Row]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Begun:
-    """Where a run begins or goes on: its optimiser, its state, and the function that loops save through."""
+    """Where a run begins or goes on: its state, and the function that loops save through."""
 
-    optimizer: Optimizer
     state: State
     save: Callable[[State], None]
 
 
-def begin(config: Config, journal: Journal, model: LanguageModel, rows: Sequence[Row], found: Path | None, fresh: State) -> Begun:
-    """The optimiser and state to start from: `fresh`, or those of the checkpoint `found`.
+def begin(
+    config: Config, journal: Journal, learners: Sequence[Learner], known: Mapping[str, str], found: Path | None, fresh: State
+) -> Begun:
+    """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
 
-    Raises `UserError` where the data, the tokenizer or its template are not those that the checkpoint was trained with.
+    `known` are the hashes of `identity`. Raises `UserError` where the data, the tokenizer or its template are not those that
+    the checkpoint was trained with.
     """
-    optimizer, known = Optimizer(model.trainable(), config.optim), identity(model, rows)
     if found is not None:
         before = checkpoint.verify(found)
         changed = [name for name, value in known.items() if before.get(name, value) != value]
@@ -160,15 +160,16 @@ def begin(config: Config, journal: Journal, model: LanguageModel, rows: Sequence
                 f"{journal.folder.path} was trained with another {other}; put it back to go on with this run, or choose another "
                 "output_dir."
             )
-    first = fresh if found is None else state.restore(found, optimizer)
-    journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=model.why_padded)
+    first = fresh if found is None else state.restore(found, learners)
+    why_padded = getattr(learners[0].model, "why_padded", "")
+    journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=why_padded)
 
     def save(now: State) -> None:
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
-        state.save(journal.folder.checkpoints, now, model, optimizer, keep=config.run.save_total_limit, meta=known)
+        state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=known)
         journal.folder.event("saved", step=now.step)
 
-    return Begun(optimizer, first, save)
+    return Begun(first, save)
 
 
 def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:

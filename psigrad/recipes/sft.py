@@ -11,8 +11,10 @@ from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.setup import Result
 from psigrad.training import offline
-from psigrad.training.offline import Offline
-from psigrad.training.state import State
+from psigrad.training.lessons.supervised import Supervised
+from psigrad.training.offline import Generated, Offline
+from psigrad.training.state import Learner, State
+from psigrad.training.update import Optimizer
 
 
 def run(config: SFTConfig) -> Result:
@@ -30,22 +32,22 @@ def run(config: SFTConfig) -> Result:
             raise UserError(
                 f"No row of {config.data.dataset} has a token to learn within max_length {config.max_length}; raise it."
             )
-        evaluator = None
+        generated = None
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
         if functions and held:
             scorer = stack.enter_context(setup.reward_pool(functions, config))
             evaluator = setup.evaluator_for(config.evaluation, config, model, scorer, held, None)
-        begun = setup.begin(config, journal, model, rows, found, State())
+            generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
+        learner = Learner(model, Optimizer(model.trainable(), config.optim))
+        begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(
             config=config,
-            model=model,
-            optimizer=begun.optimizer,
-            examples=examples,
-            held_out=[example(model.tokenizer, row, config.max_length) for row in held],
+            lesson=Supervised(model, examples),
+            held_out=Supervised(model, [example(model.tokenizer, row, config.max_length) for row in held]) if held else None,
+            optimizer=learner.optimizer,
             total_steps=config.run.max_steps or math.ceil(len(examples) / config.batch_size),
             journal=journal,
-            sampler=setup.sampler_for(config.sampling, model),
-            evaluator=evaluator,
+            generated=generated,
         )
         offline.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)

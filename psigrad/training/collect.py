@@ -60,8 +60,13 @@ def sample(
     ]
 
 
-def score(scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], Any]) -> list[Trajectory]:
-    """The trajectories with their rewards; `rows(index)` is the dataset row, whose columns the rewards receive."""
+def score(
+    scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], Any], *, missing_eos_penalty: float = 0.0
+) -> list[Trajectory]:
+    """The trajectories with their rewards; `rows(index)` is the dataset row, whose columns the rewards receive.
+
+    `missing_eos_penalty` is taken from the reward of completions that the length limit cut.
+    """
     sources = [rows(t.row) for t in trajectories]
     names = {name for row in sources for name in row.columns}
     results = scorer.score(
@@ -72,7 +77,16 @@ def score(scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], 
         # a row may be drawn twice in a step: its two groups are not one
         groups=list(itertools.accumulate(int(t.k == 0) for t in trajectories)),
     )
-    return [replace(t, **_outcome(result)) for t, result in zip(trajectories, results, strict=True)]
+    scored = [replace(t, **_outcome(result)) for t, result in zip(trajectories, results, strict=True)]
+    return [_without_end(t, missing_eos_penalty) for t in scored] if missing_eos_penalty else scored
+
+
+def _without_end(trajectory: Trajectory, penalty: float) -> Trajectory:
+    """A cut completion with `penalty` taken from its reward, and the others as they are."""
+    if trajectory.reward is None or trajectory.completion.finish_reason != "length":
+        return trajectory
+    parts = {**trajectory.parts, "missing_eos": -penalty}
+    return replace(trajectory, reward=trajectory.reward - penalty, parts=parts)
 
 
 def _outcome(result: Any) -> dict[str, Any]:

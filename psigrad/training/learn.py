@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from psigrad.data.batches import pack_groups
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
-from psigrad.objective import Batch, Evaluation, Prepared, Totals
+from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals
+from psigrad.objective.penalty import adapted, kl_penalty
 from psigrad.rollout.types import Trajectory
-
-if TYPE_CHECKING:
-    from psigrad.training.loop import Online
-    from psigrad.training.state import State
+from psigrad.training.online import Online
+from psigrad.training.state import State
+from psigrad.training.update import Optimizer, learning_rate, step_together
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ def update(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], st
         batch = replace(batch, logp_ref=log_probs(run, run.reference, batch, groups))
     if not (single_pass or run.exact_sampling):
         batch = replace(batch, logp_old=log_probs(run, run.model, batch, groups))
+    if algorithm.needs_critic:
+        batch = replace(batch, value=values(run, batch, groups))
     prepared = algorithm.prepare(batch, state.algorithm)
     tally = _Tally()
     for iteration in range(config.num_iterations):
@@ -81,11 +83,26 @@ def update(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], st
                 lambda micro=micro, totals=totals: _loss(run, prepared, micro, totals, prepared.state, single_pass, tally)
                 for micro in micro_batches(groups, wanted, config.micro_batch_tokens)
             ]
-            tally.stepped(run.optimizer.step(losses, lr))
+            tally.stepped(step_together(_optimizers(run, state.step, lr), losses))
     _check_gap(run, tally.mean_gap, state.step + 1)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
     own = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
-    return Update({**own, **tally.result()}, prepared.state, advantage)
+    return Update({**own, **tally.result()}, _adapted(algorithm, prepared.state, tally), advantage)
+
+
+def _optimizers(run: Online, step: int, lr: float) -> list[tuple[Optimizer, float]]:
+    """Who steps, and at which rate: the critic's follows the same schedule from a peak of its own."""
+    if run.critic is None:
+        return [(run.optimizer, lr)]
+    own = replace(run.config.optim, learning_rate=run.critic.learning_rate)
+    return [(run.optimizer, lr), (run.critic.optimizer, learning_rate(own, step, run.total_steps))]
+
+
+def _adapted(algorithm: PolicyGradient, state: dict[str, float], tally: _Tally) -> dict[str, float]:
+    """The state after the update: PPO-penalty's coefficient follows the KL that the last optimiser step found."""
+    if isinstance(algorithm.surrogate, kl_penalty) and tally.steps:
+        return adapted(algorithm.surrogate, state, tally.last.get("policy/approxkl_avg", 0.0))
+    return state
 
 
 def _minibatches(run: Online, group: Tensor, step: int, iteration: int) -> list[Tensor]:
@@ -106,7 +123,10 @@ def _loss(
         temperature=run.params.temperature,
         entropy=algorithm.needs_entropy,
         kl_to=run.reference if algorithm.needs_exact_kl else None,
+        value=algorithm.needs_critic and run.critic is None,
     )
+    if run.critic is not None:
+        evaluation = replace(evaluation, value=run.critic.model.values(micro.inputs))
     part = prepared.select(rows)
     evaluation = _widened(evaluation, part.batch.mask.shape[1])
     if tally.steps == 1:
@@ -130,6 +150,18 @@ def log_probs(run: Online, model: LanguageModel | None, batch: Batch, groups: Se
         with model.without_adapter() if own_reference else torch.no_grad():
             logp = model.evaluate(micro.inputs, temperature=run.params.temperature).logp
         out[micro.rows.to(out.device), : logp.shape[1]] = logp.to(out.dtype)
+    return out
+
+
+@torch.no_grad()
+def values(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
+    """[N, T] the critic's value of the state before each step."""
+    out = torch.zeros_like(batch.logp_old)
+    for micro in micro_batches(groups, batch.present.cpu(), run.config.micro_batch_tokens):
+        own = run.critic
+        value = run.model.evaluate(micro.inputs, value=True).value if own is None else own.model.values(micro.inputs)
+        assert value is not None
+        out[micro.rows.to(out.device), : value.shape[1]] = value.to(out.dtype)
     return out
 
 
@@ -159,9 +191,10 @@ class _Tally:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.applied = 0
-        self.norms: list[float] = []
+        self.norms: list[list[float]] = []
         self.metrics: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self._now: dict[str, float] = {}
         self._gap_sum, self._gap_max, self._gap_count = 0.0, 0.0, 0
 
     @property
@@ -170,7 +203,7 @@ class _Tally:
 
     def add(self, value: Tensor, terms: dict[str, Tensor]) -> None:
         for name, term in {"loss": value.detach(), **terms}.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(term)
+            self._now[name] = self._now.get(name, 0.0) + float(term)
 
     def gap(self, logp: Tensor, batch: Batch) -> None:
         difference = (logp - batch.logp_old).abs()[batch.mask]
@@ -178,16 +211,19 @@ class _Tally:
         self._gap_max = max(self._gap_max, float(difference.max()))
         self._gap_count += difference.numel()
 
-    def stepped(self, norm: float | None) -> None:
-        if norm is not None:
-            self.applied += 1
-            self.norms.append(norm)
+    def stepped(self, norms: list[float] | None) -> None:
+        """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
+        self.last, self._now = self._now, {}
+        for name, value in self.last.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        if norms is not None:
+            self.norms.append(norms)
 
     def result(self) -> dict[str, Any]:
         figures: dict[str, Any] = {name: value / self.steps for name, value in self.metrics.items()}
-        figures["updates"] = self.applied
-        if self.norms:
-            figures["grad_norm"] = math.fsum(self.norms) / len(self.norms)
+        figures["updates"] = len(self.norms)
+        for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):
+            figures[name] = math.fsum(norms) / len(norms)
         if self._gap_count:
             figures["sampling/sampling_logp_difference/mean"] = self.mean_gap
             figures["sampling/sampling_logp_difference/max"] = self._gap_max

@@ -5,49 +5,22 @@ Read this file first. The mathematics is the `PolicyGradient`'s; who samples is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad import seeds
-from psigrad.config import OnlineConfig
-from psigrad.models.language_model import LanguageModel
-from psigrad.objective import PolicyGradient
-from psigrad.rewards import Scorer, check_unscored
-from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
+from psigrad.rewards import check_unscored
+from psigrad.rollout.types import Trajectory
 from psigrad.training import learn
-from psigrad.training.collect import Prompt, prompts_from, record, sample, score, scored_groups, to_batch
+from psigrad.training.collect import prompts_from, record, sample, score, scored_groups, to_batch
 from psigrad.training.cycle import cycle
-from psigrad.training.evaluate import Evaluator
-from psigrad.training.journal import Clock, Journal
+from psigrad.training.journal import Clock
 from psigrad.training.learn import Update
 from psigrad.training.metrics import collection_metrics
+from psigrad.training.online import Online
 from psigrad.training.state import State
-from psigrad.training.update import Optimizer, learning_rate
-
-
-@dataclass(frozen=True)
-class Online:
-    """The parts of one online run.
-
-    `reference` is the frozen model of the KL term (the model itself under LoRA). `exact_sampling` says that the sampler's
-    log-probs are the trainer's to float32 rounding, so that they need not be computed again before several passes over a
-    batch.
-    """
-
-    config: OnlineConfig
-    algorithm: PolicyGradient
-    model: LanguageModel
-    reference: LanguageModel | None
-    sampler: Sampler
-    scorer: Scorer
-    optimizer: Optimizer
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    total_steps: int
-    journal: Journal
-    exact_sampling: bool
-    evaluator: Evaluator | None = None
+from psigrad.training.update import learning_rate
 
 
 @dataclass(frozen=True)
@@ -131,7 +104,7 @@ def collect(run: Online, state: State, clock: Clock) -> Collected:
             )
         with clock("time/score"):
             by_index = {p.index: p.row for p in wanted}
-            fresh = score(run.scorer, fresh, by_index.__getitem__)
+            fresh = score(run.scorer, fresh, by_index.__getitem__, missing_eos_penalty=config.missing_eos_penalty)
         cursor, prompts = cursor + len(wanted), prompts + len(wanted)
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)

@@ -1,47 +1,67 @@
-"""Training on recorded data: supervised fine-tuning, the offline kin of loop.py."""
+"""Training on recorded data, the offline kin of loop.py: SFT, reward models and the preference family are lessons of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from psigrad.config import SFTConfig
-from psigrad.data.batches import batch_at, pack_by_tokens
-from psigrad.data.templates import Example
+from psigrad.config import Evaluation, Optim, Run
+from psigrad.data.batches import batch_at
 from psigrad.models.language_model import LanguageModel
-from psigrad.models.logprobs import TokenStats
-from psigrad.models.packing import Rows
 from psigrad.rollout.types import Sampler
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Clock, Journal
+from psigrad.training.lessons import Lesson, Share
 from psigrad.training.state import State
 from psigrad.training.update import Optimizer, learning_rate
 
 
+class Settings(Protocol):
+    """What an offline recipe's settings have in common."""
+
+    @property
+    def optim(self) -> Optim: ...
+    @property
+    def evaluation(self) -> Evaluation: ...
+    @property
+    def run(self) -> Run: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batch_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Evaluation on generated completions, for models that generate."""
+
+    model: LanguageModel
+    sampler: Sampler
+    evaluator: Evaluator
+
+
 @dataclass(frozen=True)
 class Offline:
-    """The parts of one SFT run. `evaluator` scores generated completions; without one, held-out loss is all there is."""
+    """The parts of one offline run; `held_out` has the rows that are not trained on."""
 
-    config: SFTConfig
-    model: LanguageModel
+    config: Settings
+    lesson: Lesson
+    held_out: Lesson | None
     optimizer: Optimizer
-    examples: Sequence[Example]
-    held_out: Sequence[Example]
     total_steps: int
     journal: Journal
-    sampler: Sampler
-    evaluator: Evaluator | None = None
+    generated: Generated | None = None
 
 
 def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     return cycle(
-        "SFT",
+        run.lesson.name,
         state,
         run.total_steps,
         lambda s: step(run, s),
@@ -54,27 +74,20 @@ def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
 
 
 def step(run: Offline, state: State) -> tuple[State, str]:
-    """One optimiser step: loss = -sum of log pi over target tokens / number of target tokens in the whole step."""
+    """One optimiser step on `batch_size` rows."""
     config, clock = run.config, Clock()
-    picked = [run.examples[i] for i in batch_at(state.step, config.batch_size, len(run.examples), config.run.seed)]
-    targets = sum(sum(e.mask) for e in picked)
-    seen: list[TokenStats] = []
-
-    def loss(rows: Rows) -> Tensor:
-        stats, _ = run.model.stats(rows, entropy=True, accuracy=True)
-        seen.append(stats.detach())
-        return -stats.logp.sum() / targets
-
+    rows = batch_at(state.step, config.batch_size, len(run.lesson), config.run.seed)
     lr = learning_rate(config.optim, state.step, run.total_steps)
+    figures: dict[str, float] = {}
     with clock("time/update"):
-        parts = _micro_batches(picked, config.micro_batch_tokens)
-        norm = run.optimizer.step([lambda rows=rows: loss(rows) for rows in parts], lr)
-    number, tokens = state.step + 1, sum(len(e.ids) for e in picked)
+        shares = run.lesson.shares(rows, config.micro_batch_tokens)
+        norm = run.optimizer.step([lambda share=share: _counted(share, figures) for share in shares], lr)
+    number, tokens = state.step + 1, run.lesson.tokens(rows)
     metrics: dict[str, Any] = {
-        **_means(seen, targets),
+        **figures,
         "learning_rate": lr,
         "num_tokens": state.tokens + tokens,
-        "epoch": number * config.batch_size / len(run.examples),
+        "epoch": number * config.batch_size / len(run.lesson),
         "updates": int(norm is not None),
     }
     if norm is not None:
@@ -83,38 +96,23 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     run.journal.timings(number, clock, tokens)
     run.optimizer.check(number)
     after = replace(state, step=number, tokens=state.tokens + tokens, nonfinite=run.optimizer.nonfinite)
-    return after, f"loss {metrics['loss']:.3f}"
+    return after, f"loss {figures['loss']:.3f}"
 
 
-def _means(seen: Sequence[TokenStats], targets: int) -> dict[str, float]:
-    """Loss, entropy and accuracy as means over target tokens, in nats."""
-    total = {"loss": 0.0, "entropy": 0.0, "mean_token_accuracy": 0.0}
-    for stats in seen:
-        assert stats.entropy is not None and stats.hit is not None
-        total["loss"] -= float(stats.logp.sum())
-        total["entropy"] += float(stats.entropy.sum())
-        total["mean_token_accuracy"] += float(stats.hit.sum())
-    return {name: value / max(1, targets) for name, value in total.items()}
-
-
-def _micro_batches(examples: Sequence[Example], budget: int) -> list[Rows]:
-    parts = pack_by_tokens([len(e.ids) for e in examples], budget)
-    return [Rows([examples[i].ids for i in part], [examples[i].mask for i in part]) for part in parts]
-
-
-@torch.no_grad()
-def held_out_figures(model: LanguageModel, examples: Sequence[Example], budget: int) -> dict[str, float]:
-    """Loss, entropy and accuracy on the target tokens of held-out examples, as `eval/…`."""
-    seen = [model.stats(rows, entropy=True, accuracy=True)[0] for rows in _micro_batches(examples, budget)]
-    return {f"eval/{name}": value for name, value in _means(seen, sum(sum(e.mask) for e in examples)).items()}
+def _counted(share: Share, figures: dict[str, float]) -> Tensor:
+    """The loss of one share, its terms added to `figures`."""
+    loss = share()
+    for name, term in loss.terms.items():
+        figures[name] = figures.get(name, 0.0) + float(term)
+    return loss.value
 
 
 def _evaluate(run: Offline, state: State) -> None:
-    if run.held_out:
+    if run.held_out is not None:
         clock = Clock()
-        with clock("time/eval"):
-            figures = held_out_figures(run.model, run.held_out, run.config.micro_batch_tokens)
-        run.journal.metrics(state.step, figures)
-        run.journal.timings(state.step, clock, sum(len(e.ids) for e in run.held_out))
-    if run.evaluator is not None:
-        run.evaluator.record(run.model, run.sampler, state.step, run.journal)
+        with clock("time/eval"), torch.no_grad():
+            figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens)
+        run.journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})
+        run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
+    if run.generated is not None:
+        run.generated.evaluator.record(run.generated.model, run.generated.sampler, state.step, run.journal)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from psigrad.models.language_model import LanguageModel
 from psigrad.training import checkpoint
 from psigrad.training.update import Optimizer
+
+OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,30 @@ class State:
     algorithm: dict[str, float] = field(default_factory=dict)
 
 
-def save(
-    root: Path, state: State, model: LanguageModel, optimizer: Optimizer, *, keep: int, meta: Mapping[str, Any] | None = None
-) -> Path:
-    """A checkpoint under `root`: the model in Hugging Face form, `optimizer.safetensors`, `state.json`; then old ones go."""
+class Saved(Protocol):
+    """A model that writes itself into a folder."""
+
+    def save(self, folder: Path) -> None:
+        """Weights in Hugging Face form."""
+        ...
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model and its optimiser. The policy's place in a checkpoint is the folder itself, the critic's `critic/`."""
+
+    model: Saved
+    optimizer: Optimizer
+    place: str = ""
+
+
+def save(root: Path, state: State, learners: Sequence[Learner], *, keep: int, meta: Mapping[str, Any] | None = None) -> Path:
+    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go."""
 
     def write(folder: Path) -> None:
-        model.save(folder)
-        checkpoint.save_tensors(folder / "optimizer.safetensors", tensors_of(optimizer))
+        for learner in learners:
+            learner.model.save(folder / learner.place)
+            checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
 
     path = checkpoint.save(root, state.step, write, meta={"torch": torch.__version__, **(meta or {})})
@@ -47,11 +64,12 @@ def save(
     return path
 
 
-def restore(path: Path, optimizer: Optimizer) -> State:
-    """The state of a verified checkpoint; fills `optimizer` in. The model is loaded from `path` by the caller, who made it."""
-    load_tensors(optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
+def restore(path: Path, learners: Sequence[Learner]) -> State:
+    """The state of a verified checkpoint; fills the optimisers in. The models are loaded from `path` by the caller."""
+    for learner in learners:
+        load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
     state = State(**json.loads((path / "state.json").read_text()))
-    optimizer.nonfinite = state.nonfinite
+    learners[0].optimizer.nonfinite = state.nonfinite
     return state
 
 

@@ -5,7 +5,7 @@ guard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,21 +64,26 @@ class Optimizer:
 
         Returns the gradient norm before clipping, or None where it is not finite: then nothing is stepped.
         """
+        norms = step_together([(self, lr)], losses)
+        return None if norms is None else norms[0]
+
+    def clear(self) -> None:
+        """Forget the gradients."""
         for p in self.parameters.values():
             p.grad = None
-        for loss in losses:
-            loss().backward()
+
+    def norm(self) -> float:
+        """The norm of the gradient that was added up, on the masters, where it will be applied."""
         for name, p in self.parameters.items():
             master = self.masters[name]
             master.grad = p.grad if p.grad is None or master is p else p.grad.float()
-        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        if not math.isfinite(norm):
-            self.nonfinite += 1
-            return None
-        self.nonfinite = 0
+        gradients = self._gradients()
+        return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def apply(self, norm: float, lr: float) -> None:
+        """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
         if 0 < self.optim.max_grad_norm < norm:
-            torch._foreach_mul_(gradients, self.optim.max_grad_norm / norm)
+            torch._foreach_mul_(self._gradients(), self.optim.max_grad_norm / norm)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
@@ -86,7 +91,9 @@ class Optimizer:
             for name, p in self.parameters.items():
                 if self.masters[name] is not p:
                     p.copy_(self.masters[name])
-        return norm
+
+    def _gradients(self) -> list[Tensor]:
+        return [m.grad for m in self.masters.values() if m.grad is not None]
 
     def check(self, step: int) -> None:
         """Raise `NonFiniteError` when too many steps in a row had no finite gradient."""
@@ -95,3 +102,24 @@ class Optimizer:
                 f"The gradient was not finite for {self.nonfinite} steps in a row, up to step {step}; no such step was applied "
                 "and the last checkpoint is sound. Lower the learning rate or look at the rewards in rollouts.jsonl."
             )
+
+
+def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
+    """Step several optimisers on the sum of `losses`, each at its rate and clipped by its own norm.
+
+    Returns the norms before clipping, or None where one is not finite: then nothing is stepped, and the first optimiser counts
+    it.
+    """
+    for optimizer, _ in rates:
+        optimizer.clear()
+    for loss in losses:
+        loss().backward()
+    norms = [optimizer.norm() for optimizer, _ in rates]
+    first = rates[0][0]
+    if not all(map(math.isfinite, norms)):
+        first.nonfinite += 1
+        return None
+    first.nonfinite = 0
+    for (optimizer, lr), norm in zip(rates, norms, strict=True):
+        optimizer.apply(norm, lr)
+    return norms
