@@ -6,10 +6,9 @@ A string under a field is its help text on the command line. Names are those of 
 from __future__ import annotations
 
 from psigrad.config.language import EvalConfig, OnlineConfig, SFTConfig
-from psigrad.config.sections import Critic, Data, Evaluation, Model, Optim, Reward, Run, Sampling
+from psigrad.config.sections import Data, Evaluation, Model, Optim, Reward, Run, Sampling
 
 __all__ = [
-    "Critic",
     "Data",
     "EvalConfig",
     "Evaluation",

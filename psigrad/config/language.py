@@ -8,7 +8,6 @@ from typing import Any
 from psigrad.config.sections import (
     Count,
     CountOrZero,
-    Critic,
     Data,
     Evaluation,
     Model,
@@ -52,17 +51,25 @@ class OnlineConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
-    critic: Critic = field(default_factory=Critic)
     algorithm: Any = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reward: tuple[Reward, ...] = ()
     """Reward functions: built-in names or module:function, with TRL's signature."""
+    reward_model: tuple[str, ...] = ()
+    """Folders or hub names of reward models, whose scores are added to the reward functions'."""
     reward_weights: tuple[float, ...] = ()
-    """One weight per reward function; empty: all 1."""
+    """One weight per reward function, then one per reward model; empty: all 1."""
     reward_timeout: Positive = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
     reward_workers: Count = 1
     """Processes that score."""
+    critic: str = ""
+    """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
+    critic_shared: bool = False
+    """A value head on the policy's own backbone in place of a critic of its own: less memory, and value gradients in the
+    policy."""
+    critic_learning_rate: PositiveOrZero = 0.0
+    """Peak learning rate of a critic of its own; 0: the policy's."""
     missing_eos_penalty: PositiveOrZero = 0.0
     """Taken from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
@@ -94,8 +101,10 @@ class EvalConfig:
     run: Run = field(default_factory=Run)
     reward: tuple[Reward, ...] = ()
     """What scores the completions; one function, or several that are added up."""
+    reward_model: tuple[str, ...] = ()
+    """Folders or hub names of reward models, whose scores are added to the reward functions'."""
     reward_weights: tuple[float, ...] = ()
-    """One weight per reward function; empty: all 1."""
+    """One weight per reward function, then one per reward model; empty: all 1."""
     reward_timeout: Positive = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
     reward_workers: Count = 1

@@ -121,19 +121,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Critic:
-    """The critic of methods that have one, as PPO does."""
-
-    path: str = ""
-    """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
-    shared: bool = False
-    """A value head on the policy's own backbone instead of a model of its own: half the memory, and value gradients in the
-    policy."""
-    learning_rate: PositiveOrZero = 0.0
-    """Peak learning rate of a critic of its own; 0: the policy's."""
-
-
-@dataclass(frozen=True)
 class Run:
     """Where the run lives and how long it goes on."""
 

@@ -111,9 +111,9 @@ def validate(raw: object, form: Form, source: str) -> Row:
         return _preference(check, raw, columns)
     if wanted == "unpaired-preference":
         prompt = check.prompt(raw)
-        return Row(source, prompt, check.completion(raw, prompt), label=check.label(raw), columns=columns)
+        return Row(source, prompt, check.completion(raw, prompt), label=_label(check, raw), columns=columns)
     if wanted == "stepwise":
-        steps, labels = check.steps(raw)
+        steps, labels = _steps(check, raw)
         return Row(
             source, check.text(check.present(raw, "prompt"), "prompt", "a string"), steps=steps, labels=labels, columns=columns
         )
@@ -153,6 +153,26 @@ def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     if not at:
         check.fail("prompt", "is missing, and chosen and rejected do not begin alike; give the prompt in a column of its own")
     return {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]}
+
+
+def _label(check: _Check, raw: Mapping[str, Any]) -> bool:
+    value = check.present(raw, "label")
+    if not isinstance(value, bool) and value not in (0, 1):
+        check.fail("label", f"is {show(value)}; it must be true (desirable) or false")
+    return bool(value)
+
+
+def _steps(check: _Check, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    steps, labels = check.present(raw, "completions"), check.present(raw, "labels")
+    for column, value in (("completions", steps), ("labels", labels)):
+        if not isinstance(value, list) or not value:
+            check.fail(column, f"is {_kind(value)}; it must be a list with one entry per step")
+    if len(steps) != len(labels):
+        check.fail("labels", f"has {len(labels)} entries for {len(steps)} steps; give one per step")
+    for i, label in enumerate(labels):
+        if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
+            check.fail(f"labels[{i}]", f"is {show(label)}; it must be true, false or a number between 0 and 1")
+    return tuple(check.text(step, f"completions[{i}]", "a string") for i, step in enumerate(steps)), tuple(map(float, labels))
 
 
 def _kind(value: object) -> str:
@@ -206,24 +226,6 @@ class _Check:
                 where = "starts" if index == 0 else "ends"
                 self.fail(column, f"{where} with the role {turns[index]['role']!r}; it must start and end with 'assistant'")
         return turns
-
-    def label(self, raw: Mapping[str, Any]) -> bool:
-        value = self.present(raw, "label")
-        if not isinstance(value, bool) and value not in (0, 1):
-            self.fail("label", f"is {show(value)}; it must be true (desirable) or false")
-        return bool(value)
-
-    def steps(self, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        steps, labels = self.present(raw, "completions"), self.present(raw, "labels")
-        for column, value in (("completions", steps), ("labels", labels)):
-            if not isinstance(value, list) or not value:
-                self.fail(column, f"is {_kind(value)}; it must be a list with one entry per step")
-        if len(steps) != len(labels):
-            self.fail("labels", f"has {len(labels)} entries for {len(steps)} steps; give one per step")
-        for i, label in enumerate(labels):
-            if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
-                self.fail(f"labels[{i}]", f"is {show(label)}; it must be true, false or a number between 0 and 1")
-        return tuple(self.text(step, f"completions[{i}]", "a string") for i, step in enumerate(steps)), tuple(map(float, labels))
 
     def messages(self, raw: Mapping[str, Any]) -> list[Message]:
         turns = self.turns(self.present(raw, "messages"), "messages")

@@ -8,6 +8,7 @@ from typing import Any
 from psigrad.config import EvalConfig
 from psigrad.errors import UserError
 from psigrad.recipes import setup
+from psigrad.recipes.judges import evaluator_for, judge_for
 from psigrad.rollout.types import Trajectory
 
 
@@ -22,14 +23,17 @@ class Report:
 
 def run(config: EvalConfig) -> Report:
     """Sample `num_generations_eval` completions of each prompt and score them. Raises `UserError` on mistakes of the user."""
-    functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
-    if not functions:
-        raise UserError("Nothing scores the completions; name a built-in or module:function with --reward (reward).")
+    functions = (config.evaluation.metric,) if config.evaluation.metric else None
+    if not (functions or config.reward or config.reward_model):
+        raise UserError(
+            "Nothing scores the completions; name a built-in or module:function with --reward (reward), or a reward model with "
+            "--reward-model."
+        )
     setup.prepare_torch(config.run)
     model = setup.load_model(config.model, config.run, None)
     rows = setup.read_dataset(config, "prompt-only", config.data.dataset, config.data.split).rows
     rows = rows[: config.evaluation.eval_prompts or len(rows)]
-    with setup.reward_pool(functions, config, config.reward_weights) as scorer:
-        evaluator = setup.evaluator_for(config.evaluation, config, model, scorer, rows, None)
+    with judge_for(config, model.tokenizer, functions) as judge:
+        evaluator = evaluator_for(config.evaluation, config, model, judge, rows, None)
         figures, trajectories = evaluator(model, setup.sampler_for(config.sampling, model), 0)
     return Report(figures, trajectories, [str(rows[t.row].prompt) for t in trajectories])

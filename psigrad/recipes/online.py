@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from psigrad import objective
-from psigrad.config import Critic, OnlineConfig
+from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective.aggregate import fixed_length
 from psigrad.objective.penalty import kl_penalty
 from psigrad.recipes import setup
+from psigrad.recipes.judges import evaluator_for, judge_for
 from psigrad.recipes.setup import Result
 from psigrad.rewards import resolve
 from psigrad.training import loop
-from psigrad.training.online import Critic as OnlineCritic
-from psigrad.training.online import Online
+from psigrad.training.online import Critic, Online
 from psigrad.training.state import Learner, State
 from psigrad.training.update import Optimizer
 
@@ -39,16 +39,16 @@ def run(config: OnlineConfig) -> Result:
         rows, held = setup.read_rows(config, "prompt-only")
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
         reference = _reference(config, model, found) if wants_reference else None
-        scorer = stack.enter_context(setup.reward_pool(config.reward, config, config.reward_weights))
+        reward = stack.enter_context(judge_for(config, model.tokenizer))
         evaluator = None
         if held:
             metric = config.evaluation.metric
-            judge = stack.enter_context(setup.reward_pool([metric], config)) if metric else scorer
-            evaluator = setup.evaluator_for(config.evaluation, config, model, judge, held, reference)
+            judge = stack.enter_context(judge_for(config, model.tokenizer, [metric])) if metric else reward
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference)
         prompts = setup.prompts_of(rows, model, config.data.max_prompt_length)
         sampler = setup.sampler_for(config.sampling, model)
-        critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic.shared else None
-        if algorithm.needs_critic and config.critic.shared:
+        critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic_shared else None
+        if algorithm.needs_critic and config.critic_shared:
             model.add_value_head(found)
         policy = Learner(model, Optimizer(model.trainable(), config.optim))
         learners = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
@@ -60,7 +60,7 @@ def run(config: OnlineConfig) -> Result:
             model=model,
             reference=reference,
             sampler=sampler,
-            scorer=scorer,
+            scorer=reward.scorer,
             optimizer=policy.optimizer,
             prompts=prompts,
             params=setup.sampling_params(config.sampling, model, rows),
@@ -86,8 +86,11 @@ def method(config: OnlineConfig) -> objective.PolicyGradient:
 
 def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
     """Refuse settings that cannot work before anything is loaded."""
-    if not config.reward:
-        raise UserError("No reward was given; name a built-in or module:function with --reward (reward).")
+    if not config.reward and not config.reward_model:
+        raise UserError(
+            "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
+            "--reward-model."
+        )
     for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
         resolve(function)
     setup.check_sampling(config.sampling)
@@ -112,13 +115,13 @@ def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
 
 
 def _check_critic(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
-    asked = config.critic != Critic()
+    asked = config.critic or config.critic_shared or config.critic_learning_rate
     if asked and not algorithm.needs_critic:
         raise UserError(f"The settings describe a critic and {algorithm.name or 'the algorithm'} has none; take them out.")
-    if config.critic.shared and (config.critic.path or config.critic.learning_rate):
+    if config.critic_shared and (config.critic or config.critic_learning_rate):
         raise UserError(
-            "critic.shared puts the critic on the policy's own backbone, which leaves no path or learning_rate of its own; take "
-            "them out or set critic.shared to false."
+            "critic_shared puts the critic on the policy's own backbone, so it has no model (critic) or critic_learning_rate of "
+            "its own; take them out or set critic_shared to false."
         )
     adapts = isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None
     if adapts and config.num_iterations * config.num_minibatches == 1:
@@ -128,21 +131,21 @@ def _check_critic(config: OnlineConfig, algorithm: objective.PolicyGradient) -> 
         )
 
 
-def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> OnlineCritic:
+def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> Critic:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
     made = scalar_model.load(
-        str(found / "critic") if found is not None else config.critic.path or config.model.path,
+        str(found / "critic") if found is not None else config.critic or config.model.path,
         dtype=config.model.dtype,
         device=setup.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
         fresh_head="zero" if found is None else "refuse",
     )
     if not made.per_token:
-        raise UserError(f"{config.critic.path!r} has no number at every token, which a critic needs; give a causal model.")
+        raise UserError(f"{config.critic!r} has no number at every token, which a critic needs; give a causal model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        raise UserError(f"The critic {config.critic.path!r} has another tokenizer than the policy; give one of the same family.")
+        raise UserError(f"The critic {config.critic!r} has another tokenizer than the policy; give one of the same family.")
     optimizer = Optimizer(made.trainable(), config.optim)
-    return OnlineCritic(made, optimizer, config.critic.learning_rate or config.optim.learning_rate)
+    return Critic(made, optimizer, config.critic_learning_rate or config.optim.learning_rate)
 
 
 def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -> LanguageModel:

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import EvalConfig, Evaluation, Model, OnlineConfig, Run, Sampling, SFTConfig
+from psigrad.config import EvalConfig, Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.data.rows import Form, Row
 from psigrad.data.sources import Rows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
@@ -24,14 +24,11 @@ from psigrad.errors import UserError
 from psigrad.models import language_model
 from psigrad.models.language_model import LanguageModel, Lora
 from psigrad.recipes.load import to_dict
-from psigrad.rewards import RewardPool, RewardSpec, resolve
-from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.transformers_backend import TransformersSampler
 from psigrad.rollout.types import Sampler, SamplingParams
 from psigrad.training import checkpoint, state
 from psigrad.training.collect import Prompt
-from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Journal
 from psigrad.training.run_folder import RunFolder
 from psigrad.training.state import Learner, State
@@ -230,51 +227,6 @@ def sampling_params(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop_token_ids=(*sampling.stop_token_ids, *chat),
-    )
-
-
-@contextlib.contextmanager
-def reward_pool(functions: Sequence[Any], config: Any, weights: Sequence[float] = ()) -> Iterator[RewardPool]:
-    """Worker processes that score with these reward functions, gone when the block ends."""
-    specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
-    with RewardPool(
-        specs,
-        weights=tuple(weights),
-        timeout=getattr(config, "reward_timeout", 10.0),
-        workers=getattr(config, "reward_workers", 1),
-    ) as pool:
-        yield pool
-
-
-def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
-    """A length reward that was given by its bare name counts against the run's own max_completion_length."""
-    match spec.function if isinstance(given, str) else None:
-        case SoftOverlong():
-            return replace(spec, function=SoftOverlong(tokens, max(1, tokens // 4)))
-        case Length(penalty=penalty):
-            return replace(spec, function=Length(tokens, penalty))
-    return spec
-
-
-def evaluator_for(
-    settings: Evaluation,
-    config: Config | EvalConfig,
-    model: LanguageModel,
-    scorer: RewardPool,
-    rows: Sequence[Row],
-    reference: LanguageModel | None,
-) -> Evaluator:
-    """Held-out evaluation by `metric`, or by the reward where none was named."""
-    names = [getattr(spec, "name", "reward") for spec in scorer.specs]
-    return Evaluator(
-        prompts=prompts_of(rows, model, 0),
-        scorer=scorer,
-        metric=names[0] if len(names) == 1 else "reward",
-        params=sampling_params(config.sampling, model, rows, settings.eval_temperature),
-        seed=config.run.seed,
-        num_generations=settings.num_generations_eval,
-        reference=reference if settings.eval_kl else None,
-        micro_batch_tokens=config.micro_batch_tokens,
     )
 
 

@@ -9,6 +9,7 @@ from psigrad.config import SFTConfig
 from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.recipes import setup
+from psigrad.recipes.judges import evaluator_for, judge_for
 from psigrad.recipes.setup import Result
 from psigrad.training import offline
 from psigrad.training.lessons.supervised import Supervised
@@ -35,8 +36,8 @@ def run(config: SFTConfig) -> Result:
         generated = None
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
         if functions and held:
-            scorer = stack.enter_context(setup.reward_pool(functions, config))
-            evaluator = setup.evaluator_for(config.evaluation, config, model, scorer, held, None)
+            judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
             generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
         learner = Learner(model, Optimizer(model.trainable(), config.optim))
         begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())

@@ -65,9 +65,10 @@ class RewardPool:
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
-        completion_ids: Sequence[list[int]],
+        completion_ids: Sequence[Sequence[int]],
         columns: dict[str, list[Any]],
         groups: Sequence[int] | None = None,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Result]:
         """One result per completion, in order; see `Scorer`. Raises `RewardError` where the functions do not load."""
         if not self._workers:
@@ -161,9 +162,10 @@ class InlineScorer:
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
-        completion_ids: Sequence[list[int]],
+        completion_ids: Sequence[Sequence[int]],
         columns: dict[str, list[Any]],
         groups: Sequence[int] | None = None,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Result]:
         """One result per completion, in order; see `Scorer`."""
         every = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}

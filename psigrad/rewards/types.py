@@ -51,11 +51,12 @@ class Scorer(Protocol):
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
-        completion_ids: Sequence[list[int]],
+        completion_ids: Sequence[Sequence[int]],
         columns: dict[str, list[Any]],
         groups: Sequence[int] | None = None,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Result]:
         """One result per completion, in order. Completions with the same number in `groups` are shown to the functions
-        together.
+        together; `prompt_ids` are for scorers that read the policy's own tokens.
         """
         ...

@@ -76,6 +76,7 @@ def score(
         {name: [row.columns.get(name) for row in sources] for name in sorted(names)},
         # a row may be drawn twice in a step: its two groups are not one
         groups=list(itertools.accumulate(int(t.k == 0) for t in trajectories)),
+        prompt_ids=[t.prompt_ids for t in trajectories],
     )
     scored = [replace(t, **_outcome(result)) for t, result in zip(trajectories, results, strict=True)]
     return [_without_end(t, missing_eos_penalty) for t in scored] if missing_eos_penalty else scored

@@ -49,6 +49,8 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
     texts = [f"say {c}:" for c in "abcdefgh"]
     prompts = [Prompt(i, tuple(tokenizer(t).input_ids), Row("x", prompt=t)) for i, t in enumerate(texts)]
     method = resolve(algorithm)
+    if method.needs_critic:
+        model.add_value_head()
     return Online(
         config=config,
         algorithm=method,

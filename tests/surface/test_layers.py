@@ -63,10 +63,6 @@ def test_negative_control_an_import_upwards_is_noticed():
     assert not rooms_imported("from psigrad.models import tiny") - ALLOWED["training"]
 
 
-# The one circle there is: learn.py names the type `Online` of loop.py, for the type checker only (under TYPE_CHECKING).
-FOR_TYPES = {("psigrad.training.learn", "psigrad.training.loop")}
-
-
 def edges_of(sources: dict[str, str]) -> dict[str, set[str]]:
     """Module -> modules that it imports, wherever the import stands."""
     return {name: _targets(name, source, set(sources)) for name, source in sources.items()}
@@ -103,16 +99,7 @@ def test_no_modules_import_one_another_in_a_circle():
         sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
     assert len(sources) == len(MODULES)
     edges = edges_of(sources)
-    assert all(target in edges[name] for name, target in FOR_TYPES), "this exception is no longer needed; take it out"
-    allowed = {name: {t for t in targets if (name, t) not in FOR_TYPES} for name, targets in edges.items()}
-    assert not (found := cycle_in(allowed)), " -> ".join(found)
-
-
-def test_the_exceptions_for_types_are_never_imported_when_the_program_runs():
-    for name, target in FOR_TYPES:
-        tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
-        kept = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
-        assert target not in imports_of(ast.unparse(ast.Module(kept, [])))
+    assert not (found := cycle_in(edges)), " -> ".join(found)
 
 
 @pytest.mark.parametrize(
