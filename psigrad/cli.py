@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from psigrad import __version__
@@ -42,12 +43,54 @@ def _online(preset: str, **defaults: Any) -> Callable[[list[str]], int]:
     return run
 
 
-def _agree(preset: str, algorithm: Any) -> None:
+def _reward(arguments: list[str]) -> int:
+    from psigrad import flags
+    from psigrad.config import RewardConfig
+
+    config = flags.parse(RewardConfig, "reward", arguments)
+    from psigrad.recipes import reward
+
+    return _finished(reward.run(config))
+
+
+def _preference(preset: str) -> Callable[[list[str]], int]:
+    def run(arguments: list[str]) -> int:
+        from psigrad import flags
+        from psigrad.config import PreferenceConfig
+
+        config = flags.parse(PreferenceConfig, preset, arguments, defaults={"loss": preset})
+        _agree(preset, config.loss, "loss")
+        from psigrad.recipes import preference
+
+        return _finished(preference.run(config))
+
+    return run
+
+
+def _score(arguments: list[str]) -> int:
+    from psigrad import flags
+
+    defaults = {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"}
+    given = flags.plain("score", arguments, defaults)
+    output = given.pop("output")
+    from psigrad.recipes import reward
+
+    scores = reward.score(given.pop("model"), given.pop("dataset"), **given)
+    lines = "".join(f"{score:.6g}\n" for score in scores)
+    if output:
+        Path(output).write_text(lines)
+        print(f"{len(scores)} scores: {output}")
+    else:
+        print(lines, end="")
+    return 0
+
+
+def _agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
-    named = algorithm.get("preset", preset) if isinstance(algorithm, dict) else algorithm
+    named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in COMMANDS:
         raise UserError(
-            f"The command is {preset} and the settings name the algorithm {named}; type `psigrad {named}`, or take the name out "
+            f"The command is {preset} and the settings name the {setting} {named}; type `psigrad {named}`, or take the name out "
             "of the settings."
         )
 
@@ -133,6 +176,13 @@ COMMANDS = {
         _online("ppo_penalty", num_iterations=4, num_generations=1),
     ),
     "raft": Command("online RL: cross-entropy on the best completion of each prompt", _online("raft")),
+    "reward": Command("a reward model from comparisons, or a process reward model from labelled steps", _reward),
+    "score": Command("what a reward model says of prompts with completions", _score),
+    "dpo": Command("preferences: direct preference optimisation; loss=cdpo, hinge and more", _preference("dpo")),
+    "ipo": Command("preferences: a squared loss that stays finite however sure the labels are", _preference("ipo")),
+    "simpo": Command("preferences: length-normalised log-probs and a margin, no reference", _preference("simpo")),
+    "orpo": Command("preferences: odds ratio beside the likelihood of the chosen, no reference", _preference("orpo")),
+    "kto": Command("preferences: completions that are good or bad by themselves", _preference("kto")),
     "eval": Command("sample held-out prompts from a model and score them", _eval),
     "explain": Command("the formula a method optimises, term by term, or how two differ", _explain),
     "report": Command("draw report.html of a run again, or compare several runs", _report),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Lt
 
 from psigrad.config.sections import (
     Count,
@@ -88,6 +90,65 @@ class OnlineConfig:
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    run: Run = field(default_factory=Run)
+    process: bool = False
+    """Train on stepwise rows (prompt, completions, labels): a number behind each step instead of one behind the text."""
+    step_separator: str = "\n"
+    """What ends a step, in process reward models."""
+    center_rewards_coefficient: PositiveOrZero = 0.0
+    """Weight of (r_w + r_l)², which pulls the mean reward to 0."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Share of the comparisons believed to be the wrong way round."""
+    batch_size: Count = 16
+    """Pairs per optimiser step."""
+    max_length: CountOrZero = 1024
+    """Pairs with a longer text than this are left out and counted; 0: none."""
+    micro_batch_tokens: Count = 16384
+    """Tokens per forward pass; a step is split to fit, which changes no gradient."""
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Direct preference optimisation and its relatives, on recorded comparisons."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    sampling: Sampling = field(default_factory=Sampling)
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
+    run: Run = field(default_factory=Run)
+    loss: Any = "dpo"
+    """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
+    reference: str = ""
+    """Folder or hub name of the reference policy; empty: the model that training starts from."""
+    cache_reference: bool = True
+    """Keep the reference's log-probs on disk, by content, for the next run on the same model and data."""
+    batch_size: Count = 16
+    """Pairs (KTO: completions) per optimiser step."""
+    max_length: CountOrZero = 1024
+    """Pairs with a longer text than this are left out and counted; 0: none."""
+    micro_batch_tokens: Count = 16384
+    """Tokens per forward pass; a step is split to fit, which changes no gradient."""
+    reward: tuple[Reward, ...] = ()
+    """Reward functions, only to evaluate generated completions; empty: held-out comparisons alone."""
+    reward_model: tuple[str, ...] = ()
+    """Reward models, only to evaluate generated completions."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward function, then one per reward model; empty: all 1."""
+    reward_timeout: Positive = 10.0
+    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
+    reward_workers: Count = 1
+    """Processes that score."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
     return list(tokenizer(_encodable(text), add_special_tokens=special, verbose=False)["input_ids"])
 
 
-def _encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
     """The ids of `text` as they are behind `before`, where no token merges across the boundary; else those of `text` alone.
 
     Encoding `text` alone is not enough: SentencePiece tokenizers put a space before it.
@@ -137,7 +137,7 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
     if row.prompt is None:
         prompt, ids = [], _encode(tokenizer, completion, special=True)
     else:
-        prompt, ids = prompt_ids(tokenizer, row), _encode_after(tokenizer, str(row.prompt), completion)
+        prompt, ids = prompt_ids(tokenizer, row), encode_after(tokenizer, str(row.prompt), completion)
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     return prompt + ids, [False] * len(prompt) + [True] * len(ids)
@@ -151,7 +151,7 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[in
     for start, end in [*spans, (len(text), len(text))]:
         for cut, trained in ((start, False), (end, True)):
             piece = text[at:cut]
-            new = _encode_after(tokenizer, before, piece) if piece else []
+            new = encode_after(tokenizer, before, piece) if piece else []
             runs += [(len(ids), len(ids) + len(new))] if trained and piece else []
             ids += new
             before, at = piece or before, cut

@@ -16,13 +16,15 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import EvalConfig, Model, OnlineConfig, Run, Sampling, SFTConfig
+from psigrad.config import EvalConfig, Model, OnlineConfig, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.data.rows import Form, Row
 from psigrad.data.sources import Rows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError
-from psigrad.models import language_model
-from psigrad.models.language_model import LanguageModel, Lora
+from psigrad.models import language_model, scalar_model
+from psigrad.models.backbone import Lora
+from psigrad.models.language_model import LanguageModel
+from psigrad.models.scalar_model import ScalarModel
 from psigrad.recipes.load import to_dict
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.transformers_backend import TransformersSampler
@@ -35,7 +37,7 @@ from psigrad.training.state import Learner, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
 
-Config = SFTConfig | OnlineConfig
+Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,7 @@ def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
     """The model to train: from `settings.path`, with the weights of the checkpoint `found` where there is one."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    lora = None
-    if settings.lora_rank:
-        lora = Lora(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_target_modules)
+    lora = lora_of(settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         return language_model.load(
@@ -109,6 +109,47 @@ def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
             adapter=found if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
+
+
+def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarModel:
+    """As `load_model`, with a scalar head, which is fresh where `settings.path` has none."""
+    if not settings.path:
+        raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
+    lora = lora_of(settings)
+    whole = found is not None and lora is None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
+        return scalar_model.load(
+            str(found) if whole else settings.path,
+            dtype=settings.dtype,
+            device=device(run),
+            lora=lora,
+            adapter=found if lora is not None else None,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            fresh_head="refuse" if whole else "random",
+        )
+
+
+def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
+    """A reward model to score with."""
+    if not settings.path:
+        raise UserError("No reward model was given; name its folder or hub name with --model (model.path).")
+    return scalar_model.load(settings.path, dtype=settings.dtype, device=device(run), fresh_head="refuse")
+
+
+def refuse_none(config: RewardConfig | PreferenceConfig, kept: int, left_out: int, journal: Journal) -> None:
+    """Note how many rows were too long; refuse a dataset of which nothing is left."""
+    if left_out:
+        journal.folder.event("rows_left_out", longer_than_max_length=left_out, kept=kept)
+    if not kept:
+        raise UserError(f"All {left_out} rows have more than max_length {config.max_length} tokens; raise it.")
+
+
+def lora_of(settings: Model) -> Lora | None:
+    """The adapter that the settings ask for."""
+    if not settings.lora_rank:
+        return None
+    return Lora(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_target_modules)
 
 
 def newest_checkpoint(journal: Journal) -> Path | None:
@@ -230,7 +271,7 @@ def sampling_params(
     )
 
 
-def finish(config: Config, journal: Journal, model: LanguageModel) -> Result:
+def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel) -> Result:
     """The final model, the report, and what they hold."""
     journal.folder.save_model(model.save_merged)
     journal.folder.flush()

@@ -1,0 +1,394 @@
+"""Learning from comparisons without a reward model: a preference loss is score × link × margin.
+
+    loss = (1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
+
+The N pairs and the chosen tokens are those of the whole optimiser step, so any split into micro-batches gives the same gradient.
+KTO, which learns from completions without a partner, has a class of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from psigrad.objective.policy_gradient import Loss
+
+T = TypeVar("T")
+Score = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+Link = Callable[[Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """N pairs as the losses see them: log π(y|x) summed over the tokens of each completion."""
+
+    logp_chosen: Tensor
+    """[N] with gradient."""
+    logp_rejected: Tensor
+    """[N] with gradient."""
+    tokens_chosen: Tensor
+    """[N] number of tokens summed over."""
+    tokens_rejected: Tensor
+    """[N] number of tokens summed over."""
+    ref_chosen: Tensor | None = None
+    """[N] the same under the reference policy."""
+    ref_rejected: Tensor | None = None
+    """[N] the same under the reference policy."""
+    margin: Tensor | None = None
+    """[N] by how much the chosen completion is better, for preferences with a margin per pair."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """N completions, each good or bad, with the same prompts' log-probs of mismatched completions for KTO's KL estimate."""
+
+    logp: Tensor
+    """[N] log π(y|x), with gradient."""
+    ref: Tensor
+    """[N] the same under the reference policy."""
+    desirable: Tensor
+    """[N] bool."""
+    kl: Tensor
+    """Scalar: z, the estimate of KL(π‖π_ref) of the whole optimiser step, without gradient; see `kl_of_mismatched`."""
+
+
+def log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
+    """How much more probable the policy finds the completion than the reference does.
+
+    Formula: log π(y|x) − log π_ref(y|x)
+
+    Source: Rafailov et al. 2023, DPO, arXiv:2305.18290.
+    """
+    return logp - _reference(ref)
+
+
+def mean_log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
+    """The log-ratio per token: a long completion weighs no more than a short one.
+
+    Formula: (log π(y|x) − log π_ref(y|x)) / |y|
+
+    Source: Lambert et al. 2024, Tülu 3, arXiv:2411.15124 (length-normalised DPO).
+    """
+    return (logp - _reference(ref)) / tokens
+
+
+def mean_logp(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
+    """The log-probability per token; needs no reference.
+
+    Formula: log π(y|x) / |y|
+
+    Source: Meng et al. 2024, SimPO, arXiv:2405.14734.
+    """
+    return logp / tokens
+
+
+def log_odds(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
+    """The log-odds of the completion, with its probability taken per token; needs no reference.
+
+    Formula: log p − log(1 − p), p = exp(log π(y|x) / |y|)
+
+    Source: Hong et al. 2024, ORPO, arXiv:2403.07691.
+    """
+    mean = logp / tokens
+    # log(1 − e^m) loses all digits near m = 0 when computed as written
+    return mean - torch.log(-torch.expm1(mean))
+
+
+def _reference(ref: Tensor | None) -> Tensor:
+    if ref is None:
+        raise ValueError("The pairs have no log-probs of the reference, which this score reads; give ref_chosen, ref_rejected.")
+    return ref
+
+
+@dataclass(frozen=True)
+class logistic:
+    """The Bradley–Terry likelihood of the preference, with a share of the labels believed to be swapped.
+
+    Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)
+
+    Source: Rafailov et al. 2023, DPO, arXiv:2305.18290; ε > 0: Mitchell 2023, conservative DPO.
+    """
+
+    label_smoothing: float = 0.0
+    """ε: probability that a label is wrong."""
+
+    def __post_init__(self) -> None:
+        _check_smoothing(self.label_smoothing)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+        h = chosen - rejected
+        return -(1 - self.label_smoothing) * logsigmoid(h) - self.label_smoothing * logsigmoid(-h)
+
+
+@dataclass(frozen=True)
+class robust:
+    """The logistic loss made unbiased under labels that are swapped with probability ε.
+
+    Formula: −((1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)) / (1 − 2ε)
+
+    Source: Chowdhury et al. 2024, robust DPO, arXiv:2403.00409.
+    """
+
+    label_smoothing: float = 0.1
+    """ε: probability that a label is wrong."""
+
+    def __post_init__(self) -> None:
+        _check_smoothing(self.label_smoothing)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+        h, e = chosen - rejected, self.label_smoothing
+        return -((1 - e) * logsigmoid(h) - e * logsigmoid(-h)) / (1 - 2 * e)
+
+
+def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """No loss once the chosen completion is ahead by 1.
+
+    Formula: max(0, 1 − (h_w − h_l))
+
+    Source: Zhao et al. 2023, SLiC-HF, arXiv:2305.10425; Liu et al. 2024, RSO, arXiv:2309.06657.
+    """
+    return torch.relu(1 - (chosen - rejected))
+
+
+def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """The difference of the scores regressed on 1/(2β), so that it stays finite however sure the labels are.
+
+    Formula: ((h_w − h_l)/β − 1/(2β))²
+
+    Source: Azar et al. 2023, IPO, arXiv:2310.12036, eq. 17.
+    """
+    return ((chosen - rejected - 0.5) / beta) ** 2
+
+
+def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Makes the chosen completion more probable and the rejected one less, each for itself: for completions above the model's.
+
+    Formula: 1 − σ(h_w) + σ(h_l)
+
+    Source: D'Oosterlinck et al. 2024, APO, arXiv:2408.06266, eq. 7.
+    """
+    return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
+
+
+def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Makes both less probable, the rejected one more so: for a model better than the chosen completions.
+
+    Formula: σ(h_w) + 1 − σ(h_w − h_l)
+
+    Source: D'Oosterlinck et al. 2024, APO, arXiv:2408.06266, eq. 8.
+    """
+    return torch.sigmoid(chosen) + 1 - torch.sigmoid(chosen - rejected)
+
+
+def _check_smoothing(share: float) -> None:
+    if not 0 <= share < 0.5:
+        raise ValueError(f"label_smoothing is {share}; expected 0 <= label_smoothing < 0.5: the share of swapped labels.")
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One loss on pairs. A variant is `dataclasses.replace(DPO, beta=0.3)`."""
+
+    score: Score
+    """(log π, log π_ref, tokens) -> [N]."""
+    link: Link
+    """(β·score of the chosen, less the margin; β·score of the rejected; β) -> loss [N]."""
+    beta: float = 0.1
+    """β: how far the policy may go from the reference; small is far."""
+    margin: float = 0.0
+    """By how much h_w must lead; SimPO's γ. Margins per pair are added."""
+    sft: float = 0.0
+    """λ: weight of the negative log-likelihood of the chosen completions, per token."""
+    preference: float = 1.0
+    """Weight of the link's loss, beside the likelihood; ORPO's λ."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta is {self.beta}; expected a number above 0; 0.1 is DPO's usual value.")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probs of a reference policy are read."""
+        return self.score in (log_ratio, mean_log_ratio)
+
+    def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """β·score of the chosen and of the rejected completions, [N] each: the implicit rewards."""
+        chosen = self.beta * self.score(pairs.logp_chosen, pairs.ref_chosen, pairs.tokens_chosen)
+        return chosen, self.beta * self.score(pairs.logp_rejected, pairs.ref_rejected, pairs.tokens_rejected)
+
+    def correct(self, pairs: Pairs) -> Tensor:
+        """[N] 1 where the chosen completion has the higher implicit reward, ½ where neither has, 0 where it has the lower."""
+        return correct(*self.rewards(pairs))
+
+    def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
+        """The share of these pairs in the loss of an optimiser step with so many pairs and chosen tokens.
+
+        The terms are shares too, under TRL's names.
+        """
+        chosen, rejected = self.rewards(pairs)
+        margin = self.margin if pairs.margin is None else self.margin + pairs.margin
+        per_pair = self.link(chosen - margin, rejected, self.beta)
+        value = self.preference * per_pair.sum() / total_pairs
+        nll = -pairs.logp_chosen.sum() / max(total_chosen_tokens, 1)
+        if self.sft:
+            value = value + self.sft * nll
+
+        def mean(x: Tensor) -> Tensor:
+            return x.detach().sum() / total_pairs
+
+        return Loss(
+            value,
+            {
+                "loss": value.detach(),
+                "rewards/chosen": mean(chosen),
+                "rewards/rejected": mean(rejected),
+                "rewards/margins": mean(chosen - rejected),
+                "rewards/accuracies": mean(correct(chosen, rejected)),
+                "logps/chosen": mean(pairs.logp_chosen),
+                "logps/rejected": mean(pairs.logp_rejected),
+                "nll_loss": nll.detach(),
+            },
+        )
+
+
+def correct(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """[N] 1 where the chosen is ahead, ½ where neither is, 0 where it is behind."""
+    return (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
+
+
+@dataclass(frozen=True)
+class KahnemanTversky:
+    """Learning from completions that are good or bad by themselves, by a value function that saturates around a reference point.
+
+    Formula: λ_D·(1 − σ(β·(r − z))) for desirable, λ_U·(1 − σ(β·(z − r))) for others, r = log π(y|x) − log π_ref(y|x)
+
+    Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, eq. 8.
+    """
+
+    beta: float = 0.1
+    """β: how far the policy may go from the reference."""
+    desirable_weight: float = 1.0
+    """λ_D; raise it where good completions are few."""
+    undesirable_weight: float = 1.0
+    """λ_U; raise it where bad completions are few."""
+    name: str = "kto"
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta is {self.beta}; expected a number above 0; 0.1 is KTO's usual value.")
+
+    @property
+    def needs_reference(self) -> bool:
+        """It does."""
+        return True
+
+    def loss(self, rows: Labelled, total: int, total_desirable: int) -> Loss:
+        """The share of these completions in the loss of an optimiser step with `total` of them."""
+        ratio = rows.logp - rows.ref
+        sign = torch.where(rows.desirable, 1.0, -1.0).to(ratio.dtype)
+        weight = torch.where(rows.desirable, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
+        value = (weight * (1 - torch.sigmoid(self.beta * sign * (ratio - rows.kl)))).sum() / total
+        reward = self.beta * ratio.detach()
+        good, bad = rows.desirable, ~rows.desirable
+        others = max(total - total_desirable, 1)
+        terms = {
+            "loss": value.detach(),
+            "rewards/chosen": reward[good].sum() / max(total_desirable, 1),
+            "rewards/rejected": reward[bad].sum() / others,
+            "logps/chosen": rows.logp.detach()[good].sum() / max(total_desirable, 1),
+            "logps/rejected": rows.logp.detach()[bad].sum() / others,
+            "kl": rows.kl.detach() * len(ratio) / total,
+        }
+        terms["rewards/margins"] = terms["rewards/chosen"] - terms["rewards/rejected"]
+        return Loss(value, terms)
+
+
+def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
+    """KTO's reference point z from the log-probs [N] of completions under prompts that are not theirs.
+
+    Formula: z = max(0, mean(log π(y'|x) − log π_ref(y'|x))), without gradient
+
+    Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, section 4.1.
+    """
+    return (logp - ref).detach().mean().clamp(min=0)
+
+
+DPO = Preference(log_ratio, logistic(), beta=0.1, name="dpo")
+CDPO = replace(DPO, link=logistic(0.1), name="cdpo")
+ROBUST_DPO = replace(DPO, link=robust(0.1), name="robust_dpo")
+# TRL's form: per token. The paper's own sums over tokens: replace(IPO, score=log_ratio).
+IPO = Preference(mean_log_ratio, squared, beta=0.1, name="ipo")
+HINGE = replace(DPO, link=hinge, name="hinge")
+LN_DPO = replace(DPO, score=mean_log_ratio, beta=2.0, name="ln_dpo")
+SIMPO = Preference(mean_logp, logistic(), beta=2.0, margin=1.0, name="simpo")
+# beta scales nothing here: the odds enter as they are, weighed against the likelihood by lambda.
+ORPO = Preference(log_odds, logistic(), beta=1.0, sft=1.0, preference=0.1, name="orpo")
+APO_ZERO = replace(DPO, link=apo_zero, name="apo_zero")
+APO_DOWN = replace(DPO, link=apo_down, name="apo_down")
+KTO = KahnemanTversky()
+
+
+def names() -> list[str]:
+    """Names of the presets."""
+    return list(_presets())
+
+
+def resolve(spec: str | Mapping[str, Any] | Preference | KahnemanTversky) -> Preference | KahnemanTversky:
+    """The loss that a specification means: a preset's name, {"preset": name, field: value, …}, or the object itself.
+
+    `score` and `link` are names of this module's, or {"part": name, parameter: value}. Errors: ValueError with the nearest name.
+    """
+    if isinstance(spec, Preference | KahnemanTversky):
+        return spec
+    if isinstance(spec, str):
+        return _known(spec, _presets(), "preference loss")
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"The preference loss is a {type(spec).__name__}; expected a name, a mapping or a Preference.")
+    changes = dict(spec)
+    start = _known(changes.pop("preset", "dpo"), _presets(), "preference loss")
+    fields_of = {f.name for f in fields(start)}
+    for name, value in changes.items():
+        if name not in fields_of:
+            raise ValueError(f"{start.name} has no {name!r}; expected preset or one of {', '.join(sorted(fields_of))}.")
+        if name in _PARTS:
+            changes[name] = _part(name, value)
+    return replace(start, **{"name": f"{start.name} (changed)" if changes else start.name, **changes})
+
+
+_PARTS: dict[str, dict[str, Any]] = {
+    "score": {part.__name__: part for part in (log_ratio, mean_log_ratio, mean_logp, log_odds)},
+    "link": {part.__name__: part for part in (logistic, robust, hinge, squared, apo_zero, apo_down)},
+}
+
+
+def _presets() -> dict[str, Preference | KahnemanTversky]:
+    return {value.name: value for value in globals().values() if isinstance(value, Preference | KahnemanTversky)}
+
+
+def _part(slot: str, value: Any) -> Any:
+    if callable(value):
+        return value
+    parameters = dict(value) if isinstance(value, Mapping) else {"part": value}
+    found = _known(parameters.pop("part", ""), _PARTS[slot], slot)
+    if not isinstance(found, type):
+        return found
+    known = [f.name for f in fields(found)]
+    for name in parameters:
+        if name not in known:
+            raise ValueError(f"{found.__name__} has no parameter {name!r}; expected {', '.join(known)}.")
+    return found(**parameters)
+
+
+def _known(name: Any, among: Mapping[str, T], kind: str) -> T:
+    if name not in among:
+        near = difflib.get_close_matches(str(name), among, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"There is no {kind} {name!r}; expected one of {', '.join(among)}{hint}")
+    return among[name]

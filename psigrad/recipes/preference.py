@@ -1,0 +1,148 @@
+"""The preference family from settings to a model on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from psigrad.config import Model, PreferenceConfig
+from psigrad.data import pairs
+from psigrad.data.pairs import Answer
+from psigrad.data.rows import Row
+from psigrad.errors import UserError
+from psigrad.models.language_model import LanguageModel
+from psigrad.models.packing import Ids
+from psigrad.objective import preference
+from psigrad.objective.preference import KahnemanTversky, Preference
+from psigrad.recipes import setup
+from psigrad.recipes.judges import evaluator_for, judge_for
+from psigrad.recipes.setup import Result
+from psigrad.training import offline
+from psigrad.training.journal import Journal
+from psigrad.training.lessons import Lesson
+from psigrad.training.lessons.preference import Judging, Preferring, mismatched, reference_logps
+from psigrad.training.offline import Generated, Offline
+from psigrad.training.state import Learner, State
+from psigrad.training.update import Optimizer
+
+
+def run(config: PreferenceConfig) -> Result:
+    """Train `config.model` on preference rows by `config.loss`; KTO takes unpaired-preference rows.
+
+    The reference's log-probs are computed once, before training, and kept on disk by content; no reference model stays in
+    memory. Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    """
+    loss = preference.resolve(config.loss)
+    setup.check_sampling(config.sampling)
+    with setup.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
+        found = setup.newest_checkpoint(journal)
+        rows, held = setup.read_rows(config, "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference")
+        model = setup.load_model(config.model, config.run, found)
+        reference = _reference(config, loss, model, found)
+        lesson = _lesson(config, loss, model, reference, rows, journal)
+        held_out = _lesson(config, loss, model, reference, held, journal) if held else None
+        generated = None
+        if held and (config.reward or config.reward_model or config.evaluation.metric):
+            functions = (config.evaluation.metric,) if config.evaluation.metric else None
+            judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
+            kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
+            generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
+        learner = Learner(model, Optimizer(model.trainable(), config.optim))
+        begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
+        job = Offline(
+            config=config,
+            lesson=lesson,
+            held_out=held_out,
+            optimizer=learner.optimizer,
+            total_steps=config.run.max_steps or math.ceil(len(lesson) / config.batch_size),
+            journal=journal,
+            generated=generated,
+        )
+        offline.train(job, begun.state, begun.save)
+        return setup.finish(config, journal, model)
+
+
+def _reference(
+    config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, found: Path | None
+) -> LanguageModel | None:
+    """Who gives the reference's log-probs, before the first step: another model, the model itself, or nobody."""
+    if config.reference and not loss.needs_reference:
+        raise UserError(f"The settings name a reference and {loss.name} needs none; take it out.")
+    if not (loss.needs_reference or config.evaluation.eval_kl):
+        return None
+    if config.reference:
+        other = setup.load_model(Model(path=config.reference, dtype=config.model.dtype), config.run, None)
+        if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+            raise UserError(f"The reference {config.reference!r} has another tokenizer than the model; give one of its family.")
+        return other
+    if model.adapter is not None:
+        return model
+    if found is None and not config.evaluation.eval_kl:
+        return model
+    return setup.load_model(replace(config.model, lora_rank=0), config.run, None).frozen_copy()
+
+
+def _lesson(
+    config: PreferenceConfig,
+    loss: Preference | KahnemanTversky,
+    model: LanguageModel,
+    reference: LanguageModel | None,
+    rows: Sequence[Row],
+    journal: Journal,
+) -> Lesson:
+    """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
+    if isinstance(loss, KahnemanTversky):
+        judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, config.max_length)
+        setup.refuse_none(config, len(judged), left, journal)
+        answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
+        return Judging(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers))
+    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, config.max_length)
+    setup.refuse_none(config, len(made), left, journal)
+    if not loss.needs_reference:
+        return Preferring(model, loss, made)
+    known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made])
+    return Preferring(model, loss, made, known)
+
+
+def _logps(
+    config: PreferenceConfig, reference: LanguageModel | None, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]
+) -> list[list[float]]:
+    """The reference's log-probs, from the disk where they were computed before for the same weights and tokens."""
+    assert reference is not None
+    if not config.cache_reference:
+        return reference_logps(reference, prompts, answers, config.micro_batch_tokens)
+    cache = Path(os.environ.get("PSIGRAD_CACHE", Path.home() / ".cache" / "psigrad")) / "reference"
+    path = cache / f"{_content(reference, prompts, answers)}.safetensors"
+    with contextlib.suppress(OSError, SafetensorError):
+        known: list[list[float]] = load_file(path)["logps"].tolist()
+        return known
+    computed = reference_logps(reference, prompts, answers, config.micro_batch_tokens)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, not the run
+        cache.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        save_file({"logps": torch.tensor(computed, dtype=torch.float64)}, beside)
+        os.replace(beside, path)
+    return computed
+
+
+def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
+    """SHA-256 of the reference's weights and of every token."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.hf.state_dict().items()):
+        if "lora_" not in name:
+            digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    tokens = [[list(p), [[a.ids, a.mask] for a in group]] for p, group in zip(prompts, answers, strict=True)]
+    digest.update(json.dumps(tokens).encode())
+    return digest.hexdigest()

@@ -1,0 +1,82 @@
+"""A reward model from settings to a model on disk, and scoring with one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from psigrad.config import Data, Model, RewardConfig, Run
+from psigrad.data import pairs
+from psigrad.data.rows import Row
+from psigrad.data.templates import example
+from psigrad.errors import UserError
+from psigrad.models.scalar_model import ScalarModel
+from psigrad.objective.reward_model import BradleyTerry
+from psigrad.recipes import setup
+from psigrad.recipes.setup import Result
+from psigrad.training import offline
+from psigrad.training.journal import Journal
+from psigrad.training.lessons import Lesson
+from psigrad.training.lessons.reward import Comparing, Stepping
+from psigrad.training.offline import Offline
+from psigrad.training.scoring import score_all
+from psigrad.training.state import Learner, State
+from psigrad.training.update import Optimizer
+
+
+def run(config: RewardConfig) -> Result:
+    """Train a scalar head on `config.model`, and the model with it, on preference rows (or stepwise rows with `process`).
+
+    `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Goes on from the newest checkpoint
+    of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    """
+    with setup.open_run(config, "reward") as journal:
+        found = setup.newest_checkpoint(journal)
+        model = setup.load_scalar_model(config.model, config.run, found)
+        if config.process and not model.per_token:
+            raise UserError(
+                f"{config.model.path!r} has no number at every token, which steps need; give a causal language model."
+            )
+        rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
+        lesson = _lesson(config, model, rows, journal)
+        learner = Learner(model, Optimizer(model.trainable(), config.optim))
+        begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
+        job = Offline(
+            config=config,
+            lesson=lesson,
+            held_out=_lesson(config, model, held, journal) if held else None,
+            optimizer=learner.optimizer,
+            total_steps=config.run.max_steps or math.ceil(len(lesson) / config.batch_size),
+            journal=journal,
+        )
+        offline.train(job, begun.state, begun.save)
+        return setup.finish(config, journal, model)
+
+
+def _lesson(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Lesson:
+    """The rows as tokens; those above max_length are left out and counted."""
+    if config.process:
+        solutions, left = pairs.within(
+            [pairs.steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, config.max_length
+        )
+        setup.refuse_none(config, len(solutions), left, journal)
+        return Stepping(model, solutions)
+    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, config.max_length)
+    setup.refuse_none(config, len(made), left, journal)
+    return Comparing(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
+
+
+def score(
+    model: str, rows: str | Iterable[Mapping[str, Any]], *, split: str = "test", device: str = "auto", budget: int = 16384
+) -> list[float]:
+    """The reward model's score of every prompt-completion row, in order: r(x, y), higher is better.
+
+    `rows` is a file, folder or hub dataset, or rows from Python. Raises `UserError` where `model` has no trained scalar head.
+    """
+    config = RewardConfig(model=Model(path=model), data=Data(dataset=rows, split=split), run=Run(device=device))
+    setup.prepare_torch(config.run)
+    loaded = setup.load_trained_scalar_model(config.model, config.run)
+    read = setup.read_dataset(config, "prompt-completion", rows if isinstance(rows, str) else list(rows), split)
+    texts = [example(loaded.tokenizer, row).ids for row in read.rows]
+    return score_all(loaded, [([], ids) for ids in texts], budget)
