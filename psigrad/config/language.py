@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -65,6 +66,12 @@ class OnlineConfig:
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
     reward_workers: Count = 1
     """Processes that score."""
+    environment: str | Callable[..., Any] = ""
+    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
+    tools: tuple[str | Callable[..., Any], ...] = ()
+    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    max_turns: Count = 8
+    """Turns of the policy after which an episode is cut."""
     critic: str = ""
     """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
     critic_shared: bool = False
@@ -166,6 +173,12 @@ class EvalConfig:
     """Folders or hub names of reward models, whose scores are added to the reward functions'."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function, then one per reward model; empty: all 1."""
+    environment: str | Callable[..., Any] = ""
+    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
+    tools: tuple[str | Callable[..., Any], ...] = ()
+    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    max_turns: Count = 8
+    """Turns of the policy after which an episode is cut."""
     reward_timeout: Positive = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
     reward_workers: Count = 1

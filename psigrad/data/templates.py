@@ -101,6 +101,25 @@ def stop_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return [i for i, trained in zip(built.ids, built.mask, strict=True) if trained][-1]
 
 
+def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: str | list[Message]) -> list[int]:
+    """What an environment's answer adds behind an assistant's turn that has ended: tokens of it, up to the next turn's start.
+
+    Plain: the text. Conversational: what the chat template writes between the end of an assistant's turn and the generation
+    prompt; it is found on a conversation of two words, since templates may rewrite real turns (thinking, for one).
+    """
+    if isinstance(row.prompt, str):
+        text = observation if isinstance(observation, str) else "\n".join(str(m.get("content", "")) for m in observation)
+        return _encode(tokenizer, text) if text else []
+    said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    talk: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    end = str(tokenizer.convert_ids_to_tokens(stop_token_id(tokenizer)))
+    before, after = _render(tokenizer, row, talk), _render(tokenizer, row, [*talk, *said], generation_prompt=True)
+    cut = before.rindex(end) + len(end)
+    if not after.startswith(before[:cut]):
+        raise UserError(f"The chat template renders a turn of {row.source} differently once an answer follows; use another.")
+    return _encode(tokenizer, after[cut:])
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     """Text for people and verifiers, without special tokens. It is never encoded again."""
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

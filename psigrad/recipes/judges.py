@@ -18,15 +18,16 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.recipes import setup
 from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
+from psigrad.rollout.episodes import Episodes
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.scoring import Mixture, ModelScorer
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A scorer, and the name of what it measures: that of its only part, or "reward"."""
+    """A scorer (None: the environment alone rewards), and the name of what it measures: that of its only part, or "reward"."""
 
-    scorer: Scorer
+    scorer: Scorer | None
     metric: str
 
 
@@ -51,8 +52,10 @@ def judge_for(config: Any, tokenizer: PreTrainedTokenizerBase, functions: Sequen
             names += [spec.name for spec in pool.specs]
             scorers.append(pool)
         scorers += [_reward_model(path, config, tokenizer, names) for path in paths]
-        metric = names[0] if len(names) == 1 else "reward"
-        if len(scorers) == 1 and functions:
+        metric = names[0] if len(names) == 1 and not getattr(config, "environment", "") else "reward"
+        if not scorers:
+            yield Judge(None, metric)
+        elif len(scorers) == 1 and functions:
             yield Judge(scorers[0], metric)
         else:
             yield Judge(Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]]), metric)
@@ -101,6 +104,7 @@ def evaluator_for(
     judge: Judge,
     rows: Sequence[Row],
     reference: LanguageModel | None,
+    episodes: Episodes | None = None,
 ) -> Evaluator:
     """Held-out evaluation by what the judge measures."""
     return Evaluator(
@@ -112,4 +116,5 @@ def evaluator_for(
         num_generations=settings.num_generations_eval,
         reference=reference if settings.eval_kl else None,
         micro_batch_tokens=config.micro_batch_tokens,
+        episodes=episodes,
     )

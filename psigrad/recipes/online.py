@@ -16,6 +16,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.objective.aggregate import fixed_length
 from psigrad.objective.penalty import kl_penalty
 from psigrad.recipes import setup
+from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.judges import evaluator_for, judge_for
 from psigrad.recipes.setup import Result
 from psigrad.rewards import resolve
@@ -36,7 +37,8 @@ def run(config: OnlineConfig) -> Result:
     with setup.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
         found = setup.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
-        rows, held = setup.read_rows(config, "prompt-only")
+        episodes = episodes_for(config)
+        rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
         reference = _reference(config, model, found) if wants_reference else None
         reward = stack.enter_context(judge_for(config, model.tokenizer))
@@ -44,7 +46,7 @@ def run(config: OnlineConfig) -> Result:
         if held:
             metric = config.evaluation.metric
             judge = stack.enter_context(judge_for(config, model.tokenizer, [metric])) if metric else reward
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference)
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes)
         prompts = setup.prompts_of(rows, model, config.data.max_prompt_length)
         sampler = setup.sampler_for(config.sampling, model)
         critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic_shared else None
@@ -69,6 +71,7 @@ def run(config: OnlineConfig) -> Result:
             exact_sampling=not model.why_padded and config.model.dtype == "float32",
             evaluator=evaluator,
             critic=critic,
+            episodes=episodes,
         )
         loop.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
@@ -86,7 +89,7 @@ def method(config: OnlineConfig) -> objective.PolicyGradient:
 
 def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
     """Refuse settings that cannot work before anything is loaded."""
-    if not config.reward and not config.reward_model:
+    if not (config.reward or config.reward_model or config.environment):
         raise UserError(
             "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."

@@ -56,20 +56,20 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def imported(path: str) -> Callable[..., Any]:
-    """The object that "module:attribute" or "file.py:attribute" names."""
+def imported(path: str, kind: str = "reward") -> Callable[..., Any]:
+    """The object that "module:attribute" or "file.py:attribute" names; `kind` is what errors call it."""
     module_name, _, attribute = path.rpartition(":")
-    module = _module(module_name, path)
+    module = _module(module_name, path, kind)
     function = getattr(module, attribute, None)
     if function is None:
-        raise UserError(f"The reward {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
+        raise UserError(f"The {kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
     if not callable(function):
-        raise UserError(f"The reward {path!r} is a {type(function).__name__}; expected a function.")
+        raise UserError(f"The {kind} {path!r} is a {type(function).__name__}; expected a function.")
     found: Callable[..., Any] = function
     return found
 
 
-def _module(name: str, path: str) -> Any:
+def _module(name: str, path: str, kind: str) -> Any:
     try:
         if name.endswith(".py"):
             file = Path(name).resolve()
@@ -78,7 +78,7 @@ def _module(name: str, path: str) -> Any:
             sys.path.insert(0, "")
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise UserError(f"The reward {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
+        raise UserError(f"The {kind} {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
 def load_file(name: str, file: str) -> Any:

@@ -11,10 +11,14 @@ from psigrad.errors import UserError
 
 @dataclass(frozen=True)
 class Scored:
-    """A reward: `value` is the weighted sum, `parts` what each function gave (None: not applicable)."""
+    """A reward: `value` is the weighted sum, `parts` what each function gave (None: not applicable).
+
+    `steps` are (place, reward) of rewards for steps inside the completion, beside `value`, which is for the whole of it.
+    """
 
     value: float
     parts: dict[str, float | None] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

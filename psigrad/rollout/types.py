@@ -68,7 +68,9 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One scored completion of one prompt, ready for the mathematics and for `rollouts.jsonl`."""
+    """One scored completion of one prompt, ready for the mathematics and for `rollouts.jsonl`; or one episode of several turns,
+    whose completion then holds the tokens of both sides.
+    """
 
     row: int
     k: int
@@ -80,3 +82,15 @@ class Trajectory:
     status: str = "unscored"
     reason: str = ""
     parts: dict[str, Any] = field(default_factory=dict)
+    mask: tuple[bool, ...] = ()
+    """Which tokens the policy chose, in episodes of several turns; empty: all."""
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    """(place, reward) of rewards that came before the end; they are part of `reward`."""
+    turns: int = 1
+    messages: tuple[dict[str, Any], ...] = ()
+    """The conversation behind the prompt, in episodes of several turns."""
+
+    @property
+    def chosen(self) -> int:
+        """Tokens that the policy chose."""
+        return sum(self.mask) if self.mask else len(self.completion.ids)

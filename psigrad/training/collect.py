@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from psigrad import seeds
 from psigrad.data.batches import order
 from psigrad.data.templates import completion_for_reward, decode
+from psigrad.models.language_model import LanguageModel
 from psigrad.objective import Batch, terminal
-from psigrad.rewards import Failed, Scored, Scorer
+from psigrad.rewards import Failed, Result, Scored, Scorer, Unscored
+from psigrad.rollout.episodes import Episodes, play, returns
 from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory
 
 
@@ -48,38 +51,60 @@ def sample(
     *,
     num_generations: int,
     seed_of: Callable[[int, int], int],
-    tokenizer: Any,
+    model: LanguageModel,
     version: int,
+    episodes: Episodes | None = None,
 ) -> list[Trajectory]:
-    """`num_generations` completions of each prompt; `seed_of(i, k)` seeds completion k of the i-th prompt."""
+    """`num_generations` completions of each prompt, or episodes from it; `seed_of(i, k)` seeds the k-th of the i-th prompt."""
+    if episodes is not None:
+        return play(
+            episodes,
+            sampler,
+            [(p.index, p.ids, p.row) for p in prompts],
+            params,
+            num_generations=num_generations,
+            seed_of=seed_of,
+            tokenizer=model.tokenizer,
+            version=version,
+            max_length=model.max_length,
+        )
     requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
     return [
-        Trajectory(prompt.index, k, prompt.ids, completion, version, text=decode(tokenizer, completion.ids))
+        Trajectory(prompt.index, k, prompt.ids, completion, version, text=decode(model.tokenizer, completion.ids))
         for prompt, group in zip(prompts, sampler.sample(requests, params), strict=True)
         for k, completion in enumerate(group)
     ]
 
 
 def score(
-    scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], Any], *, missing_eos_penalty: float = 0.0
+    scorer: Scorer | None, trajectories: list[Trajectory], rows: Callable[[int], Any], *, missing_eos_penalty: float = 0.0
 ) -> list[Trajectory]:
     """The trajectories with their rewards; `rows(index)` is the dataset row, whose columns the rewards receive.
 
+    Rewards of the environment and of steps are added to the scorer's; without a scorer they are all there is.
     `missing_eos_penalty` is taken from the reward of completions that the length limit cut.
     """
+    if scorer is None:
+        results: Sequence[Result] = [Scored(0.0) for _ in trajectories]
+    else:
+        results = _scored(scorer, trajectories, rows)
+    scored = [_outcome(t, result) for t, result in zip(trajectories, results, strict=True)]
+    return [_without_end(t, missing_eos_penalty) for t in scored] if missing_eos_penalty else scored
+
+
+def _scored(scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], Any]) -> Sequence[Result]:
+    """What the scorer says. An episode is shown whole: as its messages, or as its text where the prompt is plain."""
     sources = [rows(t.row) for t in trajectories]
     names = {name for row in sources for name in row.columns}
-    results = scorer.score(
+    return scorer.score(
         [row.prompt for row in sources],
-        [completion_for_reward(row, t.text) for row, t in zip(sources, trajectories, strict=True)],
+        [list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, trajectories, strict=True)],
         [list(t.completion.ids) for t in trajectories],
         {name: [row.columns.get(name) for row in sources] for name in sorted(names)},
         # a row may be drawn twice in a step: its two groups are not one
         groups=list(itertools.accumulate(int(t.k == 0) for t in trajectories)),
         prompt_ids=[t.prompt_ids for t in trajectories],
     )
-    scored = [replace(t, **_outcome(result)) for t, result in zip(trajectories, results, strict=True)]
-    return [_without_end(t, missing_eos_penalty) for t in scored] if missing_eos_penalty else scored
 
 
 def _without_end(trajectory: Trajectory, penalty: float) -> Trajectory:
@@ -90,14 +115,26 @@ def _without_end(trajectory: Trajectory, penalty: float) -> Trajectory:
     return replace(trajectory, reward=trajectory.reward - penalty, parts=parts)
 
 
-def _outcome(result: Any) -> dict[str, Any]:
-    match result:
-        case Scored():
-            return {"reward": float(result.value), "status": "scored", "parts": dict(result.parts)}
-        case Failed():
-            return {"reward": float(result.value), "status": "failed", "reason": result.reason, "parts": dict(result.parts)}
-        case _:
-            return {"reward": None, "status": "unscored", "reason": result.reason}
+def _outcome(trajectory: Trajectory, result: Result) -> Trajectory:
+    """The trajectory with its reward: the scorer's value and what was earned on the way."""
+    if trajectory.reason:  # the environment broke
+        return replace(trajectory, status="unscored")
+    if isinstance(result, Unscored):
+        return replace(trajectory, status="unscored", reason=result.reason)
+    steps = (*trajectory.step_rewards, *getattr(result, "steps", ()))
+    parts = dict(result.parts)
+    if trajectory.step_rewards:
+        parts["environment"] = returns(trajectory)
+    total = float(result.value) + math.fsum(reward for _, reward in steps)
+    failed = isinstance(result, Failed)
+    return replace(
+        trajectory,
+        reward=total,
+        status="failed" if failed else "scored",
+        reason=result.reason if isinstance(result, Failed) else "",
+        parts=parts,
+        step_rewards=steps,
+    )
 
 
 def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
@@ -109,18 +146,27 @@ def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int
 
 
 def to_batch(groups: Sequence[Sequence[Trajectory]]) -> Batch:
-    """The padded view [N, T] of scored groups, rows in order; the reward stands on each completion's last token."""
+    """The padded view [N, T] of scored groups, rows in order; an outcome's reward stands on the policy's last token."""
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
     width = int(lengths.max())
     mask = torch.arange(width)[None] < lengths[:, None]
+    for n, trajectory in enumerate(rows):
+        if trajectory.mask:
+            mask[n, : len(trajectory.mask)] = torch.tensor(trajectory.mask)
 
     def padded(values: Callable[[Trajectory], Sequence[float]]) -> torch.Tensor:
         return torch.tensor([[*values(t), *[0.0] * (width - len(t.completion.ids))] for t in rows])
 
+    # what was earned on the way stands where it was earned, the rest on the last token
+    earned = torch.zeros(mask.shape)
+    for n, trajectory in enumerate(rows):
+        for place, reward in trajectory.step_rewards:
+            earned[n, place] += reward
+    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows])
     return Batch(
         mask=mask,
-        reward=terminal(torch.tensor([t.reward for t in rows]), mask),
+        reward=terminal(outcome, mask) + earned,
         logp_old=padded(lambda t: t.completion.logprobs),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
         logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
@@ -145,6 +191,8 @@ def record(trajectory: Trajectory, step: int, kind: str, row: Any, advantage: fl
         "status": trajectory.status,
         "reason": trajectory.reason,
         "advantage": advantage,
+        **({"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]} if trajectory.mask else {}),
+        **({"step_rewards": [list(pair) for pair in trajectory.step_rewards]} if trajectory.step_rewards else {}),
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,
         "version": trajectory.version,

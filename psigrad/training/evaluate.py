@@ -13,6 +13,7 @@ from psigrad import seeds
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.rewards import Scorer
+from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.training.collect import Prompt, record, sample, score
 from psigrad.training.intervals import mean_interval, pass_at_k
@@ -28,13 +29,14 @@ class Evaluator:
     """
 
     prompts: Sequence[Prompt]
-    scorer: Scorer
+    scorer: Scorer | None
     metric: str
     params: SamplingParams
     seed: int
     num_generations: int = 1
     reference: LanguageModel | None = None
     micro_batch_tokens: int = 16384
+    episodes: Episodes | None = None
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
         """`eval/…` figures and the completions behind them."""
@@ -45,8 +47,9 @@ class Evaluator:
             self.params,
             num_generations=self.num_generations,
             seed_of=lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k),
-            tokenizer=model.tokenizer,
+            model=model,
             version=version,
+            episodes=self.episodes,
         )
         trajectories = score(self.scorer, trajectories, by_index.__getitem__)
         figures = figures_of(trajectories, self.num_generations, self.metric)
@@ -77,7 +80,9 @@ class Evaluator:
             inputs = Groups([t.prompt_ids for t in part], [[t.completion.ids] for t in part])
             kl = model.evaluate(inputs, temperature=self.params.temperature or 1.0, kl_to=self.reference).kl
             assert kl is not None
-            values += kl.sum(1).tolist()
+            for row, t in zip(kl, part, strict=True):
+                own = row[: len(t.mask)][torch.tensor(t.mask, device=row.device)] if t.mask else row
+                values.append(float(own.sum()))
         return values
 
 
@@ -90,7 +95,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = [[t.reward for t in group if t.reward is not None] for group in groups]
     values = [group for group in values if group]
-    lengths = [len(t.completion.ids) for t in trajectories]
+    lengths = [t.chosen for t in trajectories]
     figures: dict[str, Any] = {"eval/prompts": len(groups), "eval/unscored": sum(t.reward is None for t in trajectories)}
     if values:
         means = [math.fsum(group) / len(group) for group in values]

@@ -99,8 +99,9 @@ def collect(run: Online, state: State, clock: Clock) -> Collected:
                 num_generations=config.num_generations,
                 # the place in the endless sequence of prompts names step and prompt at once
                 seed_of=lambda i, k, cursor=cursor: seeds.derive(config.run.seed, "sample", cursor + i, k),
-                tokenizer=run.model.tokenizer,
+                model=run.model,
                 version=state.step,
+                episodes=run.episodes,
             )
         with clock("time/score"):
             by_index = {p.index: p.row for p in wanted}

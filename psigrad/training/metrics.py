@@ -21,9 +21,9 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
         for i in range(0, len(trajectories), group_size)
     ]
     groups = [group for group in groups if group]
-    lengths = [len(t.completion.ids) for t in trajectories]
-    ended = [len(t.completion.ids) for t in trajectories if t.completion.finish_reason == "stop"]
-    surprise = [-lp for t in trajectories for lp in t.completion.logprobs]
+    lengths = [t.chosen for t in trajectories]
+    ended = [t.chosen for t in trajectories if t.completion.finish_reason == "stop"]
+    surprise = [-lp for t in trajectories for lp in t.completion.logprobs]  # 0 on tokens that the policy did not choose
     figures: dict[str, Any] = {}
     if rewards:
         figures["reward"] = math.fsum(rewards) / len(rewards)
@@ -39,11 +39,13 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - len(ended) / len(lengths),
-        "entropy": math.fsum(surprise) / max(1, len(surprise)),
+        "entropy": math.fsum(surprise) / max(1, sum(lengths)),
         "samples": len(trajectories),
         "failed": sum(t.status == "failed" for t in trajectories),
         "unscored": sum(t.status == "unscored" for t in trajectories),
     }
+    if any(t.mask for t in trajectories):
+        figures["turns/mean"] = sum(t.turns for t in trajectories) / len(trajectories)
     if ended:
         figures["completions/mean_terminated_length"] = sum(ended) / len(ended)
     return figures

@@ -10,6 +10,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import PolicyGradient
 from psigrad.rewards import Scorer
+from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams
 from psigrad.training.collect import Prompt
 from psigrad.training.evaluate import Evaluator
@@ -32,7 +33,8 @@ class Online:
 
     `reference` is the frozen model of the KL term (the model itself under LoRA). `exact_sampling` says that the sampler's
     log-probs are the trainer's to float32 rounding, so that they need not be computed again before several passes over a
-    batch. Where the algorithm needs a critic and `critic` is None, the policy's own value head is the critic.
+    batch. Where the algorithm needs a critic and `critic` is None, the policy's own value head is the critic. With
+    `episodes` a completion is an episode of several turns, and `scorer` may be None: the environment rewards.
     """
 
     config: OnlineConfig
@@ -40,7 +42,7 @@ class Online:
     model: LanguageModel
     reference: LanguageModel | None
     sampler: Sampler
-    scorer: Scorer
+    scorer: Scorer | None
     optimizer: Optimizer
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -49,3 +51,4 @@ class Online:
     exact_sampling: bool
     evaluator: Evaluator | None = None
     critic: Critic | None = None
+    episodes: Episodes | None = None

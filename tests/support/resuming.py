@@ -21,7 +21,7 @@ from psigrad.training.update import Optimizer
 EVENTS = (
     (EmbeddedSampler, "sample"),
     (LanguageModel, "evaluate"),
-    (Optimizer, "step"),
+    (Optimizer, "apply"),
     (Journal, "metrics"),
     (Journal, "rollouts"),
     (Journal, "timings"),

@@ -21,7 +21,7 @@ PHASES = {
     "start": (LanguageModel, "trainable", 1),
     "rollout": (EmbeddedSampler, "sample", 4),
     "reward": (RewardPool, "score", 3),
-    "update": (Optimizer, "step", 3),
+    "update": (Optimizer, "apply", 3),
     "evaluation": (Evaluator, "__call__", 2),
     "save": (checkpoint, "save", 1),
 }

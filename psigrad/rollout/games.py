@@ -1,0 +1,247 @@
+"""Three small environments with a known best play, for small models on a laptop.
+
+Each has `rows(count, seed)` to play on, `demonstrations(count, seed)` to imitate first, and the return of the best play.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+Row = dict[str, Any]
+_NUMBER = re.compile(r"-?\d+")
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@dataclass
+class GuessNumber:
+    """Guess a secret number from 1 to `high`; each wrong guess is answered with "higher" or "lower".
+
+    Reward on a hit: 1 − 0.1 · (guesses before it). Halving the interval is the best play.
+    """
+
+    high: ClassVar[int] = 7
+    secret: int = 0
+    guesses: int = 0
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """The secret is the row's."""
+        self.secret = int(row["secret"])
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """Compare the guess with the secret."""
+        found = _NUMBER.fullmatch(completion.strip())
+        self.guesses += 1
+        if found is None:
+            return "a number please", 0.0, False
+        guess = int(found.group())
+        if guess == self.secret:
+            return "", 1 - 0.1 * (self.guesses - 1), True
+        return "higher" if guess < self.secret else "lower", 0.0, False
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[Row]:
+        """Secrets drawn evenly."""
+        rng = random.Random(seed)
+        return [{"prompt": [_turn("user", f"1 to {cls.high}?")], "secret": rng.randint(1, cls.high)} for _ in range(count)]
+
+    @classmethod
+    def demonstrations(cls, count: int, seed: int) -> list[Row]:
+        """Careless play: half of the guesses are drawn from all numbers, half from those that are still possible."""
+        rng = random.Random(seed)
+        made = []
+        for row in cls.rows(count, seed):
+            low, high, talk = 1, cls.high, list(row["prompt"])
+            while True:
+                guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, cls.high)
+                talk.append(_turn("assistant", str(guess)))
+                if guess == row["secret"]:
+                    break
+                low, high = (max(low, guess + 1), high) if guess < row["secret"] else (low, min(high, guess - 1))
+                talk.append(_turn("user", "higher" if guess < row["secret"] else "lower"))
+            made.append({"messages": talk})
+        return made
+
+    @classmethod
+    def best_return(cls) -> float:
+        """The mean return of halving: 2^(d−1) secrets are hit at guess d where `high` is 2^n − 1."""
+        depths = [d for d in range(1, cls.high.bit_length() + 1) for _ in range(2 ** (d - 1))][: cls.high]
+        return sum(1 - 0.1 * (d - 1) for d in depths) / cls.high
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+def calculate(expression: str) -> int:
+    """The value of sums, differences and products of whole numbers. Raises ValueError for anything else."""
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+                return _OPERATIONS[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+        raise ValueError(f"{expression!r} is no sum, difference or product of whole numbers")
+
+    if len(expression) > 100:
+        raise ValueError("the expression is longer than 100 characters")
+    try:
+        return value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is no expression") from error
+
+
+@dataclass
+class Calculator:
+    """A product of two-digit numbers, and a calculator: "= 12*34" is answered with its value, any other number is the answer.
+
+    Reward 1 for the right answer, less 0.05 for each use of the calculator. Asking once and copying is the best play.
+    """
+
+    answer: int = 0
+    uses: int = 0
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """The answer is the row's."""
+        self.answer = int(row["answer"])
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """Use the calculator, or check the answer."""
+        text = completion.strip()
+        if text.startswith("="):
+            self.uses += 1
+            try:
+                return str(calculate(text[1:])), 0.0, False
+            except ValueError:
+                return "error", 0.0, False
+        found = _NUMBER.fullmatch(text)
+        right = found is not None and int(found.group()) == self.answer
+        return "", max(0.0, 1 - 0.05 * self.uses) if right else 0.0, True
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[Row]:
+        """Pairs of two-digit numbers."""
+        rng = random.Random(seed)
+        pairs = [(rng.randint(11, 99), rng.randint(11, 99)) for _ in range(count)]
+        return [{"prompt": [_turn("user", f"{a}*{b}?")], "answer": a * b} for a, b in pairs]
+
+    @classmethod
+    def demonstrations(cls, count: int, seed: int) -> list[Row]:
+        """Half of them guess without the calculator; of those that use it, a third asks for something else."""
+        rng, made = random.Random(seed), []
+        for row in cls.rows(count, seed):
+            question = row["prompt"][0]["content"].rstrip("?")
+            talk = list(row["prompt"])
+            if rng.random() < 0.5:
+                asked = question if rng.random() < 2 / 3 else question.replace("*", "+")
+                talk += [_turn("assistant", f"= {asked}"), _turn("user", str(calculate(asked)))]
+                talk.append(_turn("assistant", str(calculate(asked))))
+            else:
+                talk.append(_turn("assistant", str(row["answer"] + rng.choice((-10, -1, 1, 10, 100)))))
+            made.append({"messages": talk})
+        return made
+
+    @classmethod
+    def best_return(cls) -> float:
+        """Ask once, copy the answer."""
+        return 0.95
+
+
+@dataclass
+class TextGrid:
+    """Walk on a 4×4 grid from a cell to the goal by n, s, e, w; a trap ends the walk.
+
+    Reward 1 at the goal, −1 in the trap, −0.05 for every other step; a step against the edge stays.
+    """
+
+    size: ClassVar[int] = 4
+    moves: ClassVar[dict[str, tuple[int, int]]] = {"n": (0, -1), "s": (0, 1), "e": (1, 0), "w": (-1, 0)}
+    at: tuple[int, int] = (0, 0)
+    goal: tuple[int, int] = (0, 0)
+    trap: tuple[int, int] = (0, 0)
+    steps: int = field(default=0)
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Start, goal and trap are the row's."""
+        self.at, self.goal, self.trap = (tuple(row[name]) for name in ("start", "goal", "trap"))
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """Move; the first letter counts, and what is no move is a step on the spot."""
+        dx, dy = self.moves.get(completion.strip()[:1], (0, 0))
+        x, y = self.at[0] + dx, self.at[1] + dy
+        self.at = (min(max(x, 0), self.size - 1), min(max(y, 0), self.size - 1))
+        if self.at == self.goal:
+            return "", 1.0, True
+        if self.at == self.trap:
+            return "", -1.0, True
+        return self.describe(self.at, self.goal, self.trap), -0.05, False
+
+    @staticmethod
+    def describe(at: tuple[int, int], goal: tuple[int, int], trap: tuple[int, int]) -> str:
+        """What the policy reads."""
+        return f"at {at[0]}{at[1]} goal {goal[0]}{goal[1]} trap {trap[0]}{trap[1]}"
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[Row]:
+        """Three different cells."""
+        rng = random.Random(seed)
+        cells = [(x, y) for x in range(cls.size) for y in range(cls.size)]
+        made = []
+        for _ in range(count):
+            start, goal, trap = rng.sample(cells, 3)
+            row = {"prompt": [_turn("user", cls.describe(start, goal, trap))], "start": start, "goal": goal, "trap": trap}
+            made.append({name: list(value) if isinstance(value, tuple) else value for name, value in row.items()})
+        return made
+
+    @classmethod
+    def demonstrations(cls, count: int, seed: int) -> list[Row]:
+        """Walks of at most 12 steps whose moves are right two times in three and drawn evenly else."""
+        rng, made = random.Random(seed), []
+        for row in cls.rows(count, seed):
+            game = cls()
+            game.reset(row)
+            talk = list(row["prompt"])
+            for _ in range(12):
+                (x, y), (gx, gy) = game.at, game.goal
+                right = ("e" if gx > x else "w") if gx != x else ("s" if gy > y else "n")
+                move = right if rng.random() < 2 / 3 else rng.choice("nsew")
+                talk.append(_turn("assistant", move))
+                observation, _, done = game.step(move)
+                if done:
+                    break
+                talk.append(_turn("user", observation))
+            made.append({"messages": talk if talk[-1]["role"] == "assistant" else talk[:-1]})
+        return made
+
+    @classmethod
+    def best_return_of(cls, row: Mapping[str, Any]) -> float:
+        """The return of a shortest walk around the trap from the row's start."""
+        goal, trap = tuple(row["goal"]), tuple(row["trap"])
+        reached, frontier, steps = {tuple(row["start"])}, [tuple(row["start"])], 0
+        while goal not in reached:
+            near = {
+                (min(max(x + dx, 0), cls.size - 1), min(max(y + dy, 0), cls.size - 1))
+                for x, y in frontier
+                for dx, dy in cls.moves.values()
+            }
+            frontier = [cell for cell in near if cell not in reached and cell != trap]
+            reached |= set(frontier)
+            steps += 1
+        return 1 - 0.05 * (steps - 1)
+
+
+GAMES: dict[str, Any] = {"guess": GuessNumber, "calculator": Calculator, "grid": TextGrid}
