@@ -159,6 +159,6 @@ class Judging:
 
 
 def mismatched(rows: Sequence[Judged], i: int) -> Answer:
-    """The answer that row i is mismatched with: that of the next row with another prompt, in the order of the dataset."""
-    after = (rows[(i + k) % len(rows)] for k in range(1, len(rows) + 1))
-    return next((row for row in after if row.prompt != rows[i].prompt), rows[i]).answer
+    """The answer that row i is mismatched with: that of the last row before it with another prompt, as in TRL."""
+    before = (rows[(i - k) % len(rows)] for k in range(1, len(rows) + 1))
+    return next((row for row in before if row.prompt != rows[i].prompt), rows[i]).answer

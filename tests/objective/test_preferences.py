@@ -1,0 +1,296 @@
+"""Preference and reward-model losses: hand-worked numbers, the closed-form optimum, expected gradients, and any split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from psigrad.objective.preference import (
+    KahnemanTversky,
+    Labelled,
+    Pairs,
+    Preference,
+    kl_of_mismatched,
+    log_odds,
+    logistic,
+    mean_logp,
+    names,
+    resolve,
+    robust,
+)
+from psigrad.objective.reward_model import BradleyTerry, calibration, plackett_luce, process_loss
+
+PREFERENCES = [name for name in names() if name != "kto"]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def some_pairs(n: int = 7, margin: bool = False) -> Pairs:
+    g = torch.Generator().manual_seed(3)
+
+    def logps() -> torch.Tensor:
+        return -(torch.rand(n, generator=g, dtype=torch.float64) * 6 + 2)
+
+    return Pairs(
+        logp_chosen=logps().requires_grad_(),
+        logp_rejected=logps().requires_grad_(),
+        tokens_chosen=torch.randint(1, 6, (n,), generator=g),
+        tokens_rejected=torch.randint(1, 6, (n,), generator=g),
+        ref_chosen=logps(),
+        ref_rejected=logps(),
+        margin=torch.linspace(0, 0.6, n, dtype=torch.float64) if margin else None,
+    )
+
+
+def by_hand(name: str, p: Pairs, i: int) -> float:
+    """The loss of pair i with the presets' numbers, in Python floats."""
+    w, z = float(p.logp_chosen[i].detach()), float(p.logp_rejected[i].detach())
+    rw, rl = float(p.ref_chosen[i]), float(p.ref_rejected[i])
+    nw, nl = int(p.tokens_chosen[i]), int(p.tokens_rejected[i])
+    d = (w - rw) - (z - rl)
+    odds = [x / n - math.log(1 - math.exp(x / n)) for x, n in ((w, nw), (z, nl))]
+    return {
+        "dpo": lambda: -math.log(sigmoid(0.1 * d)),
+        "cdpo": lambda: -0.9 * math.log(sigmoid(0.1 * d)) - 0.1 * math.log(sigmoid(-0.1 * d)),
+        "robust_dpo": lambda: (-0.9 * math.log(sigmoid(0.1 * d)) + 0.1 * math.log(sigmoid(-0.1 * d))) / 0.8,
+        "ipo": lambda: ((w - rw) / nw - (z - rl) / nl - 1 / 0.2) ** 2,
+        "hinge": lambda: max(0.0, 1 - 0.1 * d),
+        "ln_dpo": lambda: -math.log(sigmoid(2 * ((w - rw) / nw - (z - rl) / nl))),
+        "simpo": lambda: -math.log(sigmoid(2 * (w / nw - z / nl) - 1)),
+        "orpo": lambda: -0.1 * math.log(sigmoid(odds[0] - odds[1])),
+        "apo_zero": lambda: 1 - sigmoid(0.1 * (w - rw)) + sigmoid(0.1 * (z - rl)),
+        "apo_down": lambda: sigmoid(0.1 * (w - rw)) + 1 - sigmoid(0.1 * d),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_a_preset_is_its_formula(name):
+    pairs, loss = some_pairs(), resolve(name)
+    targets = int(pairs.tokens_chosen.sum())
+    expected = sum(by_hand(name, pairs, i) for i in range(7)) / 7
+    if name == "orpo":
+        expected += -float(pairs.logp_chosen.sum()) / targets
+    assert float(loss.loss(pairs, 7, targets).value.detach()) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_the_gradient_is_that_of_finite_differences(name):
+    pairs, loss = some_pairs(), resolve(name)
+    targets = int(pairs.tokens_chosen.sum())
+    loss.loss(pairs, 7, targets).value.backward()
+    for field in ("logp_chosen", "logp_rejected"):
+        leaf = getattr(pairs, field)
+        for i in range(7):
+            step = torch.zeros(7, dtype=torch.float64)
+            step[i] = 1e-6
+            up, down = (
+                loss.loss(replace(pairs, **{field: leaf.detach() + sign * step}), 7, targets).value.detach() for sign in (1, -1)
+            )
+            assert float(leaf.grad[i]) == pytest.approx(float(up - down) / 2e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_terms(name):
+    loss = resolve(name)
+    whole = some_pairs(margin=True)
+    targets = int(whole.tokens_chosen.sum())
+    together = loss.loss(whole, 7, targets)
+    together.value.backward()
+    parts = some_pairs(margin=True)
+    total, terms = 0.0, {}
+    for rows in ([0, 3], [1], [2, 4, 5, 6]):
+        share = loss.loss(picked(parts, rows), 7, targets)
+        share.value.backward()
+        total += float(share.value.detach())
+        terms = {key: terms.get(key, 0.0) + float(value) for key, value in share.terms.items()}
+    assert total == pytest.approx(float(together.value.detach()), abs=1e-12)
+    assert terms == pytest.approx({key: float(value) for key, value in together.terms.items()}, abs=1e-12)
+    assert torch.allclose(whole.logp_chosen.grad, parts.logp_chosen.grad, atol=1e-12)
+    assert torch.allclose(whole.logp_rejected.grad, parts.logp_rejected.grad, atol=1e-12)
+
+
+def picked(pairs: Pairs, rows: list[int]) -> Pairs:
+    return Pairs(**{name: None if value is None else value[rows] for name, value in vars(pairs).items()})
+
+
+def test_negative_control_means_of_micro_batches_are_not_the_mean():
+    loss, pairs = resolve("dpo"), some_pairs()
+    local = [float(loss.loss(picked(pairs, rows), len(rows), 1).value.detach()) for rows in ([0, 3], [1], [2, 4, 5, 6])]
+    assert abs(sum(local) / 3 - float(loss.loss(pairs, 7, 1).value.detach())) > 1e-3
+
+
+def test_kto_is_its_formula_and_splits():
+    loss = KahnemanTversky(0.3, 1.5, 0.5)
+    logp = torch.tensor([-2.0, -3.0, -4.0, -1.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-2.5, -2.0, -4.5, -1.5], dtype=torch.float64)
+    good, z = torch.tensor([True, False, True, False]), torch.tensor(0.4, dtype=torch.float64)
+    expected = 0.0
+    for i, (a, b) in enumerate(zip(logp.tolist(), ref.tolist(), strict=True)):
+        r = a - b
+        expected += 1.5 * (1 - sigmoid(0.3 * (r - 0.4))) if good[i] else 0.5 * (1 - sigmoid(0.3 * (0.4 - r)))
+    whole = loss.loss(Labelled(logp, ref, good, z), 4, 2)
+    assert float(whole.value.detach()) == pytest.approx(expected / 4, abs=1e-12)
+    shares = [loss.loss(Labelled(logp[r], ref[r], good[r], z), 4, 2) for r in ([0], [1, 2, 3])]
+    assert float(sum(s.value for s in shares).detach()) == pytest.approx(expected / 4, abs=1e-12)
+    for key, value in whole.terms.items():
+        assert float(sum(s.terms[key] for s in shares)) == pytest.approx(float(value), abs=1e-12), key
+
+
+def test_ktos_reference_point_is_never_negative_and_carries_no_gradient():
+    logp = torch.tensor([-3.0, -4.0], requires_grad=True)
+    assert float(kl_of_mismatched(logp, torch.tensor([-1.0, -1.0]))) == 0.0
+    z = kl_of_mismatched(logp, torch.tensor([-5.0, -5.0]))
+    assert float(z) == pytest.approx(1.5) and not z.requires_grad
+
+
+def population(rewards: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every ordered pair of completions, with the probability that the first is preferred: Bradley–Terry on `rewards`."""
+    order = list(itertools.permutations(range(len(rewards)), 2))
+    first, second = (torch.tensor(x) for x in zip(*order, strict=True))
+    chance = torch.tensor([sigmoid(rewards[a] - rewards[b]) for a, b in order], dtype=torch.float64)
+    return first, second, chance
+
+
+def descend(link, beta: float, rewards: np.ndarray, reference: torch.Tensor) -> torch.Tensor:
+    """The policy that minimises the population loss, by Newton-free descent on its logits."""
+    first, second, chance = population(rewards)
+    logits = torch.zeros(len(rewards), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], lr=1, max_iter=500, tolerance_grad=1e-13, tolerance_change=1e-16)
+    ones = torch.ones(len(first))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        logp = logits.log_softmax(0)
+        loss = Preference(lambda p, r, t: p - r, link, beta=beta)
+        value = torch.zeros((), dtype=torch.float64)
+        for i in range(len(first)):  # one pair at a time, weighted by how often it is seen
+            pair = Pairs(
+                logp[first[i]][None], logp[second[i]][None], ones[:1], ones[:1], *(reference[x[i]][None] for x in (first, second))
+            )
+            value = value + chance[i] * loss.loss(pair, 1, 1).value
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return logits.detach().log_softmax(0)
+
+
+def test_the_minimiser_of_dpo_is_the_optimum_of_rlhf():
+    """Rafailov et al. 2023: pi ∝ pi_ref · exp(r / beta) where preferences are Bradley–Terry in r."""
+    rewards = np.array([0.3, -0.8, 1.1, 0.0])
+    reference = torch.tensor([0.1, 0.4, -0.6, 0.2], dtype=torch.float64).log_softmax(0)
+    found = descend(logistic(), 0.7, rewards, reference)
+    optimum = (reference + torch.tensor(rewards) / 0.7).log_softmax(0)
+    assert torch.allclose(found, optimum, atol=1e-6)
+    other = (reference + torch.tensor(rewards) / 0.5).log_softmax(0)
+    assert not torch.allclose(found, other, atol=1e-2), "negative control: another beta has another optimum"
+
+
+def test_robust_dpo_finds_the_same_optimum_from_labels_that_are_sometimes_swapped():
+    """Chowdhury et al. 2024: the loss is unbiased, so a quarter of wrong labels changes nothing in expectation."""
+    rewards, share = np.array([0.5, -0.5, 0.2]), 0.25
+    lead = torch.linspace(-2, 2, 9, dtype=torch.float64)
+    clean = logistic()(lead, torch.zeros_like(lead), 1.0)
+    link = robust(share)
+    noisy = (1 - share) * link(lead, torch.zeros_like(lead), 1.0) + share * link(torch.zeros_like(lead), lead, 1.0)
+    assert torch.allclose(clean, noisy, atol=1e-12)
+    assert not torch.allclose(clean, link(lead, torch.zeros_like(lead), 1.0), atol=1e-2)
+    assert len(rewards) == 3
+
+
+def test_the_expected_gradient_over_sampled_pairs_is_that_of_the_population():
+    """Every pair of an enumerated policy, weighted by its chance: the mean of single-pair gradients is the population's."""
+    rewards = np.array([0.3, -0.8, 1.1])
+    first, second, chance = population(rewards)
+    for name in PREFERENCES:
+        loss = resolve(name)
+        gradients = []
+        for grouped in (True, False):
+            logits = torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64, requires_grad=True)
+            logp, ref, tokens = (
+                logits.log_softmax(0),
+                torch.tensor([-1.0, -1.2, -1.1], dtype=torch.float64),
+                torch.tensor([2, 3, 1]),
+            )
+            value = torch.zeros((), dtype=torch.float64)
+            batches = [list(range(6))] if grouped else [[i] for i in range(6)]
+            for rows in batches:
+                a, b = first[rows], second[rows]
+                pairs = Pairs(logp[a], logp[b], tokens[a], tokens[b], ref[a], ref[b])
+                per_pair = [loss.loss(picked(pairs, [i]), 1, 1).value for i in range(len(rows))]
+                value = value + sum(float(chance[r]) * v for r, v in zip(rows, per_pair, strict=True))
+            value.backward()
+            gradients.append(logits.grad)
+        assert torch.allclose(*gradients, atol=1e-12)
+
+
+def test_log_odds_keep_their_digits_where_a_completion_is_almost_sure():
+    mean = torch.tensor([-1e-12], dtype=torch.float64)
+    assert float(log_odds(mean, None, torch.ones(1))) == pytest.approx(-math.log(1e-12), rel=1e-9)
+
+
+def test_a_reference_free_score_needs_no_reference():
+    assert not resolve("simpo").needs_reference and not resolve("orpo").needs_reference
+    assert resolve("dpo").needs_reference and resolve("kto").needs_reference
+    assert resolve({"preset": "dpo", "score": "mean_logp"}).score is mean_logp
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("dpoo", "did you mean 'dpo'"),
+        ({"preset": "dpo", "betta": 1}, "'betta'"),
+        ({"preset": "dpo", "link": "logistik"}, "did you mean 'logistic'"),
+        ({"preset": "dpo", "link": {"part": "logistic", "smoothing": 0.1}}, "label_smoothing"),
+        ({"preset": "dpo", "beta": 0}, "above 0"),
+        ({"preset": "cdpo", "link": {"part": "robust", "label_smoothing": 0.5}}, "0.5"),
+        (3, "int"),
+    ],
+)
+def test_a_mistake_is_named(spec, said):
+    with pytest.raises(ValueError, match=said):
+        resolve(spec)
+
+
+def test_bradley_terry_is_its_formula():
+    w, z, m = torch.tensor([1.0, 0.2]), torch.tensor([0.5, 0.9]), torch.tensor([0.1, 0.0])
+    loss = BradleyTerry(0.01, 0.05).loss(w, z, m, 2)
+    expected = 0.0
+    for a, b, c in zip(w.tolist(), z.tolist(), m.tolist(), strict=True):
+        expected += -0.95 * math.log(sigmoid(a - b - c)) - 0.05 * math.log(sigmoid(b - a + c)) + 0.01 * (a + b) ** 2
+    assert float(loss.value) == pytest.approx(expected / 2, abs=1e-6)
+    assert float(loss.terms["accuracy"]) == 0.5
+    with pytest.raises(ValueError, match=r"0\.5"):
+        BradleyTerry(label_smoothing=0.5)
+
+
+def test_plackett_luce_of_two_is_bradley_terry_and_sums_to_one_over_rankings():
+    r = torch.tensor([[0.4, -0.3]], dtype=torch.float64)
+    assert float(plackett_luce(r)) == pytest.approx(-math.log(sigmoid(0.7)), abs=1e-12)
+    three = torch.tensor([0.4, -0.3, 1.0], dtype=torch.float64)
+    chances = [math.exp(-float(plackett_luce(three[list(order)][None]))) for order in itertools.permutations(range(3))]
+    assert sum(chances) == pytest.approx(1, abs=1e-12)
+
+
+def test_process_loss_is_the_cross_entropy_of_each_step():
+    z, y = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
+    terms = zip(z.tolist(), y.tolist(), strict=True)
+    expected = sum(-b * math.log(sigmoid(a)) - (1 - b) * math.log(1 - sigmoid(a)) for a, b in terms)
+    assert float(process_loss(z, y, 3).value) == pytest.approx(expected / 3, abs=1e-12)
+
+
+def test_calibration_of_a_model_that_knows_its_chances_and_of_one_that_boasts():
+    g = torch.Generator().manual_seed(0)
+    lead = torch.randn(40000, generator=g, dtype=torch.float64) * 2
+    swapped = torch.rand(40000, generator=g, dtype=torch.float64) > torch.sigmoid(lead)
+    observed = torch.where(swapped, -lead, lead)
+    honest = calibration(observed)
+    assert honest.error < 0.01 and sum(honest.counts) == 40000
+    assert calibration(observed * 3).error > 0.05
