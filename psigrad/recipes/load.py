@@ -122,7 +122,7 @@ def _put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     *parents, leaf = name.split(".")
     for parent in parents:
         inner = values.setdefault(parent, {})
-        if isinstance(inner, str) and parent == "algorithm":
+        if isinstance(inner, str) and parent in ("algorithm", "loss"):
             inner = values[parent] = {"preset": inner}
         if not isinstance(inner, dict):
             raise UserError(f"The {source} goes into {parent!r}, which is {inner!r} and has no fields.")

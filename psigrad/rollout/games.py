@@ -89,7 +89,7 @@ def calculate(expression: str) -> int:
 
     def value(node: ast.expr) -> int:
         match node:
-            case ast.Constant(value=int() as number):
+            case ast.Constant(value=number) if type(number) is int:  # True is an int too
                 return number
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
                 return _OPERATIONS[type(op)](value(left), value(right))

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
-from tiny_jobs import forked, online_config, sft_config
+from tiny_jobs import episodes_config, forked, online_config, ppo_config, preference_config, reward_config, sft_config
 
 from psigrad.models.language_model import LanguageModel
-from psigrad.recipes import online, sft
+from psigrad.models.scalar_model import ScalarModel
+from psigrad.recipes import online, preference, reward, sft
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.training import checkpoint
 from psigrad.training.journal import Journal
@@ -21,6 +23,7 @@ from psigrad.training.update import Optimizer
 EVENTS = (
     (EmbeddedSampler, "sample"),
     (LanguageModel, "evaluate"),
+    (ScalarModel, "values"),
     (Optimizer, "apply"),
     (Journal, "metrics"),
     (Journal, "rollouts"),
@@ -58,6 +61,14 @@ def dying_at(count: int, seen: list[str] | None = None) -> None:
 
 
 RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
+MORE_RECIPES = {
+    "ppo": (online.run, ppo_config),
+    "ppo shared": (online.run, partial(ppo_config, critic_shared=True)),
+    "episodes": (online.run, episodes_config),
+    "dpo": (preference.run, preference_config),
+    "kto": (preference.run, partial(preference_config, loss="kto")),
+    "reward": (reward.run, reward_config),
+}
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -70,8 +81,11 @@ def digest(folder: Path) -> dict[str, str]:
         "checkpoint weights": newest / "model.safetensors",
         "optimizer": newest / "optimizer.safetensors",
         "state": newest / "state.json",
+        "critic": newest / "critic" / "model.safetensors",
+        "critic's optimizer": newest / "critic" / "optimizer.safetensors",
+        "value head": newest / "value_head.safetensors",
     }
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.exists()}
 
 
 def events_of(folder: Path) -> list[str]:

@@ -8,11 +8,12 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tiny_rewards import early_letters
 
-from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
+from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.models import tiny
 
 
@@ -24,9 +25,73 @@ def make_job(folder: Path) -> Path:
     model = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    for name, part in (("train", rows[:32]), ("held_out", rows[32:])):
+    pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": f" {other(r['answer'])}"} for r in rows]
+    judged = [
+        {"prompt": p["prompt"], "completion": p["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
+        for i, p in enumerate(pairs)
+    ]
+    parts = {"train": rows[:32], "held_out": rows[32:], "pairs": pairs, "judged": judged}
+    for name, part in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
     return folder
+
+
+def other(letter: str) -> str:
+    """A wrong answer."""
+    return "abcdefgh"["abcdefgh".index(letter) - 1]
+
+
+def run_settings(output: Path, **run) -> Run:
+    """Six steps, a checkpoint every second."""
+    defaults = {"output_dir": str(output), "max_steps": 6, "save_steps": 2, "threads": 1, "progress": False, "report": False}
+    return Run(**{**defaults, **run})
+
+
+def ppo_config(job: Path, output: Path, *, critic_shared: bool = False, **run) -> OnlineConfig:
+    made = online_config(job, output, algorithm="ppo", **run)
+    return replace(made, num_generations=2, num_iterations=2, critic_shared=critic_shared)
+
+
+def episodes_config(job: Path, output: Path, **run) -> OnlineConfig:
+    made = online_config(job, output, **run)
+    return replace(made, reward=(), environment=Echo, max_turns=2, data=Data(dataset=str(job / "train.jsonl")))
+
+
+def preference_config(job: Path, output: Path, loss: str = "dpo", **run) -> PreferenceConfig:
+    return PreferenceConfig(
+        model=Model(path=str(job / "base")),
+        data=Data(dataset=str(job / ("judged.jsonl" if loss == "kto" else "pairs.jsonl"))),
+        optim=Optim(learning_rate=1e-2),
+        evaluation=Evaluation(eval_prompts=8, eval_steps=3),
+        run=run_settings(output, **run),
+        loss=loss,
+        cache_reference=False,
+        batch_size=4,
+        micro_batch_tokens=24,
+    )
+
+
+def reward_config(job: Path, output: Path, **run) -> RewardConfig:
+    return RewardConfig(
+        model=Model(path=str(job / "base")),
+        data=Data(dataset=str(job / "pairs.jsonl")),
+        optim=Optim(learning_rate=1e-2),
+        evaluation=Evaluation(eval_prompts=8, eval_steps=3),
+        run=run_settings(output, **run),
+        batch_size=4,
+        micro_batch_tokens=24,
+    )
+
+
+class Echo:
+    """An environment that says what it heard; half a point for each turn with an "e" in it."""
+
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, completion):
+        self.turns += 1
+        return f" you said {len(completion)}:", 0.5 * ("e" in completion), self.turns == 2
 
 
 def sft_config(job: Path, output: Path, **run) -> SFTConfig:
@@ -36,17 +101,7 @@ def sft_config(job: Path, output: Path, **run) -> SFTConfig:
         optim=Optim(learning_rate=1e-2),
         sampling=Sampling(max_completion_length=4),
         evaluation=Evaluation(eval_prompts=4, eval_steps=3, metric="exact"),
-        run=Run(
-            **{
-                "output_dir": str(output),
-                "max_steps": 6,
-                "save_steps": 2,
-                "threads": 1,
-                "progress": False,
-                "report": False,
-                **run,
-            }
-        ),
+        run=run_settings(output, **run),
         batch_size=4,
         micro_batch_tokens=24,
     )
@@ -59,17 +114,7 @@ def online_config(job: Path, output: Path, algorithm="grpo", **run) -> OnlineCon
         optim=Optim(learning_rate=1e-2),
         sampling=Sampling(max_completion_length=4, max_decode_batch=8),
         evaluation=Evaluation(eval_prompts=4, eval_steps=3, eval_kl=True),
-        run=Run(
-            **{
-                "output_dir": str(output),
-                "max_steps": 6,
-                "save_steps": 2,
-                "threads": 1,
-                "progress": False,
-                "report": False,
-                **run,
-            }
-        ),
+        run=run_settings(output, **run),
         algorithm=algorithm,
         reward=(early_letters,),
         prompts_per_step=4,

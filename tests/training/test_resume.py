@@ -8,15 +8,23 @@ import signal
 from pathlib import Path
 
 import pytest
-from resuming import RECIPES, digest, dying_at
+from resuming import MORE_RECIPES, RECIPES, digest, dying_at
 from tiny_jobs import forked
 
 
 @pytest.fixture(scope="module", params=RECIPES)
 def uninterrupted(request, job, tmp_path_factory):
     """A whole run, its digest, and how many events it had."""
-    run, config = RECIPES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
+    return whole(*RECIPES[request.param], job, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=MORE_RECIPES)
+def another(request, job, tmp_path_factory):
+    """The same of the other recipes."""
+    return whole(*MORE_RECIPES[request.param], job, tmp_path_factory.mktemp(request.param.replace(" ", "-")))
+
+
+def whole(run, config, job, folder):
     counter = folder / "events"
 
     def work():
@@ -27,7 +35,7 @@ def uninterrupted(request, job, tmp_path_factory):
 
     assert forked(work) == 0
     events = counter.read_text().splitlines()
-    assert len(events) > 60
+    assert len(events) > 40
     return run, config, digest(folder / "run"), events
 
 
@@ -49,6 +57,21 @@ def test_a_killed_run_resumes_bitwise(index, uninterrupted, job, tmp_path):
     point = random.Random(index).randrange(1, len(events))
     killed_then_resumed(run, config, job, tmp_path / "run", [point])
     assert digest(tmp_path / "run") == expected, f"killed at event {point}: {events[point - 1]}"
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_every_recipe_resumes_bitwise(index, another, job, tmp_path):
+    run, config, expected, events = another
+    point = random.Random(index).randrange(len(events) // 3, len(events))  # behind the first checkpoint
+    killed_then_resumed(run, config, job, tmp_path / "run", [point])
+    assert digest(tmp_path / "run") == expected, f"killed at event {point}: {events[point - 1]}"
+
+
+def test_what_a_critic_learned_is_part_of_the_digest(another, job):
+    _, config, expected, _ = another
+    name = next(name for name, recipe in MORE_RECIPES.items() if recipe[1] is config)
+    wanted = {"ppo": {"critic", "critic's optimizer"}, "ppo shared": {"value head"}}
+    assert wanted.get(name, set()) <= expected.keys()
 
 
 def test_a_run_killed_again_and_again_resumes_bitwise(uninterrupted, job, tmp_path):
