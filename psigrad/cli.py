@@ -85,6 +85,30 @@ def _score(arguments: list[str]) -> int:
     return 0
 
 
+def _sample(arguments: list[str]) -> int:
+    from psigrad import flags
+    from psigrad.config import SampleConfig
+
+    config = flags.parse(SampleConfig, "sample", arguments)
+    from psigrad.recipes import sample
+
+    written = sample.run(config)
+    left_out = f" ({written.ties} prompts whose rewards are all equal left out)" if written.ties else ""
+    print(f"{written.rows} rows: {written.path}{left_out}")
+    return 0
+
+
+def _pairs(arguments: list[str]) -> int:
+    from psigrad import flags
+
+    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "scale": 10, "tie": 0.0})
+    from psigrad.recipes import sample
+
+    written, converted = sample.convert(given["dataset"], given["output"], scale=given["scale"], tie=given["tie"])
+    print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
+    return 0
+
+
 def _agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
@@ -175,7 +199,10 @@ COMMANDS = {
         "online RL: PPO with an adaptive KL penalty in place of the clip",
         _online("ppo_penalty", num_iterations=4, num_generations=1),
     ),
+    "online_dpo": Command("online preferences: the best and worst of each group as a pair", _online("online_dpo")),
     "raft": Command("online RL: cross-entropy on the best completion of each prompt", _online("raft")),
+    "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", _sample),
+    "pairs": Command("pairs out of rankings or ratings, ties left out and counted", _pairs),
     "reward": Command("a reward model from comparisons, or a process reward model from labelled steps", _reward),
     "score": Command("what a reward model says of prompts with completions", _score),
     "dpo": Command("preferences: direct preference optimisation; loss=cdpo, hinge and more", _preference("dpo")),

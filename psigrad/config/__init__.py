@@ -5,7 +5,7 @@ A string under a field is its help text on the command line. Names are those of 
 
 from __future__ import annotations
 
-from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.sections import Data, Evaluation, Model, Optim, Reward, Run, Sampling
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "RewardConfig",
     "Run",
     "SFTConfig",
+    "SampleConfig",
     "Sampling",
 ]

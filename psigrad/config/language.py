@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
@@ -185,3 +185,38 @@ class EvalConfig:
     """Processes that score."""
     micro_batch_tokens: Count = 16384
     """Tokens per forward pass."""
+    best_of: Count = 1
+    """Sample this many completions of each prompt and keep the one with the highest reward."""
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Sample completions from a model and write them as a dataset."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=lambda: Data())
+    sampling: Sampling = field(default_factory=Sampling)
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8))
+    run: Run = field(default_factory=Run)
+    reward: tuple[Reward, ...] = ()
+    """What scores the completions; one function, or several that are added up."""
+    reward_model: tuple[str, ...] = ()
+    """Folders or hub names of reward models, whose scores are added to the reward functions'."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward function, then one per reward model; empty: all 1."""
+    environment: str | Callable[..., Any] = ""
+    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
+    tools: tuple[str | Callable[..., Any], ...] = ()
+    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    max_turns: Count = 8
+    """Turns of the policy after which an episode is cut."""
+    reward_timeout: Positive = 10.0
+    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
+    reward_workers: Count = 1
+    """Processes that score."""
+    micro_batch_tokens: Count = 16384
+    """Tokens per forward pass."""
+    keep: Literal["all", "best", "pairs"] = "all"
+    """What is written: every completion, the best of each prompt, or the best against the worst."""
+    output: str = ""
+    """JSONL file that the rows go to."""

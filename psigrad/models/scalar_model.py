@@ -19,6 +19,9 @@ from psigrad.models import backbone
 from psigrad.models.backbone import DTYPES, Lora
 from psigrad.models.packing import Groups, Ids, Rows, pack, pad
 
+# In a process reward model's config.json: what ends a step.
+STEP_SEPARATOR = "step_separator"
+
 
 @dataclass
 class ScalarModel:

@@ -8,10 +8,8 @@ KTO, which learns from completions without a partner, has a class of its own.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from torch.nn.functional import logsigmoid
 
 from psigrad.objective.policy_gradient import Loss
 
-T = TypeVar("T")
 Score = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 Link = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -318,77 +315,3 @@ def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, section 4.1.
     """
     return (logp - ref).detach().mean().clamp(min=0)
-
-
-DPO = Preference(log_ratio, logistic(), beta=0.1, name="dpo")
-CDPO = replace(DPO, link=logistic(0.1), name="cdpo")
-ROBUST_DPO = replace(DPO, link=robust(0.1), name="robust_dpo")
-# TRL's form: per token. The paper's own sums over tokens: replace(IPO, score=log_ratio).
-IPO = Preference(mean_log_ratio, squared, beta=0.1, name="ipo")
-HINGE = replace(DPO, link=hinge, name="hinge")
-LN_DPO = replace(DPO, score=mean_log_ratio, beta=2.0, name="ln_dpo")
-SIMPO = Preference(mean_logp, logistic(), beta=2.0, margin=1.0, name="simpo")
-# beta scales nothing here: the odds enter as they are, weighed against the likelihood by lambda.
-ORPO = Preference(log_odds, logistic(), beta=1.0, sft=1.0, preference=0.1, name="orpo")
-APO_ZERO = replace(DPO, link=apo_zero, name="apo_zero")
-APO_DOWN = replace(DPO, link=apo_down, name="apo_down")
-KTO = KahnemanTversky()
-
-
-def names() -> list[str]:
-    """Names of the presets."""
-    return list(_presets())
-
-
-def resolve(spec: str | Mapping[str, Any] | Preference | KahnemanTversky) -> Preference | KahnemanTversky:
-    """The loss that a specification means: a preset's name, {"preset": name, field: value, …}, or the object itself.
-
-    `score` and `link` are names of this module's, or {"part": name, parameter: value}. Errors: ValueError with the nearest name.
-    """
-    if isinstance(spec, Preference | KahnemanTversky):
-        return spec
-    if isinstance(spec, str):
-        return _known(spec, _presets(), "preference loss")
-    if not isinstance(spec, Mapping):
-        raise ValueError(f"The preference loss is a {type(spec).__name__}; expected a name, a mapping or a Preference.")
-    changes = dict(spec)
-    start = _known(changes.pop("preset", "dpo"), _presets(), "preference loss")
-    fields_of = {f.name for f in fields(start)}
-    for name, value in changes.items():
-        if name not in fields_of:
-            raise ValueError(f"{start.name} has no {name!r}; expected preset or one of {', '.join(sorted(fields_of))}.")
-        if name in _PARTS:
-            changes[name] = _part(name, value)
-    return replace(start, **{"name": f"{start.name} (changed)" if changes else start.name, **changes})
-
-
-_PARTS: dict[str, dict[str, Any]] = {
-    "score": {part.__name__: part for part in (log_ratio, mean_log_ratio, mean_logp, log_odds)},
-    "link": {part.__name__: part for part in (logistic, robust, hinge, squared, apo_zero, apo_down)},
-}
-
-
-def _presets() -> dict[str, Preference | KahnemanTversky]:
-    return {value.name: value for value in globals().values() if isinstance(value, Preference | KahnemanTversky)}
-
-
-def _part(slot: str, value: Any) -> Any:
-    if callable(value):
-        return value
-    parameters = dict(value) if isinstance(value, Mapping) else {"part": value}
-    found = _known(parameters.pop("part", ""), _PARTS[slot], slot)
-    if not isinstance(found, type):
-        return found
-    known = [f.name for f in fields(found)]
-    for name in parameters:
-        if name not in known:
-            raise ValueError(f"{found.__name__} has no parameter {name!r}; expected {', '.join(known)}.")
-    return found(**parameters)
-
-
-def _known(name: Any, among: Mapping[str, T], kind: str) -> T:
-    if name not in among:
-        near = difflib.get_close_matches(str(name), among, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"There is no {kind} {name!r}; expected one of {', '.join(among)}{hint}")
-    return among[name]

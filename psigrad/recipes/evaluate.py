@@ -5,44 +5,84 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from psigrad.config import EvalConfig
+from psigrad.config import EvalConfig, SampleConfig
 from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
-from psigrad.recipes.judges import evaluator_for, judge_for
+from psigrad.recipes.judges import Judge, evaluator_for, judge_for
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Trajectory
+from psigrad.training.collect import score
+from psigrad.training.evaluate import figures_of
 
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of one evaluation (`eval/…`) and the completions behind them."""
+    """Figures of one evaluation (`eval/…`) and the completions behind them, with their dataset rows."""
 
     figures: dict[str, Any]
     trajectories: list[Trajectory]
-    prompts: list[str]
+    rows: list[Row]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompt of each completion, as text."""
+        return [str(self.rows[t.row].prompt) for t in self.trajectories]
 
 
 def run(config: EvalConfig) -> Report:
-    """Sample `num_generations_eval` completions of each prompt and score them. Raises `UserError` on mistakes of the user."""
-    functions = (config.evaluation.metric,) if config.evaluation.metric else None
-    if not (functions or config.reward or config.reward_model or config.environment):
+    """Sample `num_generations_eval` completions of each prompt and score them; with `best_of` n, the best of n by the reward.
+
+    Raises `UserError` on mistakes of the user.
+    """
+    rewards = bool(config.reward or config.reward_model or config.environment)
+    if not (config.evaluation.metric or rewards):
         raise UserError(
             "Nothing scores the completions; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."
         )
+    if config.best_of > 1 and not rewards:
+        raise UserError("best_of chooses by a reward and only a metric was given; name a reward with --reward or --reward-model.")
+    return sampled(config, True)
+
+
+def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
+    """The completions, scored or as they are."""
     setup.prepare_torch(config.run)
+    setup.check_sampling(config.sampling)
     model = setup.load_model(config.model, config.run, None)
     episodes = episodes_for(config)
     rows = _rows(config, episodes)
-    with judge_for(config, model.tokenizer, functions) as judge:
-        evaluator = evaluator_for(config.evaluation, config, model, judge, rows, None, episodes)
+    best_of = config.best_of if isinstance(config, EvalConfig) else 1
+    metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""
+    settings = config.evaluation
+    with judge_for(config, model.tokenizer, (metric,) if metric and best_of == 1 else None if scored else ()) as judge:
+        evaluator = evaluator_for(settings, config, model, judge, rows, None, episodes, size=best_of if best_of > 1 else None)
         figures, trajectories = evaluator(model, setup.sampler_for(config.sampling, model), 0)
-    return Report(figures, trajectories, [str(rows[t.row].prompt) for t in trajectories])
+    if best_of == 1:
+        return Report(figures, trajectories, rows)
+    chosen = _best(trajectories, best_of)
+    if not metric:
+        return Report(figures_of(chosen, 1, judge.metric), chosen, rows)
+    with judge_for(config, model.tokenizer, (metric,)) as truth:
+        return _measured(chosen, judge, truth, rows)
 
 
-def _rows(config: EvalConfig, episodes: Episodes | None) -> list[Row]:
+def _measured(chosen: list[Trajectory], judge: Judge, truth: Judge, rows: list[Row]) -> Report:
+    """What the metric says of the completions that the reward chose."""
+    by_reward = figures_of(chosen, 1, judge.metric)
+    measured = score(truth.scorer, chosen, rows.__getitem__)
+    return Report({**by_reward, **figures_of(measured, 1, truth.metric)}, measured, rows)
+
+
+def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
+    """The completion of each prompt with the highest reward, the earliest of equals."""
+    groups = [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
+    return [max(group, key=lambda t: float("-inf") if t.reward is None else t.reward) for group in groups]
+
+
+def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None) -> list[Row]:
     """The rows of the dataset, or those that the environment brings along."""
     own = own_rows(config, episodes)
     rows = setup.read_dataset(config, "prompt-only", config.data.dataset, config.data.split).rows if own is None else own

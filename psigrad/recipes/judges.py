@@ -39,7 +39,7 @@ def judge_for(config: Any, tokenizer: PreTrainedTokenizerBase, functions: Sequen
     """
     paths = getattr(config, "reward_model", ()) if functions is None else ()
     weights = getattr(config, "reward_weights", ()) if functions is None else ()
-    functions = config.reward if functions is None else functions
+    functions = config.reward if functions is None else functions  # (): nobody scores
     count = len(functions) + len(paths)
     if weights and len(weights) != count:
         raise UserError(f"There are {len(weights)} reward_weights for {count} reward functions and models; give one for each.")
@@ -105,6 +105,7 @@ def evaluator_for(
     rows: Sequence[Row],
     reference: LanguageModel | None,
     episodes: Episodes | None = None,
+    size: int | None = None,
 ) -> Evaluator:
     """Held-out evaluation by what the judge measures."""
     return Evaluator(
@@ -113,7 +114,7 @@ def evaluator_for(
         metric=judge.metric,
         params=setup.sampling_params(config.sampling, model, rows, settings.eval_temperature),
         seed=config.run.seed,
-        num_generations=settings.num_generations_eval,
+        num_generations=size or settings.num_generations_eval,
         reference=reference if settings.eval_kl else None,
         micro_batch_tokens=config.micro_batch_tokens,
         episodes=episodes,

@@ -13,8 +13,10 @@ from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
+from psigrad.objective import PolicyGradient
 from psigrad.objective.aggregate import fixed_length
 from psigrad.objective.penalty import kl_penalty
+from psigrad.objective.preference_catalog import OnlinePreference, resolve_online
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.judges import evaluator_for, judge_for
@@ -77,8 +79,11 @@ def run(config: OnlineConfig) -> Result:
         return setup.finish(config, journal, model)
 
 
-def method(config: OnlineConfig) -> objective.PolicyGradient:
+def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     """The algorithm asked for. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
+    preferring = resolve_online(config.algorithm)
+    if preferring is not None:
+        return preferring
     algorithm = objective.resolve(config.algorithm)
     spec = config.algorithm
     named = isinstance(spec, str) or (isinstance(spec, Mapping) and "aggregate" not in spec)
@@ -87,7 +92,7 @@ def method(config: OnlineConfig) -> objective.PolicyGradient:
     return algorithm
 
 
-def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
+def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     """Refuse settings that cannot work before anything is loaded."""
     if not (config.reward or config.reward_model or config.environment):
         raise UserError(
@@ -117,7 +122,7 @@ def check(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
         )
 
 
-def _check_critic(config: OnlineConfig, algorithm: objective.PolicyGradient) -> None:
+def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     asked = config.critic or config.critic_shared or config.critic_learning_rate
     if asked and not algorithm.needs_critic:
         raise UserError(f"The settings describe a critic and {algorithm.name or 'the algorithm'} has none; take them out.")
@@ -126,7 +131,8 @@ def _check_critic(config: OnlineConfig, algorithm: objective.PolicyGradient) -> 
             "critic_shared puts the critic on the policy's own backbone, so it has no model (critic) or critic_learning_rate of "
             "its own; take them out or set critic_shared to false."
         )
-    adapts = isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None
+    surrogate = algorithm.surrogate if isinstance(algorithm, PolicyGradient) else None
+    adapts = isinstance(surrogate, kl_penalty) and surrogate.target is not None
     if adapts and config.num_iterations * config.num_minibatches == 1:
         raise UserError(
             f"{algorithm.name or 'The algorithm'} adapts its penalty to how far several optimiser steps move the policy, and a "

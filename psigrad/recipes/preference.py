@@ -22,7 +22,7 @@ from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Ids
-from psigrad.objective import preference
+from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky, Preference
 from psigrad.recipes import setup
 from psigrad.recipes.judges import evaluator_for, judge_for
@@ -42,7 +42,7 @@ def run(config: PreferenceConfig) -> Result:
     The reference's log-probs are computed once, before training, and kept on disk by content; no reference model stays in
     memory. Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
-    loss = preference.resolve(config.loss)
+    loss = preference_catalog.resolve(config.loss)
     setup.check_sampling(config.sampling)
     with setup.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
         found = setup.newest_checkpoint(journal)

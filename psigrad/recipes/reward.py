@@ -11,7 +11,7 @@ from psigrad.data import pairs
 from psigrad.data.rows import Row
 from psigrad.data.templates import example
 from psigrad.errors import UserError
-from psigrad.models.scalar_model import ScalarModel
+from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import setup
 from psigrad.recipes.setup import Result
@@ -38,6 +38,8 @@ def run(config: RewardConfig) -> Result:
             raise UserError(
                 f"{config.model.path!r} has no number at every token, which steps need; give a causal language model."
             )
+        if config.process:
+            setattr(model.hf.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
         rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
         lesson = _lesson(config, model, rows, journal)
         learner = Learner(model, Optimizer(model.trainable(), config.optim))

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import EvalConfig, Model, OnlineConfig, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
+from psigrad.config import EvalConfig, Model, OnlineConfig, PreferenceConfig, RewardConfig, Run, SampleConfig, Sampling, SFTConfig
 from psigrad.data.rows import Form, Row
 from psigrad.data.sources import Rows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
@@ -223,7 +223,7 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     return train.rows, held.rows
 
 
-def read_dataset(config: Config | EvalConfig, form: Form, dataset: Any, split: str) -> Rows:
+def read_dataset(config: Config | EvalConfig | SampleConfig, form: Form, dataset: Any, split: str) -> Rows:
     """The rows of one dataset in TRL's forms; a missing name is refused."""
     if not isinstance(dataset, str):
         return from_rows(dataset, form, bad_rows=config.data.bad_rows)

@@ -59,9 +59,11 @@ def micro_batches(groups: Sequence[Sequence[Trajectory]], wanted: Tensor, budget
     return micros
 
 
-def update(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], state: State, lr: float) -> Update:
+def update(
+    run: Online, algorithm: PolicyGradient, batch: Batch, groups: Sequence[Sequence[Trajectory]], state: State, lr: float
+) -> Update:
     """All optimiser steps on one collected batch. Rows without gradient skip the forward pass; without any, no weight moves."""
-    config, algorithm = run.config, run.algorithm
+    config = run.config
     single_pass = config.num_iterations * config.num_minibatches == 1
     if algorithm.needs_reference and not algorithm.needs_exact_kl:
         batch = replace(batch, logp_ref=log_probs(run, run.reference, batch, groups))
@@ -70,7 +72,7 @@ def update(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], st
     if algorithm.needs_critic:
         batch = replace(batch, value=values(run, batch, groups))
     prepared = algorithm.prepare(batch, state.algorithm)
-    tally = _Tally()
+    tally = Tally()
     for iteration in range(config.num_iterations):
         for part in _minibatches(run, batch.group, state.step, iteration):
             wanted = prepared.needs_gradient.cpu() & part
@@ -80,7 +82,7 @@ def update(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], st
             totals = algorithm.totals(prepared, rows.to(batch.mask.device))
             tally.steps += 1
             losses = [
-                lambda micro=micro, totals=totals: _loss(run, prepared, micro, totals, prepared.state, single_pass, tally)
+                lambda micro=micro, totals=totals: _loss(run, algorithm, prepared, micro, totals, single_pass, tally)
                 for micro in micro_batches(groups, wanted, config.micro_batch_tokens)
             ]
             tally.stepped(step_together(_optimizers(run, state.step, lr), losses))
@@ -98,7 +100,7 @@ def _optimizers(run: Online, step: int, lr: float) -> list[tuple[Optimizer, floa
     return [(run.optimizer, lr), (run.critic.optimizer, learning_rate(own, step, run.total_steps))]
 
 
-def _adapted(algorithm: PolicyGradient, state: dict[str, float], tally: _Tally) -> dict[str, float]:
+def _adapted(algorithm: PolicyGradient, state: dict[str, float], tally: Tally) -> dict[str, float]:
     """The state after the update: PPO-penalty's coefficient follows the KL that the last optimiser step found."""
     if isinstance(algorithm.surrogate, kl_penalty) and tally.steps:
         return adapted(algorithm.surrogate, state, tally.last.get("policy/approxkl_avg", 0.0))
@@ -113,10 +115,9 @@ def _minibatches(run: Online, group: Tensor, step: int, iteration: int) -> list[
 
 
 def _loss(
-    run: Online, prepared: Prepared, micro: Micro, totals: Totals, state: dict[str, float], single_pass: bool, tally: _Tally
+    run: Online, algorithm: PolicyGradient, prepared: Prepared, micro: Micro, totals: Totals, single_pass: bool, tally: Tally
 ) -> Tensor:
     """One micro-batch's share of the loss of an optimiser step."""
-    algorithm = run.algorithm
     rows = micro.rows.to(prepared.batch.mask.device)
     evaluation = run.model.evaluate(
         micro.inputs,
@@ -134,7 +135,7 @@ def _loss(
     if single_pass:
         # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
         part = replace(part, batch=replace(part.batch, logp_old=evaluation.logp.detach()))
-    loss = algorithm.loss(part, evaluation, totals, state)
+    loss = algorithm.loss(part, evaluation, totals, prepared.state)
     tally.add(loss.value, loss.terms)
     return loss.value
 
@@ -186,7 +187,7 @@ def _check_gap(run: Online, gap: float, step: int) -> None:
         )
 
 
-class _Tally:
+class Tally:
     """Sums the terms of micro-batches within an optimiser step and averages them over the steps."""
 
     def __init__(self) -> None:

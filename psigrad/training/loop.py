@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad import seeds
+from psigrad.objective import PolicyGradient
+from psigrad.objective.preference_catalog import OnlinePreference
 from psigrad.rewards import check_unscored
 from psigrad.rollout.types import Trajectory
-from psigrad.training import learn
+from psigrad.training import learn, prefer
 from psigrad.training.collect import prompts_from, record, sample, score, scored_groups, to_batch
 from psigrad.training.cycle import cycle
 from psigrad.training.journal import Clock
@@ -56,8 +58,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
     update = Update(metrics={}, algorithm=state.algorithm, advantages=[])
     if collected.groups:
         with clock("time/update"):
-            batch = to_batch(collected.groups)
-            update = learn.update(run, batch, collected.groups, state, lr)
+            update = _learned(run, collected.groups, state, lr)
     tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in collected.trajectories)
     metrics = {
         **collection_metrics(collected.trajectories, run.config.num_generations),
@@ -89,7 +90,8 @@ def collect(run: Online, state: State, clock: Clock) -> Collected:
     config, cursor, prompts = run.config, state.cursor, 0
     trajectories: list[Trajectory] = []
     groups: list[list[Trajectory]] = []
-    for _ in range(1 + (config.max_refills if run.algorithm.dynamic_sampling else 0)):
+    refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
+    for _ in range(1 + (config.max_refills if refills else 0)):
         wanted = prompts_from(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
         with clock("time/sample"):
             fresh = sample(
@@ -110,10 +112,19 @@ def collect(run: Online, state: State, clock: Clock) -> Collected:
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
         found = scored_groups(fresh, config.num_generations, run.algorithm.min_group_size)
-        groups += [g for g in found if not run.algorithm.dynamic_sampling or len({t.reward for t in g}) > 1]
+        groups += [g for g in found if not refills or len({t.reward for t in g}) > 1]
         if len(groups) == config.prompts_per_step:
             break
     return Collected(trajectories, groups, cursor, prompts)
+
+
+def _learned(run: Online, groups: list[list[Trajectory]], state: State, lr: float) -> Update:
+    """The half of the step that needs gradients, by the kind of method."""
+    match run.algorithm:
+        case OnlinePreference(loss=loss):
+            return prefer.update(run, loss, groups, state, lr)
+        case algorithm:
+            return learn.update(run, algorithm, to_batch(groups), groups, state, lr)
 
 
 def _evaluate(run: Online, state: State) -> None:

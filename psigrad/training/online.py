@@ -9,6 +9,7 @@ from psigrad.config import OnlineConfig
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import PolicyGradient
+from psigrad.objective.preference_catalog import OnlinePreference
 from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams
@@ -38,7 +39,7 @@ class Online:
     """
 
     config: OnlineConfig
-    algorithm: PolicyGradient
+    algorithm: PolicyGradient | OnlinePreference
     model: LanguageModel
     reference: LanguageModel | None
     sampler: Sampler

@@ -12,9 +12,11 @@ import torch
 from psigrad.data.batches import pack_by_tokens
 from psigrad.data.rows import Row
 from psigrad.data.templates import example
+from psigrad.errors import UserError
 from psigrad.models.packing import Groups, Ids
-from psigrad.models.scalar_model import ScalarModel
+from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.rewards import Failed, Result, Scored, Scorer, Unscored
+from psigrad.training.lessons.reward import step_values
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,18 @@ class ModelScorer:
     same_tokens: bool
     micro_batch_tokens: int = 16384
 
+    def __post_init__(self) -> None:
+        if self.separator and not self.same_tokens:
+            raise UserError(
+                f"The process reward model {self.name} has another tokenizer or chat template than the policy, so its steps "
+                "cannot be found among the policy's tokens; train it from the same family."
+            )
+
+    @property
+    def separator(self) -> str:
+        """What ends a step, for a process reward model; empty: the model judges whole texts."""
+        return str(getattr(self.model.hf.config, STEP_SEPARATOR, "") or "")
+
     def score(
         self,
         prompts: Sequence[Any],
@@ -40,6 +54,8 @@ class ModelScorer:
         prompt_ids: Sequence[Ids] | None = None,
     ) -> list[Result]:
         """The model's score of every completion."""
+        if self.separator and prompt_ids is not None:
+            return [self._by_steps(p, c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
         if self.same_tokens and prompt_ids is not None:
             pairs = list(zip(prompt_ids, completion_ids, strict=True))
         else:
@@ -49,10 +65,30 @@ class ModelScorer:
     def _encoded(self, prompt: Any, completion: Any) -> tuple[Ids, Ids]:
         return [], example(self.model.tokenizer, Row("a completion", prompt=prompt, completion=completion)).ids
 
+    @torch.no_grad()
+    def _by_steps(self, prompt: Ids, completion: Ids) -> Result:
+        """The mean of σ(z) over the steps; each step's share stands on its last token, where any estimator can use it."""
+        ends = step_ends(self.model.tokenizer, completion, self.separator)
+        if not ends:
+            return Scored(0.0, {self.name: 0.0})
+        (values,) = step_values(self.model, [([*prompt, *completion], [len(prompt) + end for end in ends])])
+        right = torch.sigmoid(values.float()).tolist()
+        mean = math.fsum(right) / len(right)
+        return Scored(0.0, {self.name: mean}, tuple((end, r / len(right)) for end, r in zip(ends, right, strict=True)))
+
     def _result(self, value: float) -> Result:
         if not math.isfinite(value):
             return Unscored(f"the reward model {self.name} said {value}")
         return Scored(value, {self.name: value})
+
+
+def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
+    """Places of the last token of each step: those that hold the separator, and the last before EOS of an open step."""
+    ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
+    last = len(ids) - 1
+    while last >= 0 and ids[last] == tokenizer.eos_token_id:
+        last -= 1
+    return ends if last < 0 or (ends and ends[-1] >= last) else [*ends, last]
 
 
 @torch.no_grad()
@@ -99,10 +135,12 @@ class Mixture:
 
     def _added(self, results: Sequence[Result]) -> Result:
         total, parts, fault = 0.0, {}, None
+        steps: list[tuple[int, float]] = []
         for result, weight in zip(results, self.weights, strict=True):
             if isinstance(result, Unscored):
                 return result
             parts |= result.parts
             total += weight * result.value
+            steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
-        return Scored(total, parts) if fault is None else Failed(fault.value, fault.reason, parts)
+        return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)

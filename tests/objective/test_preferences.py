@@ -19,10 +19,9 @@ from psigrad.objective.preference import (
     log_odds,
     logistic,
     mean_logp,
-    names,
-    resolve,
     robust,
 )
+from psigrad.objective.preference_catalog import names, resolve
 from psigrad.objective.reward_model import BradleyTerry, calibration, plackett_luce, process_loss
 
 PREFERENCES = [name for name in names() if name != "kto"]

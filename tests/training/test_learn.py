@@ -71,8 +71,8 @@ def test_negative_control_totals_of_each_micro_batch_give_another_gradient(token
     monkeypatch.setattr(
         learn,
         "_loss",
-        lambda run, prepared, micro, totals, *rest: original(
-            run, prepared, micro, run.algorithm.totals(prepared, micro.rows), *rest
+        lambda run, algorithm, prepared, micro, totals, *rest: original(
+            run, algorithm, prepared, micro, algorithm.totals(prepared, micro.rows), *rest
         ),
     )
     assert far(gradient(33), whole) > 1e-2 * float(whole.abs().max())

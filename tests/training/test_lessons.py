@@ -19,7 +19,7 @@ from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.packing import Rows
-from psigrad.objective.preference import names, resolve
+from psigrad.objective.preference_catalog import names, resolve
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import preference, reward
 from psigrad.training.lessons import preference as lesson_module

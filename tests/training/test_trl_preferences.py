@@ -14,7 +14,7 @@ from psigrad.data import pairs
 from psigrad.data.rows import validate
 from psigrad.data.templates import CHATML
 from psigrad.models import language_model, scalar_model, tiny
-from psigrad.objective.preference import resolve
+from psigrad.objective.preference_catalog import resolve
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.training.lessons.preference import Judging, Preferring, mismatched, reference_logps
 from psigrad.training.lessons.reward import Comparing

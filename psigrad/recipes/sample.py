@@ -1,0 +1,126 @@
+"""Completions of a model on disk: all of them, the best of each prompt, or pairs; and comparisons out of rankings and ratings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psigrad.config import SampleConfig
+from psigrad.data import preferences
+from psigrad.data.preferences import Converted
+from psigrad.data.templates import completion_for_reward
+from psigrad.errors import UserError
+from psigrad.recipes import evaluate
+from psigrad.rollout.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the rows went, how many, and how many prompts had nothing to tell (all rewards equal)."""
+
+    path: Path
+    rows: int
+    ties: int
+
+
+def run(config: SampleConfig) -> Written:
+    """Sample `num_generations_eval` completions of each prompt, score them, and write rows to `output`.
+
+    keep=all writes every completion with its reward; best the one with the highest reward of each prompt (rejection sampling:
+    train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and `psigrad reward`). Raises `UserError`
+    on mistakes of the user.
+    """
+    if not config.output:
+        raise UserError("No output was given; name a JSONL file with --output (output).")
+    scored = bool(config.reward or config.reward_model or config.environment)
+    if config.keep != "all" and not scored:
+        raise UserError(f"keep={config.keep} chooses by reward and none was given; name one with --reward or --reward-model.")
+    sampled = evaluate.sampled(config, scored)
+    rows, ties = _rows(config.keep, sampled, config.evaluation.num_generations_eval)
+    write_jsonl(Path(config.output), rows)
+    return Written(Path(config.output), len(rows), ties)
+
+
+def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str, Any]], int]:
+    made, ties = [], 0
+    for start in range(0, len(sampled.trajectories), size):
+        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None or keep == "all"]
+        if keep == "all":
+            made += [_row(t, sampled) | {"reward": t.reward, "finish_reason": t.completion.finish_reason} for t in group]
+            continue
+        if not group:
+            continue
+        best, worst = max(group, key=_reward), min(group, key=_reward)
+        if keep == "best":
+            made.append(_row(best, sampled) | {"reward": best.reward})
+        elif _reward(best) > _reward(worst):
+            good, bad = _row(best, sampled), _row(worst, sampled)
+            scores = {"score_chosen": best.reward, "score_rejected": worst.reward}
+            made.append({"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad["completion"], **scores})
+        else:
+            ties += 1
+    return made, ties
+
+
+def _reward(trajectory: Trajectory) -> float:
+    return trajectory.reward or 0.0
+
+
+def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
+    row = sampled.rows[trajectory.row]
+    own = {key: value for key, value in row.columns.items() if key != "tools"}
+    return {**own, "prompt": row.prompt, "completion": list(trajectory.messages) or completion_for_reward(row, trajectory.text)}
+
+
+def convert(dataset: str, output: str, *, scale: int = 10, tie: float = 0.0) -> tuple[Written, Converted]:
+    """Pairs out of rankings (`ranking`, 1 is best), ratings (`ratings` of several completions), or one `rating` per row.
+
+    Ties are left out and counted. Raises `UserError` naming row and column.
+    """
+    if not dataset or not output:
+        raise UserError("pairs takes --dataset FILE.jsonl and --output FILE.jsonl; one of them is missing.")
+    rows = read_jsonl(dataset)
+    first = rows[0] if rows else {}
+    if "ranking" in first:
+        made = preferences.from_rankings(rows, dataset)
+    elif "ratings" in first:
+        made = preferences.from_ratings(rows, dataset, scale=scale, tie=tie)
+    elif "rating" in first:
+        made = preferences.from_ratings(preferences.grouped(rows, "rating", dataset), dataset, scale=scale, tie=tie)
+    else:
+        found = ", ".join(first) or "none"
+        raise UserError(
+            f"{dataset} has the columns {found}; expected prompt, completions and ranking or ratings, or a rating per row."
+        )
+    write_jsonl(Path(output), made.rows)
+    return Written(Path(output), len(made.rows), made.ties), made
+
+
+def read_jsonl(path: str) -> list[dict[str, Any]]:
+    """Raw rows of a JSONL file, before they have a form."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    rows = []
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{i} is not JSON ({error}).") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{i} is a {type(row).__name__}; expected an object with named columns.")
+        rows.append(row)
+    return rows
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
