@@ -109,6 +109,20 @@ def _pairs(arguments: list[str]) -> int:
     return 0
 
 
+def _compare(arguments: list[str]) -> int:
+    from psigrad import flags
+    from psigrad.config import OnlineConfig
+
+    methods, given, rest = flags.listed(arguments, "--seeds", "--pairs")
+    config = flags.parse(OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest)
+    from psigrad.recipes import compare
+
+    seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
+    page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
+    print(f"report  {page}")
+    return 0
+
+
 def _agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
@@ -210,6 +224,7 @@ COMMANDS = {
     "simpo": Command("preferences: length-normalised log-probs and a margin, no reference", _preference("simpo")),
     "orpo": Command("preferences: odds ratio beside the likelihood of the chosen, no reference", _preference("orpo")),
     "kto": Command("preferences: completions that are good or bad by themselves", _preference("kto")),
+    "compare": Command("several methods from one checkpoint, over seeds, with equal samples", _compare),
     "eval": Command("sample held-out prompts from a model and score them", _eval),
     "explain": Command("the formula a method optimises, term by term, or how two differ", _explain),
     "report": Command("draw report.html of a run again, or compare several runs", _report),

@@ -63,6 +63,30 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -
     return vars(known)
 
 
+def listed(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """(leading names, the values behind each of the flags `lists`, all other arguments)."""
+    names: list[str] = []
+    found: dict[str, list[str]] = {name: [] for name in lists}
+    rest, current = [], names
+    for text in arguments:
+        if text in found:
+            current = found[text]
+        elif text.startswith("-") or _OVERRIDE.match(text):
+            rest.append(text)
+            current = rest
+        else:
+            current.append(text)
+    return names, found, rest
+
+
+def whole_number(flag: str, text: str) -> int:
+    """The number in one value of a flag."""
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{flag} has {text!r}; expected whole numbers.") from None
+
+
 def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Names, and the value of `--output`, of a command that takes nothing else."""
     parser = _Parser(prog=f"psigrad {command}", allow_abbrev=False)

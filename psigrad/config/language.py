@@ -218,5 +218,8 @@ class SampleConfig:
     """Tokens per forward pass."""
     keep: Literal["all", "best", "pairs"] = "all"
     """What is written: every completion, the best of each prompt, or the best against the worst."""
+    bradley_terry: PositiveOrZero = 0.0
+    """With keep=pairs: compare two completions of each prompt and draw the winner with chance σ(this · difference of rewards), as
+    people of this steadiness would choose; 0: the best against the worst, without noise."""
     output: str = ""
     """JSONL file that the rows go to."""

@@ -12,7 +12,7 @@ from psigrad.data.rows import Row
 from psigrad.data.sources import from_rows
 from psigrad.errors import UserError
 from psigrad.recipes import setup
-from psigrad.rewards.resolve import imported
+from psigrad.rewards.importing import imported
 from psigrad.rollout import environments
 from psigrad.rollout.episodes import Episodes, environment_rows
 from psigrad.rollout.tools import ToolBox, schemas

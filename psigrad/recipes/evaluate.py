@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from psigrad.config import EvalConfig, SampleConfig
+from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.recipes import setup
@@ -14,7 +14,7 @@ from psigrad.recipes.judges import Judge, evaluator_for, judge_for
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Trajectory
 from psigrad.training.collect import score
-from psigrad.training.evaluate import figures_of
+from psigrad.training.evaluate import Evaluator, figures_of
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,14 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
         return Report(figures_of(chosen, 1, judge.metric), chosen, rows)
     with judge_for(config, model.tokenizer, (metric,)) as truth:
         return _measured(chosen, judge, truth, rows)
+
+
+def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> float:
+    """Mean exact KL(model‖reference) of the completions found, in nats per completion."""
+    pair = [setup.load_model(replace(config.model, path=path, lora_rank=0), config.run, None) for path in (model, reference)]
+    evaluator = Evaluator([], None, "", setup.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])
+    values = evaluator.kl(pair[0], found.trajectories)
+    return sum(values) / max(1, len(values))
 
 
 def _measured(chosen: list[Trajectory], judge: Judge, truth: Judge, rows: list[Row]) -> Report:

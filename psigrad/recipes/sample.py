@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from psigrad import seeds
 from psigrad.config import SampleConfig
 from psigrad.data import preferences
 from psigrad.data.preferences import Converted
@@ -39,7 +42,11 @@ def run(config: SampleConfig) -> Written:
     if config.keep != "all" and not scored:
         raise UserError(f"keep={config.keep} chooses by reward and none was given; name one with --reward or --reward-model.")
     sampled = evaluate.sampled(config, scored)
-    rows, ties = _rows(config.keep, sampled, config.evaluation.num_generations_eval)
+    size = config.evaluation.num_generations_eval
+    if config.keep == "pairs" and config.bradley_terry:
+        rows, ties = _judged(sampled, size, config.bradley_terry, config.run.seed), 0
+    else:
+        rows, ties = _rows(config.keep, sampled, size)
     write_jsonl(Path(config.output), rows)
     return Written(Path(config.output), len(rows), ties)
 
@@ -63,6 +70,21 @@ def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str
         else:
             ties += 1
     return made, ties
+
+
+def _judged(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -> list[dict[str, Any]]:
+    """Neighbours of each group as pairs, their winner drawn by Bradley–Terry on the rewards: a task whose truth is known."""
+    made = []
+    for start in range(0, len(sampled.trajectories), size):
+        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None]
+        for a, b in zip(group[0::2], group[1::2], strict=False):
+            if a.text == b.text:
+                continue
+            chance = 1 / (1 + math.exp(-steadiness * (_reward(a) - _reward(b))))
+            draw = random.Random(seeds.derive(seed, "preference", a.row, a.k)).random()
+            best, worst = (_row(t, sampled) for t in ((a, b) if draw < chance else (b, a)))
+            made.append({"prompt": best["prompt"], "chosen": best["completion"], "rejected": worst["completion"]})
+    return made
 
 
 def _reward(trajectory: Trajectory) -> float:

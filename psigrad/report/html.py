@@ -62,11 +62,14 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
     runs = load_all([folders] if isinstance(folders, str | Path) else folders)
     if not runs:
         raise UserError("No run was named; give the output_dir of one or more runs.")
-    target = Path(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html"
+    return save(page(runs), Path(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
+
+
+def save(content: str, target: Path) -> Path:
+    """Write a page, whole or not at all. Raises `UserError` where it cannot be written."""
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    text = page(runs)
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_text(content, encoding="utf-8")
         os.replace(beside, target)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -79,11 +82,16 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
 def page(runs: Sequence[RunData]) -> str:
     """The whole page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    sections = [_compared(runs)] if len(runs) > 1 else [f"<p class=soft>{_text(_method(runs[0]))}</p>", _headline(runs[0])]
+    sections = [_compared(runs)] if len(runs) > 1 else [f"<p class=soft>{text(_method(runs[0]))}</p>", _headline(runs[0])]
     sections.append(_plots(runs))
     if len(runs) == 1:
         sections += [_samples(runs[0]), _troubles(runs[0]), _chosen(runs[0]), _events(runs[0])]
     sections += [_settings(run) for run in runs]
+    return document(title, "".join(sections))
+
+
+def document(title: str, body: str) -> str:
+    """A page with the house's style; nothing in it is fetched or run."""
     style = _STYLE
     for name, colours in (("LIGHT", plots.COLOURS), ("DARK", plots.DARK)):
         style = style.replace(name, " ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)))
@@ -92,29 +100,30 @@ def page(runs: Sequence[RunData]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>psigrad · {_text(title)}</title><style>{style}</style></head><body>\n"
-        f"<h1>{_text(title)}</h1>\n{''.join(sections)}\n</body></html>\n"
+        f"<title>psigrad · {text(title)}</title><style>{style}</style></head><body>\n"
+        f"<h1>{text(title)}</h1>\n{body}\n</body></html>\n"
     )
 
 
-def _text(value: Any, limit: int = TEXT_LIMIT) -> str:
+def text(value: Any, limit: int = TEXT_LIMIT) -> str:
     """Escaped text of bounded length; control characters and lone surrogates are spelt out."""
     return html.escape(visible(clip(value, limit)))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of cells that are HTML already."""
     body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    first = f"<tr>{''.join(f'<th>{_text(h)}</th>' for h in head)}</tr>\n" if head else ""
+    first = f"<tr>{''.join(f'<th>{text(h)}</th>' for h in head)}</tr>\n" if head else ""
     return f'<div class="wide"><table>{first}{body}</table></div>'
 
 
-def _cell(value: str, kind: str = "") -> str:
+def cell(value: str, kind: str = "") -> str:
+    """A cell of what is HTML already."""
     return f'<td class="{kind}">{value}</td>' if kind else f"<td>{value}</td>"
 
 
 def _number(value: Any) -> str:
-    return _cell(shown(value), "n")
+    return cell(shown(value), "n")
 
 
 def _method(run: RunData) -> str:
@@ -136,10 +145,10 @@ def _headline(run: RunData) -> str:
     """The summary's rows, or the first and last evaluation."""
     if run.summary:
         rows = [
-            [_cell(_text(r["name"])), _number(r["value"]), _cell(interval(r), "n"), _cell(_text(r.get("unit", "")), "soft")]
+            [cell(text(r["name"])), _number(r["value"]), cell(interval(r), "n"), cell(text(r.get("unit", "")), "soft")]
             for r in run.summary
         ]
-        return _table(("", "", "95 % interval", ""), rows)
+        return table(("", "", "95 % interval", ""), rows)
     if not run.evaluations:
         return ""
     ends = run.evaluations[:: max(1, len(run.evaluations) - 1)]
@@ -147,8 +156,8 @@ def _headline(run: RunData) -> str:
     for name in (key for key in ends[-1] if key.startswith("eval/") and not key.endswith(("/low", "/high"))):
         stem = name.removesuffix("/mean")
         figures = [_number(row.get(name)) for row in ends]
-        rows.append([_cell(_text(stem.removeprefix("eval/"))), *figures, _cell(interval(ends[-1], f"{stem}/"), "n")])
-    return _table(("held-out", *(f"step {row['step']}" for row in ends), "95 % interval"), rows)
+        rows.append([cell(text(stem.removeprefix("eval/"))), *figures, cell(interval(ends[-1], f"{stem}/"), "n")])
+    return table(("held-out", *(f"step {row['step']}" for row in ends), "95 % interval"), rows)
 
 
 def _compared(runs: Sequence[RunData]) -> str:
@@ -159,11 +168,11 @@ def _compared(runs: Sequence[RunData]) -> str:
         rewards = plots.smoothed(run.series("reward")[1])
         rows.append(
             [
-                _cell(_key(i, run)),
-                _cell(_text(_method(run), 160), "soft"),
+                cell(_key(i, run)),
+                cell(text(_method(run), 160), "soft"),
                 _number(max((row["step"] for row in run.metrics), default=None)),
                 _number(last.get(f"{metric}/mean")),
-                _cell(interval(last, f"{metric}/"), "n"),
+                cell(interval(last, f"{metric}/"), "n"),
                 _number(rewards[-1] if rewards else None),
                 _number(last.get("eval/kl")),
                 _number(round(sum(run.series("step_time")[1])) or None),
@@ -171,19 +180,19 @@ def _compared(runs: Sequence[RunData]) -> str:
         )
     names = {run.held_out_metric.removeprefix("eval/") for run in runs if run.held_out_metric}
     held_out = f"held-out {names.pop()}" if len(names) == 1 else "held-out"
-    table = _table(("run", "", "steps", held_out, "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
+    shown_runs = table(("run", "", "steps", held_out, "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
     settings = [run.settings for run in runs]
     differ = [
         name
         for name in dict.fromkeys(name for given in settings for name in given)
         if name != "run.output_dir" and any(given.get(name) != settings[0].get(name) for given in settings)
     ]
-    cells = [[_cell(_text(name)), *(_cell(_value(given.get(name)), "text") for given in settings)] for name in differ[:60]]
-    return table + (f"<h2>Settings that differ</h2>{_table(('', *(run.name for run in runs)), cells)}" if cells else "")
+    cells = [[cell(text(name)), *(cell(_value(given.get(name)), "text") for given in settings)] for name in differ[:60]]
+    return shown_runs + (f"<h2>Settings that differ</h2>{table(('', *(run.name for run in runs)), cells)}" if cells else "")
 
 
 def _key(i: int, run: RunData) -> str:
-    return f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>{_text(run.name)}'
+    return f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>{text(run.name)}'
 
 
 def _plots(runs: Sequence[RunData]) -> str:
@@ -191,7 +200,7 @@ def _plots(runs: Sequence[RunData]) -> str:
     if not pictures:
         return '<p class="soft">There are no two steps to draw yet.</p>'
     figures = "\n".join(
-        f'<figure><figcaption>{_text(p.title)} <span class="soft">{_text(p.note)}</span></figcaption>{svg}</figure>'
+        f'<figure><figcaption>{text(p.title)} <span class="soft">{text(p.note)}</span></figcaption>{svg}</figure>'
         for p, svg in pictures
     )
     note = "over steps; thin: each step, thick: moving average; the figure at the right is the last"
@@ -218,11 +227,11 @@ def _samples(run: RunData) -> str:
     first = f'<p class="soft">First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first.</p>'
     cells = []
     for row in rows[:SAMPLES]:
-        cells.append([_cell(_whole(row[steps[0]].prompt), "text")])
+        cells.append([cell(_whole(row[steps[0]].prompt), "text")])
         for sample in row.values():
             mark = _MARKS.get(_verdict(sample)) or shown(sample.reward)
-            cells[-1] += [_cell(_whole(sample.completion), "text"), _cell(mark, "n")]
-    return f"<h2>Completions</h2>{said}{first}{_table(head, cells)}"
+            cells[-1] += [cell(_whole(sample.completion), "text"), cell(mark, "n")]
+    return f"<h2>Completions</h2>{said}{first}{table(head, cells)}"
 
 
 def _verdict(sample: Sample) -> str:
@@ -237,25 +246,25 @@ def _whole(text: str) -> str:
 
 def _troubles(run: RunData) -> str:
     """Why completions failed or stayed unscored."""
-    rows = [[_cell(_text(s)), _number(count), _cell(_text(why), "text")] for (s, why), count in run.troubles.most_common(12)]
+    rows = [[cell(text(s)), _number(count), cell(text(why), "text")] for (s, why), count in run.troubles.most_common(12)]
     more = len(run.troubles) - len(rows)
     said = f'<p class="soft">and {more:,} more reasons</p>' if more else ""
-    return f"<h2>Completions without a plain score</h2>{_table(('', 'count', 'reason'), rows)}{said}" if rows else ""
+    return f"<h2>Completions without a plain score</h2>{table(('', 'count', 'reason'), rows)}{said}" if rows else ""
 
 
 def _chosen(run: RunData) -> str:
     """Settings other than the defaults."""
     defaults = flat(json.loads(json.dumps(asdict(SFTConfig() if run.config.get("recipe") == "sft" else OnlineConfig()))))
     rows = [
-        [_cell(_text(name)), _cell(_value(value), "text")]
+        [cell(text(name)), cell(_value(value), "text")]
         for name, value in run.settings.items()
         if name != "recipe" and value != defaults.get(name)
     ]
-    return f"<details open><summary>Settings other than the defaults</summary>{_table((), rows[:80])}</details>" if rows else ""
+    return f"<details open><summary>Settings other than the defaults</summary>{table((), rows[:80])}</details>" if rows else ""
 
 
 def _value(value: Any) -> str:
-    return _text("–" if value is None else value if isinstance(value, str) else json.dumps(value), 200)
+    return text("–" if value is None else value if isinstance(value, str) else json.dumps(value), 200)
 
 
 def _events(run: RunData) -> str:
@@ -264,12 +273,12 @@ def _events(run: RunData) -> str:
         rest = {k: v for k, v in event.items() if k not in ("time", "kind") and v not in ("", None)}
         when = number(event.get("time"))
         moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when)) if math.isfinite(when) and 0 <= when < 1e11 else ""
-        rows.append([_cell(moment, "soft"), _cell(_text(event.get("kind", ""))), _cell(_value(rest) if rest else "", "text")])
-    return f"<details><summary>Events</summary>{_table((), rows)}</details>" if rows else ""
+        rows.append([cell(moment, "soft"), cell(text(event.get("kind", ""))), cell(_value(rest) if rest else "", "text")])
+    return f"<details><summary>Events</summary>{table((), rows)}</details>" if rows else ""
 
 
 def _settings(run: RunData) -> str:
     if not run.config:
         return ""
-    every = _text(json.dumps(run.config, indent=1), 20000)
-    return f"<details><summary>All settings of {_text(run.name)}</summary><pre>{every}</pre></details>"
+    every = text(json.dumps(run.config, indent=1), 20000)
+    return f"<details><summary>All settings of {text(run.name)}</summary><pre>{every}</pre></details>"

@@ -87,14 +87,14 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
         labels = tuple(visible(key.split("/")[-2][:16]) for key in parts)
         plots[Plot("Reward functions", "mean of each, before weighting", tuple(parts), labels)] = None
     pictures = [
-        (plot, _svg(plot.title, partial(_lines, plot=plot, runs=runs)))
+        (plot, picture(plot.title, partial(_lines, plot=plot, runs=runs)))
         for plot in plots
         if any(_worth_drawing(run.series(key)[1]) for run in runs for key in plot.keys)
     ]
     if len(runs) == 1 and len(runs[0].rewards) > 1:
-        pictures.insert(1, (_SPREAD, _svg(_SPREAD.title, partial(_spread, run=runs[0]))))
+        pictures.insert(1, (_SPREAD, picture(_SPREAD.title, partial(_spread, run=runs[0]))))
     if len(runs) == 1 and len(_phase_rows(runs[0])) > 1:
-        pictures.append((_TIME, _svg(_TIME.title, partial(_phases, run=runs[0]))))
+        pictures.append((_TIME, picture(_TIME.title, partial(_phases, run=runs[0]))))
     return pictures
 
 
@@ -238,7 +238,7 @@ def _tick(value: float, digits: int = 4) -> str:
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
-def _svg(title: str, paint: Callable[[Any], None]) -> str:
+def picture(title: str, paint: Callable[[Any], None]) -> str:
     """An SVG in the page's colours, so that it is right in the dark as well; without metadata, which names addresses."""
     import matplotlib
 

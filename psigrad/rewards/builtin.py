@@ -11,14 +11,8 @@ from math import inf, isfinite
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.rewards.types import Failure
-
-
-def text_of(completion: Any) -> str:
-    """The text of a completion: plain, or the contents of its messages."""
-    if isinstance(completion, str):
-        return completion
-    return "\n".join(str(message.get("content") or "") for message in completion)
+from psigrad.rewards.adapters import Verifiers, Verl
+from psigrad.rewards.types import Failure, text_of
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -132,6 +126,24 @@ def _scorer(task: str) -> Callable[..., float]:
     return scorer
 
 
+def similarity(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1 − edits / length: how near the completion is to the column `answer`. Edits are Levenshtein's (1966), the length is the
+    longer text's. None where there is no answer.
+    """
+    return [
+        None if a is None else _similarity(text_of(c).strip(), str(a).strip()) for c, a in zip(completions, answer, strict=True)
+    ]
+
+
+def _similarity(a: str, b: str) -> float:
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return 1 - row[-1] / max(len(a), len(b), 1)
+
+
 @dataclass(frozen=True)
 class Length:
     """-penalty · tokens / max_completion_length: a plain cost of length, 0 for an empty completion."""
@@ -176,6 +188,9 @@ NAMES: dict[str, Callable[..., Any]] = {
     "math": math,
     "format": Format(),
     "reasoning_gym": reasoning_gym,
+    "similarity": similarity,
     "length": Length(),
     "soft_overlong": SoftOverlong(),
+    "verl": Verl(),
+    "verifiers": Verifiers(),
 }

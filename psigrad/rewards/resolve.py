@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, nearest
-
-# Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
-FILE_MODULE = "_psigrad_reward_"
+from psigrad.rewards.importing import imported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,46 +47,6 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
 def name_of(function: Callable[..., Any]) -> str:
     """A function's own name, or its class's."""
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def imported(path: str, kind: str = "reward") -> Callable[..., Any]:
-    """The object that "module:attribute" or "file.py:attribute" names; `kind` is what errors call it."""
-    module_name, _, attribute = path.rpartition(":")
-    module = _module(module_name, path, kind)
-    function = getattr(module, attribute, None)
-    if function is None:
-        raise UserError(f"The {kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
-    if not callable(function):
-        raise UserError(f"The {kind} {path!r} is a {type(function).__name__}; expected a function.")
-    found: Callable[..., Any] = function
-    return found
-
-
-def _module(name: str, path: str, kind: str) -> Any:
-    try:
-        if name.endswith(".py"):
-            file = Path(name).resolve()
-            return load_file(FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12], str(file))
-        if "" not in sys.path and "." not in sys.path:
-            sys.path.insert(0, "")
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"The {kind} {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
-
-
-def load_file(name: str, file: str) -> Any:
-    """The module in a file, under the given name."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _with_parameters(mapping: dict[str, Any]) -> RewardSpec:

@@ -18,7 +18,7 @@ class Scored:
 
     value: float
     parts: dict[str, float | None] = field(default_factory=dict)
-    steps: tuple[tuple[int, float], ...] = ()
+    steps: tuple[tuple[int, float], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,10 @@ class Scorer(Protocol):
         together; `prompt_ids` are for scorers that read the policy's own tokens.
         """
         ...
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: plain, or the contents of its messages."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(str(message.get("content") or "") for message in completion)

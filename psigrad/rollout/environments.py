@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from psigrad.errors import UserError, nearest
-from psigrad.rewards.resolve import imported
+from psigrad.rewards.importing import imported
 
 Message = dict[str, Any]
 # What the policy reads next: text (a user's turn where the prompt is a conversation), or messages with roles of their own.

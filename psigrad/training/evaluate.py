@@ -54,7 +54,7 @@ class Evaluator:
         trajectories = score(self.scorer, trajectories, by_index.__getitem__)
         figures = figures_of(trajectories, self.num_generations, self.metric)
         if self.reference is not None:
-            kl = self._kl(model, trajectories)
+            kl = self.kl(model, trajectories)
             low, high = mean_interval(kl)
             figures |= {"eval/kl": math.fsum(kl) / len(kl), "eval/kl/low": low, "eval/kl/high": high}
         return figures, trajectories
@@ -70,7 +70,7 @@ class Evaluator:
         journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
 
     @torch.no_grad()
-    def _kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
+    def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
         """Exact KL of each completion to the reference, in nats."""
         values: list[float] = []
         rows = [t for t in trajectories if t.completion.ids]

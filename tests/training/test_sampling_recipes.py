@@ -120,7 +120,7 @@ def test_a_process_reward_model_rewards_each_step_where_it_ends(job, tmp_path):
 def test_step_rewards_reach_the_advantages_of_rl(job, tmp_path):
     path = process_model(job, tmp_path)
     config = online_config(job, tmp_path / "run", algorithm="reinforce_reward_to_go", max_steps=1)
-    online.run(replace(config, reward=(), reward_model=(str(path),)))
+    online.run(replace(config, reward=(), reward_model=(str(path),), sampling=Sampling(max_completion_length=40)))
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
     for line in train:

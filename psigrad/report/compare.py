@@ -1,0 +1,94 @@
+"""compare.html: methods side by side, over seeds, out of compare.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from psigrad.errors import UserError
+from psigrad.report import plots
+from psigrad.report.html import cell, document, save, table, text
+from psigrad.report.read import shown
+
+_COLUMNS = (
+    ("truth", "held-out metric"),
+    ("proxy", "reward trained on"),
+    ("kl", "KL to the start"),
+    ("length", "tokens"),
+    ("samples", "samples"),
+    ("seconds", "seconds"),
+    ("peak_mb", "peak memory, MB"),
+)
+
+
+def write(folder: str | Path, output: str | Path | None = None) -> Path:
+    """The page of one comparison (default: compare.html in its folder). Raises `UserError` where nothing was compared there."""
+    try:
+        found = json.loads((Path(folder) / "compare.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} holds no comparison ({error}); run `psigrad compare` first.") from error
+    return save(page(found), Path(output) if output else Path(folder) / "compare.html")
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The whole page."""
+    rows, runs = found["table"], found["runs"]
+    names = [row["method"] for row in rows]
+    head = ("method", *(label for _, label in _COLUMNS))
+    lines = [[cell(_key(i, row["method"])), *(_figure(row[name]) for name, _ in _COLUMNS)] for i, row in enumerate(rows)]
+    seeds = f"{rows[0]['seeds']} seeds" if rows[0]["seeds"] > 1 else "one seed"
+    note = f"{seeds}; mean and 95 % interval over seeds (Student's t); samples are completions seen"
+    over_kl = "held-out metric over KL to the start, nats per completion; one point per evaluation"
+    over_proxy = "held-out metric over the reward trained on; one point per run"
+    pictures = (
+        ("Held-out metric over samples", "mean over seeds", _over(runs, names, "samples")),
+        ("Reward against KL", over_kl, _over(runs, names, "kl")),
+        ("What was trained on, and the truth", over_proxy, _truth(runs, names)),
+    )
+    figures = "\n".join(
+        f'<figure><figcaption>{text(title)} <span class="soft">{text(said)}</span></figcaption>'
+        f"{plots.picture(title, paint)}</figure>"
+        for title, said, paint in pictures
+    )
+    legend = f"<p>{' &emsp; '.join(_key(i, name) for i, name in enumerate(names))}</p>"
+    body = f'<p class=soft>{text(note)}</p>{table(head, lines)}<h2>Curves</h2>{legend}<div class="plots">{figures}</div>'
+    return document(f"{len(names)} methods compared", body)
+
+
+def _key(i: int, name: str) -> str:
+    return f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>{text(name)}'
+
+
+def _figure(values: Sequence[float]) -> str:
+    mean, low, high = values
+    spread = "" if low == high else f' <span class="soft">[{shown(low)}, {shown(high)}]</span>'
+    return cell(f"{shown(mean)}{spread}", "n")
+
+
+def _over(runs: Sequence[Mapping[str, Any]], names: Sequence[str], x: str) -> Callable[[Any], None]:
+    """The metric over samples or KL: each seed thin, their mean thick."""
+
+    def paint(axes: Any) -> None:
+        for i, name in enumerate(names):
+            colour = plots.COLOURS[i % len(plots.COLOURS)]
+            curves = [[p for p in run["curve"] if math.isfinite(p[x])] for run in runs if run["method"] == name]
+            for curve in curves:
+                axes.plot([p[x] for p in curve], [p["truth"] for p in curve], color=colour, linewidth=0.6, alpha=0.4)
+            steps = min((len(curve) for curve in curves), default=0)
+            mean = [[sum(c[k][key] for c in curves) / len(curves) for k in range(steps)] for key in (x, "truth")]
+            axes.plot(*mean, color=colour, linewidth=1.8)
+
+    return paint
+
+
+def _truth(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Callable[[Any], None]:
+    def paint(axes: Any) -> None:
+        for i, name in enumerate(names):
+            mine = [run for run in runs if run["method"] == name]
+            colour = plots.COLOURS[i % len(plots.COLOURS)]
+            axes.plot([run["proxy"] for run in mine], [run["truth"] for run in mine], "o", color=colour, markersize=4)
+
+    return paint
