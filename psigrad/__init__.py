@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from psigrad.objective import PolicyGradient, explain
-    from psigrad.recipes.api import evaluate, train
+    from psigrad.recipes.api import evaluate, score, train
 
 # public name -> the module it lives in
 _HOMES = {
@@ -23,9 +23,10 @@ _HOMES = {
     "explain": "psigrad.objective",
     "train": "psigrad.recipes.api",
     "evaluate": "psigrad.recipes.api",
+    "score": "psigrad.recipes.api",
 }
 
-__all__ = ["PolicyGradient", "__version__", "evaluate", "explain", "train"]
+__all__ = ["PolicyGradient", "__version__", "evaluate", "explain", "score", "train"]
 
 
 def __getattr__(name: str) -> Any:

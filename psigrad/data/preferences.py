@@ -71,8 +71,9 @@ def unpaired(rows: Iterable[Raw]) -> list[dict[str, Any]]:
     """Each pair as two labelled rows: the form that KTO takes."""
     made = []
     for row in rows:
-        made.append({"prompt": row["prompt"], "completion": row["chosen"], "label": True})
-        made.append({"prompt": row["prompt"], "completion": row["rejected"], "label": False})
+        own = {key: value for key, value in row.items() if key not in ("chosen", "rejected")}
+        made.append({**own, "completion": row["chosen"], "label": True})
+        made.append({**own, "completion": row["rejected"], "label": False})
     return made
 
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from psigrad.objective import preference_catalog
 from psigrad.objective.catalog import resolve
 from psigrad.objective.policy_gradient import PolicyGradient
+from psigrad.objective.preference import KahnemanTversky, Preference
 
 WIDTH = 100
 _MEANING = {
@@ -34,7 +36,12 @@ Spec = str | Mapping[str, Any] | PolicyGradient
 
 
 def explain(spec: Spec, other: Spec | None = None) -> str:
-    """The formula that a method minimises, slot by slot; with two methods, what differs between them."""
+    """The formula that a method minimises, slot by slot; with two methods, what differs between them.
+
+    Preference losses are explained by their score and link.
+    """
+    if isinstance(spec, str) and other is None and spec in preference_catalog.names():
+        return _preference(preference_catalog.resolve(spec))
     method = resolve(spec)
     if other is not None:
         return _difference(method, resolve(other))
@@ -42,6 +49,22 @@ def explain(spec: Spec, other: Spec | None = None) -> str:
     for slot in _MEANING:
         blocks += [*_slot_lines(method, slot), ""]
     return "\n".join(blocks).rstrip() + "\n"
+
+
+def _preference(loss: Preference | KahnemanTversky) -> str:
+    if isinstance(loss, KahnemanTversky):
+        return (
+            "\n".join([f"{loss.name} minimises, over labelled completions", *_part_lines(loss, "    "), "", label(loss)]) + "\n"
+        )
+    formula = "loss(θ) = (1/N) Σ_n link(h_w − margin, h_l)"
+    formula = formula.replace("link", f"{loss.preference:g}·link") if loss.preference != 1 else formula
+    formula += f" + {loss.sft:g}·NLL(chosen)" if loss.sft else ""
+    lines = [f"{loss.name} minimises", "    " + formula, f"over pairs, with h = β·score and β = {loss.beta:g}", ""]
+    lines += [f"score: {label(loss.score)}", *_part_lines(loss.score, "    "), ""]
+    lines += [f"link: {label(loss.link)}", *_part_lines(loss.link, "    "), ""]
+    lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: none, but for a margin per pair where the data has one")
+    lines.append("reference: needed; its log-probs are computed once" if loss.needs_reference else "reference: none is needed")
+    return "\n".join(lines) + "\n"
 
 
 def _formula(method: PolicyGradient) -> str:

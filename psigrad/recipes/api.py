@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from psigrad.config import EvalConfig, OnlineConfig, Reward, SFTConfig
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
 from psigrad.objective import PolicyGradient
+from psigrad.objective.preference_catalog import names as preference_losses
 from psigrad.recipes.load import load, resolve_names
 
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -23,19 +24,39 @@ def train(
 ) -> Any:
     """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
 
-    `method` is "sft", a preset of the catalog ("grpo", "rloo", …), a mapping that changes a preset's parts, or a
-    `PolicyGradient`. `dataset` is a file, folder or hub name, or rows. `settings` are those of the command line, by leaf name
-    (learning_rate=1e-5) or dotted name (**{"optim.learning_rate": 1e-5}). Raises `UserError` on a mistake.
+    `method` is "sft", "reward" (a reward model), a preference loss ("dpo", "kto", …), an online preset ("grpo", "ppo", …), a
+    mapping that changes an online preset's parts, or a `PolicyGradient`. `dataset` is a file, folder or hub name, or rows.
+    `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name
+    (**{"optim.learning_rate": 1e-5}). Raises `UserError` on a mistake.
 
         psigrad.train("grpo", model="Qwen/Qwen3-0.6B", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
     """
-    from psigrad.recipes import online, sft
+    given: dict[str, Any] = {"model.path": model, "data.dataset": _rows(dataset)}
+    if method == "reward":
+        from psigrad.recipes import reward as rewarding
 
-    cls = SFTConfig if method == "sft" else OnlineConfig
-    given = {"model.path": model, "data.dataset": _rows(dataset), "reward": _several(reward), **resolve_names(cls, settings)}
+        return rewarding.run(load(RewardConfig, flags={**given, **resolve_names(RewardConfig, settings)}))
+    given["reward"] = _several(reward)
     if method == "sft":
-        return sft.run(load(SFTConfig, flags=given))
-    return online.run(load(OnlineConfig, flags={"algorithm": method, **given}))
+        from psigrad.recipes import sft
+
+        return sft.run(load(SFTConfig, flags={**given, **resolve_names(SFTConfig, settings)}))
+    if isinstance(method, str) and method in preference_losses():
+        from psigrad.recipes import preference
+
+        return preference.run(
+            load(PreferenceConfig, flags={"loss": method, **given, **resolve_names(PreferenceConfig, settings)})
+        )
+    from psigrad.recipes import online
+
+    return online.run(load(OnlineConfig, flags={"algorithm": method, **given, **resolve_names(OnlineConfig, settings)}))
+
+
+def score(*, model: str | os.PathLike[str], dataset: Dataset, **settings: Any) -> list[float]:
+    """What the reward model `model` says of each prompt-completion row of `dataset`, in order: higher is better."""
+    from psigrad.recipes import reward as rewarding
+
+    return rewarding.score(os.fspath(model), _rows(dataset), **settings)
 
 
 def evaluate(

@@ -139,6 +139,8 @@ def work(job: Path, result: Path) -> None:
     seconds = sum(row["step_time"] for row in timings if "time/update" in row or "time/sample" in row)
     per_step = config.prompts_per_step * config.num_generations
     sampled = sum(row.get("samples", 0) for row in rows) or config.run.max_steps * per_step
+    if not curve or curve[-1]["samples"] < sampled:  # offline methods are measured at their end
+        curve.append({"samples": sampled, "truth": last["truth"], "kl": last["kl"]})
     made = {"method": task["method"], "seed": task["seed"], "curve": curve, "seconds": seconds, "samples": sampled, **last}
     result.write_text(json.dumps(made))
 

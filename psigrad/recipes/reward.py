@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -79,6 +80,6 @@ def score(
     config = RewardConfig(model=Model(path=model), data=Data(dataset=rows, split=split), run=Run(device=device))
     setup.prepare_torch(config.run)
     loaded = setup.load_trained_scalar_model(config.model, config.run)
-    read = setup.read_dataset(config, "prompt-completion", rows if isinstance(rows, str) else list(rows), split)
+    read = setup.read_dataset(config, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
     texts = [example(loaded.tokenizer, row).ids for row in read.rows]
     return score_all(loaded, [([], ids) for ids in texts], budget)

@@ -65,8 +65,7 @@ def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str
             made.append(_row(best, sampled) | {"reward": best.reward})
         elif _reward(best) > _reward(worst):
             good, bad = _row(best, sampled), _row(worst, sampled)
-            scores = {"score_chosen": best.reward, "score_rejected": worst.reward}
-            made.append({"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad["completion"], **scores})
+            made.append(_pair(good, bad) | {"score_chosen": best.reward, "score_rejected": worst.reward})
         else:
             ties += 1
     return made, ties
@@ -83,8 +82,14 @@ def _judged(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -
             chance = 1 / (1 + math.exp(-steadiness * (_reward(a) - _reward(b))))
             draw = random.Random(seeds.derive(seed, "preference", a.row, a.k)).random()
             best, worst = (_row(t, sampled) for t in ((a, b) if draw < chance else (b, a)))
-            made.append({"prompt": best["prompt"], "chosen": best["completion"], "rejected": worst["completion"]})
+            made.append(_pair(best, worst))
     return made
+
+
+def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
+    """A preference row with the columns of the dataset row."""
+    own = {key: value for key, value in best.items() if key != "completion"}
+    return {**own, "chosen": best["completion"], "rejected": worst["completion"]}
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -80,6 +80,7 @@ def _over(runs: Sequence[Mapping[str, Any]], names: Sequence[str], x: str) -> Ca
             steps = min((len(curve) for curve in curves), default=0)
             mean = [[sum(c[k][key] for c in curves) / len(curves) for k in range(steps)] for key in (x, "truth")]
             axes.plot(*mean, color=colour, linewidth=1.8)
+            axes.plot(*[column[-1:] for column in mean], "o", color=colour, markersize=4)
 
     return paint
 

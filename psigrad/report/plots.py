@@ -276,10 +276,11 @@ def _finish(axes: Any, ink: str = _INK) -> None:
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
     axes.tick_params(colors=ink, labelsize=8, length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=high - low > 4, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(lambda value, place: _tick(value))
-    axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}" if high - low > 4 else _tick(value))
 
 
 def readme_figure(folders: Sequence[str | Path], path: str | Path, title: str = "") -> Path:
