@@ -21,7 +21,7 @@ from psigrad.objective.advantage import Psi, StatefulPsi, needs_of, whitened
 from psigrad.objective.aggregate import Aggregate
 from psigrad.objective.batch import Batch, Evaluation, Totals, zero_outside
 from psigrad.objective.correction import Correction
-from psigrad.objective.critic import explained_variance, value_loss
+from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
 from psigrad.objective.keep import Keep, has_signal
 from psigrad.objective.kl import KL
@@ -202,7 +202,7 @@ class PolicyGradient:
         needs_gradient = keep if self._always_has_gradient() else keep & (advantage != 0).any(1)
         returns = self._returns(shaped, advantage)
         if returns is not None and batch.value is not None:
-            metrics["explained_variance"] = explained_variance(batch.value, returns, batch.mask)
+            metrics["explained_variance"] = stats.explained_variance(batch.value, returns, batch.mask)
             metrics["value/mean"] = float(stats.masked_mean(batch.value, batch.mask))
             metrics["returns/mean"] = float(stats.masked_mean(returns, batch.mask))
         return Prepared(batch, advantage, keep, needs_gradient, metrics, new_state, returns)

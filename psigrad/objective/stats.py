@@ -82,3 +82,13 @@ def rank_in_group(x_N: Tensor, group_N: Tensor) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of x where mask is True; 0 where nothing is."""
     return torch.where(mask, x, torch.zeros_like(x)).sum() / mask.sum().clamp(min=1)
+
+
+def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """How much of the returns' variance the critic foresaw: 1 all of it, 0 as much as their mean does, below 0 less.
+
+    Formula: 1 − Var(R − V) / Var(R), over the steps where mask [N,T] is True; 0 where the returns do not vary
+    """
+    chosen, missed = returns[mask].double(), (returns - value)[mask].double()
+    variance = float(chosen.var(correction=0)) if chosen.numel() else 0.0
+    return 1 - float(missed.var(correction=0)) / variance if variance > 0 else 0.0

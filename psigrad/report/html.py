@@ -14,12 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from psigrad.config import OnlineConfig, SFTConfig
+from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.report import plots
-from psigrad.report.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, load_all, number, shown, visible
+from psigrad.report.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, number, shown, visible
 
 SAMPLES = 24
+_CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig}
 _MARKS = {"right": '<span class="good">✓</span>', "wrong": '<span class="bad">✗</span>'}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6470; --line: #d9dce1; --page: #fff; --good: #00795a; --bad: #b34700;
@@ -130,7 +131,14 @@ def _method(run: RunData) -> str:
     """What the run does, in one line."""
     given = run.settings
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
-    if run.config.get("recipe") == "sft":
+    kind = kind_of(run.config)
+    if kind == "reward":
+        return f"reward model from {model}: {given.get('batch_size', '?')} pairs per step"
+    if kind == "preference":
+        loss = run.config.get("loss", "?")
+        name = loss.get("preset", "a preference loss") if isinstance(loss, dict) else loss
+        return f"{name} on {model}: {given.get('batch_size', '?')} pairs per step"
+    if kind == "sft":
         return f"supervised fine-tuning of {model}: {given.get('batch_size', '?')} rows per step"
     algorithm = run.config.get("algorithm", "?")
     if isinstance(algorithm, dict):
@@ -254,7 +262,7 @@ def _troubles(run: RunData) -> str:
 
 def _chosen(run: RunData) -> str:
     """Settings other than the defaults."""
-    defaults = flat(json.loads(json.dumps(asdict(SFTConfig() if run.config.get("recipe") == "sft" else OnlineConfig()))))
+    defaults = flat(json.loads(json.dumps(asdict(_CONFIGS.get(kind_of(run.config), OnlineConfig)()))))
     rows = [
         [cell(text(name)), cell(_value(value), "text")]
         for name, value in run.settings.items()

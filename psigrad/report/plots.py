@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psigrad.report.read import RunData, load_all, number, shown, visible
+from psigrad.report.read import RunData, kind_of, load_all, number, shown, visible
 
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. The page swaps in lighter ones in the dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
@@ -57,6 +57,31 @@ _OFFLINE = (
     Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",)),
     Plot("Token accuracy", "share", ("mean_token_accuracy", "eval/mean_token_accuracy"), ("train", "held-out")),
 )
+_REWARD = (
+    Plot("Loss", "nats per pair", ("loss", "eval/loss"), ("train", "held-out")),
+    Plot("Accuracy", "share of pairs in the right order", ("accuracy", "eval/accuracy"), ("train", "held-out")),
+    Plot("Lead of the chosen", "difference of the rewards", ("margin", "eval/margin"), ("train", "held-out")),
+    Plot("Mean reward", "where the scale stands", ("mean_reward", "eval/mean_reward"), ("train", "held-out")),
+    Plot("Calibration error", "how far confidence is from accuracy, held-out", ("eval/calibration_error",)),
+)
+_PREFERENCE = (
+    Plot("Loss", "", ("loss", "eval/loss"), ("train", "held-out")),
+    Plot("Held-out {metric}", "with its 95 % interval", ("{metric}/mean",)),
+    Plot(
+        "Accuracy", "share of pairs in the right order", ("rewards/accuracies", "eval/rewards/accuracies"), ("train", "held-out")
+    ),
+    Plot("Margin", "implicit reward of chosen less rejected", ("rewards/margins", "eval/rewards/margins"), ("train", "held-out")),
+    Plot("Implicit rewards", "of chosen and rejected", ("rewards/chosen", "rewards/rejected"), ("chosen", "rejected")),
+    Plot("Log-probs", "of chosen and rejected, nats per completion", ("logps/chosen", "logps/rejected"), ("chosen", "rejected")),
+    Plot("KL estimate", "KTO's reference point", ("kl",)),
+)
+_CRITIC = (
+    Plot("Explained variance", "of the returns, by the critic", ("explained_variance",)),
+    Plot("Value loss", "", ("value_loss",)),
+    Plot("Values and returns", "means over tokens", ("value/mean", "returns/mean"), ("value", "return")),
+)
+_TURNS = (Plot("Turns", "per episode", ("turns/mean",)),)
+_BY_KIND = {"sft": _OFFLINE, "reward": _REWARD, "preference": _PREFERENCE, "online": (*_ONLINE, *_TURNS, *_CRITIC)}
 _BOTH = (
     Plot("Entropy", "of the policy, nats per token", ("entropy",)),
     Plot("Gradient norm", "before clipping", ("grad_norm",)),
@@ -81,7 +106,7 @@ def smoothed(values: Sequence[float], weight: float = 0.0) -> list[float]:
 def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
     """(plot, SVG) of everything that these runs have to show; of one run also its rewards and its time."""
     metrics = list(dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric))
-    known = [plot for run in runs for plot in (_OFFLINE if run.config.get("recipe") == "sft" else _ONLINE)] + list(_BOTH)
+    known = [plot for run in runs for plot in _BY_KIND[kind_of(run.config)]] + list(_BOTH)
     plots = dict.fromkeys(named for plot in known for named in _named(plot, metrics))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
         labels = tuple(visible(key.split("/")[-2][:16]) for key in parts)

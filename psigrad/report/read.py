@@ -86,6 +86,14 @@ class RunData:
         return sorted(rows, key=lambda row: row[steps[0]].reward == row[steps[-1]].reward)
 
 
+def kind_of(config: Mapping[str, Any]) -> str:
+    """What a run's settings are of: sft, reward, preference or online."""
+    recipe = config.get("recipe")
+    if recipe in ("sft", "reward"):
+        return str(recipe)
+    return "preference" if "cache_reference" in config else "online"
+
+
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one with dotted names."""
     if not isinstance(value, Mapping) or not value:

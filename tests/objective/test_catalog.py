@@ -57,7 +57,7 @@ def test_presets_hold_the_values_of_their_papers() -> None:
 
 
 def test_every_name_resolves_to_its_preset() -> None:
-    assert len(names()) == len(set(names())) == 12
+    assert len(names()) == len(set(names())) == 14
     assert all(resolve(name).name == name for name in names())
     assert resolve(presets.GRPO) is presets.GRPO and resolve({"preset": "grpo"}) == presets.GRPO
 

@@ -18,6 +18,7 @@ import torch
 
 from psigrad.objective import Batch, Evaluation, PolicyGradient, resolve
 from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, ones
+from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.batch import terminal
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
@@ -167,6 +168,16 @@ def test_an_arbitrary_critic_leaves_the_expected_gradient_unchanged_at_lambda_1(
     assert_close(expected_gradient(method, ON_POLICY, True), -gradient_of_expected_reward(ON_POLICY, 0.0))
 
 
+@pytest.mark.parametrize("preset", ["ppo", "ppo_penalty"])
+def test_ppos_first_step_with_any_critic_is_the_gradient_of_the_kl_regularised_reward(preset: str) -> None:
+    """On fresh samples the ratio is 1: clip and penalty are still, and the KL in the reward is part of what is maximised."""
+    method = replace(resolve(preset), psi=gae(lam=1.0), aggregate=sequence_sum)
+    assert method.kl is not None and method.kl.coefficient == 0.05
+    assert_close(expected_gradient(method, ON_POLICY, True), -gradient_of_expected_reward(ON_POLICY, 0.05))
+    without = expected_gradient(replace(method, kl=None), ON_POLICY, True)
+    assert np.abs(without + gradient_of_expected_reward(ON_POLICY, 0.05)).max() > 1e-3
+
+
 def test_control_an_arbitrary_critic_biases_the_gradient_at_lambda_0() -> None:
     method = replace(resolve("reinforce_total_return"), psi=gae(lam=0.0), critic=value_loss())
     difference = expected_gradient(method, ON_POLICY, True) + gradient_of_expected_reward(ON_POLICY, 0.0)
@@ -201,6 +212,7 @@ class Row:
     ref: list[float]
     rewards: list[float]
     truncated: bool
+    values: list[float]
 
     @property
     def length(self) -> int:
@@ -306,6 +318,32 @@ def reinforce_pp(rows: list[Row]) -> list[list[float]]:
     return out
 
 
+def ppo_advantages(rows: list[Row]) -> list[list[float]]:
+    """GAE at λ = 1 over rewards that carry the KL, whitened over all tokens of the batch."""
+    raw = []
+    for row in rows:
+        shaped = [r - 0.05 * (o - f) for r, o, f in zip(row.rewards, row.old, row.ref, strict=True)]
+        raw.append([sum(shaped[t:]) - row.values[t] for t in range(row.length)])
+    flat = [a for steps in raw for a in steps]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((a - mean) ** 2 for a in flat) / (len(flat) - 1))
+    return [[(a - mean) / (std + 1e-8) for a in steps] for steps in raw]
+
+
+def ppo(rows: list[Row]) -> list[list[float]]:
+    advantages, total = ppo_advantages(rows), sum(row.length for row in rows)
+    ratios = [[math.exp(n - o) for n, o in zip(row.now, row.old, strict=True)] for row in rows]
+    both = [zip(a, r, strict=True) for a, r in zip(advantages, ratios, strict=True)]
+    return [[-a * rho * passes(a, rho, 0.2, 0.2) / total for a, rho in steps] for steps in both]
+
+
+def ppo_penalty(rows: list[Row]) -> list[list[float]]:
+    advantages, total = ppo_advantages(rows), sum(row.length for row in rows)
+    ratios = [[math.exp(n - o) for n, o in zip(row.now, row.old, strict=True)] for row in rows]
+    both = [zip(a, r, strict=True) for a, r in zip(advantages, ratios, strict=True)]
+    return [[(-a * rho + 1.0 * (rho - 1)) / total for a, rho in steps] for steps in both]
+
+
 def raft(rows: list[Row]) -> list[list[float]]:
     returns = [sum(row.rewards) for row in rows]
     best = returns.index(max(returns))
@@ -328,6 +366,7 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
             world.log_probs(world.theta_ref, y),
             r,
             world.truncated(y),
+            [float(world.values[s]) for s in world.states(y)],
         )
         for y, r in zip(world.trajectories, world.step_rewards, strict=True)
     ]
@@ -343,13 +382,13 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
     return gradient
 
 
-FORMULAS = [grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, raft, reinforce]
+FORMULAS = [grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, ppo_penalty, raft, reinforce]
 
 
 @pytest.mark.parametrize("world", worlds(), ids=["off-policy T2 G3", "on-policy T3 G2"])
 @pytest.mark.parametrize("formula", FORMULAS, ids=[f.__name__ for f in FORMULAS])
 def test_expected_gradient_is_that_of_the_stated_formula(world: World, formula: Callable[[list[Row]], list[list[float]]]) -> None:
-    process_reward = formula is reinforce_pp
+    process_reward = formula in (reinforce_pp, ppo, ppo_penalty)
     actual = expected_gradient(resolve(formula.__name__), world, process_reward)
     scale = 1024 if formula is dr_grpo else 1
     assert_close(actual * scale, from_formula(formula, world) * scale)

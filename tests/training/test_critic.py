@@ -15,8 +15,8 @@ from psigrad.errors import UserError
 from psigrad.models import scalar_model, tiny
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import resolve
-from psigrad.objective.critic import explained_variance
 from psigrad.objective.penalty import STATE_KEY
+from psigrad.objective.stats import explained_variance
 from psigrad.recipes import online, reward
 from psigrad.training import learn, loop
 from psigrad.training.online import Critic
