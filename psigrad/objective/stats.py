@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = [
     "all_equal",
     "centred",
+    "explained_variance",
     "group_max",
     "group_min",
     "group_size",
