@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from psigrad import flags
-from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 
 PAGE = Path(__file__).parent / "settings.md"
-RECIPES = {"sft": SFTConfig, "online": OnlineConfig, "eval": EvalConfig}
+RECIPES = {
+    "sft": SFTConfig,
+    "online": OnlineConfig,
+    "reward": RewardConfig,
+    "preference": PreferenceConfig,
+    "eval": EvalConfig,
+    "sample": SampleConfig,
+}
 
 HEAD = """# Settings
 
@@ -28,7 +35,7 @@ A setting is given in four ways. Where it is given more than once, the first of 
 
 `psigrad.train` and `psigrad.evaluate` take the same settings as keyword arguments, by the last part of the name
 (`learning_rate=1e-5`) or by the whole of it. Where a default differs between commands, the table names the commands; "online" is
-every online preset.
+every online preset, "preference" every loss of the preference family.
 
 A setting that does not exist is refused with the nearest name that does. A value of the wrong type or out of range is refused
 with what was expected.

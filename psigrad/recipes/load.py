@@ -178,7 +178,10 @@ def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(hints[name]) and isinstance(value, Mapping):
-            made[name] = _as_meant(hints[name], value)
+            # a section keeps the defaults that this recipe gives it: SFT's learning rate is not the online recipes'
+            blank = getattr(cls(), name)
+            usual = {f.name: getattr(blank, f.name) for f in dataclasses.fields(blank)}
+            made[name] = {**usual, **_as_meant(hints[name], value)}
         elif get_origin(hints[name]) is tuple and not isinstance(value, list | tuple):
             made[name] = (value,)
         else:

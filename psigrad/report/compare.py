@@ -11,7 +11,6 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.report import plots
 from psigrad.report.html import cell, document, save, table, text
-from psigrad.report.read import shown
 
 _COLUMNS = (
     ("truth", "held-out metric"),
@@ -59,13 +58,19 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _key(i: int, name: str) -> str:
-    return f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>{text(name)}'
+    swatch = f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>'
+    return f'<span style="white-space:nowrap">{swatch}{text(name)}</span>'
 
 
 def _figure(values: Sequence[float]) -> str:
     mean, low, high = values
-    spread = "" if low == high else f' <span class="soft">[{shown(low)}, {shown(high)}]</span>'
-    return cell(f"{shown(mean)}{spread}", "n")
+    spread = "" if low == high else f' <span class="soft">[{_short(low)}, {_short(high)}]</span>'
+    return cell(f"{_short(mean)}{spread}", "n")
+
+
+def _short(value: float) -> str:
+    """Three digits: an interval over a few seeds knows no more."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _over(runs: Sequence[Mapping[str, Any]], names: Sequence[str], x: str) -> Callable[[Any], None]:

@@ -20,11 +20,12 @@ import pytest
 
 import psigrad
 from psigrad import cli, flags
-from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.recipes.load import load, resolve_names, to_dict
 
 ROOT = Path(__file__).parents[2]
+CONFIGS = [SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig]
 
 
 def python(code: str) -> str:
@@ -63,14 +64,14 @@ def test_negative_control_something_heavy_is_noticed():
     assert python("import sys, psigrad\npsigrad.explain\nprint('torch' in sys.modules)") == "True\n"
 
 
-@pytest.mark.parametrize("cls", [SFTConfig, OnlineConfig, EvalConfig])
+@pytest.mark.parametrize("cls", CONFIGS)
 def test_every_setting_has_a_help_text(cls):
     for name, _, _ in flags._fields(cls):
         assert flags._help(cls, name), name
 
 
 def test_the_leaf_names_of_settings_are_unique():
-    for cls in (SFTConfig, OnlineConfig, EvalConfig):
+    for cls in CONFIGS:
         leaves = [name.rpartition(".")[2] for name, _, _ in flags._fields(cls)]
         assert len(leaves) == len(set(leaves))
 
@@ -281,8 +282,20 @@ def test_python_settings_are_named_by_leaf_or_dotted_name():
         resolve_names(OnlineConfig, {"learning_rat": 1})
 
 
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_a_section_that_is_given_in_part_keeps_the_recipes_own_defaults(cls):
+    blank = cls()
+    for name, hint in get_type_hints(cls).items():
+        if not is_dataclass(hint):
+            continue
+        for given in fields(hint):
+            value = getattr(getattr(blank, name), given.name)
+            assert load(cls, flags={f"{name}.{given.name}": value}) == blank
+    assert load(SFTConfig, flags={"optim.weight_decay": 0.1}).optim.learning_rate == 2e-5 != OnlineConfig().optim.learning_rate
+
+
 def test_every_settings_class_is_frozen():
-    for cls in (SFTConfig, OnlineConfig, EvalConfig):
+    for cls in CONFIGS:
         assert cls.__dataclass_params__.frozen
         for f in fields(cls):
             hint = get_type_hints(cls)[f.name]
@@ -290,7 +303,7 @@ def test_every_settings_class_is_frozen():
 
 
 def test_the_public_names_are_there_and_lazy():
-    assert {"train", "evaluate", "explain", "PolicyGradient", "__version__"} == set(psigrad.__all__) == set(dir(psigrad))
+    assert {"train", "evaluate", "score", "explain", "PolicyGradient", "__version__"} == set(psigrad.__all__) == set(dir(psigrad))
     assert callable(psigrad.train) and callable(psigrad.explain)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         operator.attrgetter("trian")(psigrad)

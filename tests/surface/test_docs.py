@@ -12,8 +12,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from psigrad import cli, flags
-from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.objective import preference_catalog
 from psigrad.objective.catalog import names, resolve
+from psigrad.objective.explain import label
 from psigrad.recipes.load import flat_names
 from psigrad.rewards import builtin
 
@@ -35,7 +37,7 @@ def maker():
 def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page == script("make_settings").page(), "run: python docs/make_settings.py"
-    for cls in (SFTConfig, OnlineConfig, EvalConfig):
+    for cls in (SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig):
         for _, name in flat_names(cls):
             assert f"| `{name}` | `{flags.flag_of(name)}`" in page
     # not from the maker: one line read by a person
@@ -55,6 +57,15 @@ def test_every_preset_has_a_page_that_is_up_to_date_and_a_measured_curve(name, m
     assert (ROOT / "docs" / "methods" / f"{name}.md").read_text() == maker.page(name), "run: python docs/make_methods.py pages"
     assert (ROOT / "docs" / "images" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text()
+
+
+@pytest.mark.parametrize("name", preference_catalog.names())
+def test_every_preference_loss_has_a_page_that_is_up_to_date_and_a_measured_curve(name, maker):
+    text = maker.preference_page(name)
+    assert (ROOT / "docs" / "methods" / f"{name}.md").read_text() == text, "run: python docs/make_methods.py pages"
+    assert (ROOT / "docs" / "images" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text()
+    assert label(getattr(preference_catalog.resolve(name), "link", preference_catalog.resolve(name))) in text
 
 
 def test_every_link_between_documents_leads_somewhere():
