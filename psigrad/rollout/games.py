@@ -25,27 +25,31 @@ def _turn(role: str, content: str) -> dict[str, str]:
 class GuessNumber:
     """Guess a secret number from 1 to `high`; each wrong guess is answered with "higher" or "lower".
 
-    Reward on a hit: 1 − 0.1 · (guesses before it). Halving the interval is the best play.
+    Reward on a hit: 1 − 0.1 · (guesses before it). A guess that the answers so far rule out, or that is no number, costs 0.2 at
+    once. Halving the interval is the best play.
     """
 
     high: ClassVar[int] = 7
     secret: int = 0
     guesses: int = 0
+    open: tuple[int, int] = (1, 7)
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """The secret is the row's."""
-        self.secret = int(row["secret"])
+        self.secret, self.open = int(row["secret"]), (1, self.high)
 
     def step(self, completion: str) -> tuple[str, float, bool]:
         """Compare the guess with the secret."""
         found = _NUMBER.fullmatch(completion.strip())
         self.guesses += 1
         if found is None:
-            return "a number please", 0.0, False
-        guess = int(found.group())
+            return "a number please", -0.2, False
+        guess, (low, high) = int(found.group()), self.open
         if guess == self.secret:
             return "", 1 - 0.1 * (self.guesses - 1), True
-        return "higher" if guess < self.secret else "lower", 0.0, False
+        cost = 0.0 if low <= guess <= high else -0.2
+        self.open = (max(low, guess + 1), high) if guess < self.secret else (low, min(high, guess - 1))
+        return "higher" if guess < self.secret else "lower", cost, False
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Row]:

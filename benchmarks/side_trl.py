@@ -1,0 +1,153 @@
+"""TRL's side: its own trainers, stepped one optimiser step at a time by a callback that waits for the parent."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from workloads import Workload, fixed_batch, reward
+
+
+class Gate(TrainerCallback):
+    """Lets the trainer do one step for each ticket."""
+
+    def __init__(self) -> None:
+        self.tickets: queue.Queue[None] = queue.Queue()
+        self.done: queue.Queue[None] = queue.Queue()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.tickets.get()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.done.put(None)
+
+
+def build(work: Workload, folder: Path, dtype: str):
+    """(step, check) of a workload."""
+    from side import Phases
+
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16")
+    phases, gate = Phases(), Gate()
+    trainer.add_callback(gate)
+    if work.kind == "online":
+        phases.around(trainer, "_generate", "sample")
+        phases.around(trainer, "_compute_loss", "forward")
+    else:
+        phases.around(trainer, "compute_loss", "forward")
+    phases.around(trainer.accelerator, "backward", "backward")
+    thread = threading.Thread(target=trainer.train, daemon=True)
+
+    def step():
+        if not thread.is_alive():
+            thread.start()
+        phases.seconds = {}
+        counts[0] = 0
+        gate.tickets.put(None)
+        gate.done.get()
+        return counts[0], phases.seconds
+
+    return step, lambda: _check(work, trainer, rows)
+
+
+def _settings(work: Workload, folder: Path, bf16: bool) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "trl"),
+        "max_steps": 100000,
+        "learning_rate": 1e-6,
+        "logging_steps": 100000,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": bf16,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+    }
+
+
+def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: bool):
+    """The trainer, and a one-element list in which the tokens of the step are counted."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    settings, counts = _settings(work, folder, bf16), [0]
+    data = Dataset.from_list(rows)
+    if work.kind == "online":
+        from trl import GRPOConfig, GRPOTrainer
+
+        def counted(completions, completion_ids, **columns):
+            counts[0] += sum(map(len, completion_ids))
+            return reward(completions)
+
+        batch = work.prompts * work.generations
+        arguments = GRPOConfig(
+            **settings,
+            per_device_train_batch_size=batch,
+            steps_per_generation=work.iterations and 1,
+            num_generations=work.generations,
+            max_completion_length=work.completion_tokens,
+            beta=work.beta,
+            num_iterations=work.iterations,
+            temperature=1.0,
+        )
+        return GRPOTrainer(model, counted, arguments, data, processing_class=tokenizer), counts
+    if work.kind == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        arguments = DPOConfig(**settings, per_device_train_batch_size=16, precompute_ref_log_probs=True)
+        return DPOTrainer(model, None, arguments, train_dataset=data, processing_class=tokenizer), counts
+    if work.kind == "reward":
+        from trl import RewardConfig, RewardTrainer
+
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+        arguments = RewardConfig(**settings, per_device_train_batch_size=16, disable_dropout=True)
+        return RewardTrainer(model, arguments, train_dataset=data, processing_class=tokenizer), counts
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(**settings, per_device_train_batch_size=16)
+    return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer), counts
+
+
+def _check(work: Workload, trainer: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Loss and gradient norm on the fixed batch (GRPO) or the first sixteen rows (offline)."""
+    model = trainer.model
+    model.train()
+    if work.kind == "online":
+        trainer.current_gradient_accumulation_steps = 1  # the trainer sets it when it trains
+        loss = trainer._compute_loss(model, _inputs(work, trainer))
+    else:
+        collated = trainer.data_collator([trainer.train_dataset[i] for i in range(16)])
+        loss = trainer.compute_loss(model, trainer._prepare_inputs(collated), num_items_in_batch=None)
+    loss.backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    model.zero_grad()
+    return {"loss": float(loss.detach()), "gradient": norm}
+
+
+def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
+    given = fixed_batch(work)
+    completions = [c for group in given["completions"] for c in group]
+    prompts = [given["prompts"][i] for i, group in enumerate(given["completions"]) for _ in group]
+    wide, long = max(map(len, prompts)), max(map(len, completions))
+    inputs = {
+        "prompt_ids": torch.tensor([[1] * (wide - len(p)) + p for p in prompts]),
+        "prompt_mask": torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in prompts]),
+        "completion_ids": torch.tensor([c + [1] * (long - len(c)) for c in completions]),
+        "completion_mask": torch.tensor([[1] * len(c) + [0] * (long - len(c)) for c in completions]),
+        "advantages": torch.tensor(given["advantages"]),
+        "num_items_in_batch": torch.tensor(sum(map(len, completions))),
+    }
+    with torch.no_grad():
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, long)[0]
+    inputs["old_per_token_logps"] = logps - 0.05
+    if work.beta:
+        inputs["ref_per_token_logps"] = logps.clone()  # KL is 0: the check is of the policy term
+    return inputs
