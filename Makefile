@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-long lint types install clean
+.PHONY: help demo test test-long bench lint types install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make test       install, then lint, type-check and run the whole test suite"
 	@echo "make test-long  the tests that take longer"
+	@echo "make bench      psigrad beside TRL on the same work, and the tabular solvers beside pymdptoolbox (half an hour)"
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict on the mathematics"
 	@echo "make install    the environment alone, in $(VENV)"
@@ -38,6 +39,10 @@ test: lint types
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
+
+bench: $(INSTALLED)
+	$(RUN) benchmarks/language.py
+	$(RUN) benchmarks/tabular.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -19,6 +19,7 @@ from psigrad.models.packing import Groups
 from psigrad.objective import Batch, resolve, terminal
 from psigrad.objective.preference_catalog import DPO
 from psigrad.objective.reward_model import BradleyTerry
+from psigrad.recipes.setup import keep_freed_memory
 from psigrad.rewards import InlineScorer
 from psigrad.rewards import resolve as named
 from psigrad.rollout.embedded import EmbeddedSampler
@@ -57,6 +58,7 @@ class Journal:
 
 def build(work: Workload, folder: Path, dtype: str):
     """(step, check) of a workload."""
+    keep_freed_memory()  # as every run of the library does
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     path = str(folder / "model")
     return _online(work, path, rows, dtype) if work.kind == "online" else _offline(work, path, rows, dtype)

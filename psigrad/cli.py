@@ -185,6 +185,16 @@ def _report(arguments: list[str]) -> int:
     return 0
 
 
+def _grid(arguments: list[str]) -> int:
+    from dataclasses import asdict
+
+    from psigrad import flags
+    from psigrad.recipes import grid
+
+    grid.run(grid.GridSettings(**flags.plain("grid", arguments, asdict(grid.GridSettings()))))
+    return 0
+
+
 def _tasks(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
         print("psigrad tasks\n\nNames of the procedural tasks of reasoning-gym, one per line.")
@@ -227,6 +237,7 @@ COMMANDS = {
     "compare": Command("several methods from one checkpoint, over seeds, with equal samples", _compare),
     "eval": Command("sample held-out prompts from a model and score them", _eval),
     "explain": Command("the formula a method optimises, term by term, or how two differ", _explain),
+    "grid": Command("a grid world solved sweep by sweep, in the terminal", _grid),
     "report": Command("draw report.html of a run again, or compare several runs", _report),
     "tasks": Command("names of the procedural tasks of reasoning-gym", _tasks),
 }

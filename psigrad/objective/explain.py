@@ -42,6 +42,8 @@ def explain(spec: Spec, other: Spec | None = None) -> str:
     """
     if isinstance(spec, str) and other is None and spec in preference_catalog.names():
         return _preference(preference_catalog.resolve(spec))
+    if other is None and not isinstance(spec, PolicyGradient) and (online := preference_catalog.resolve_online(spec)) is not None:
+        return "On the best and the worst completion of each fresh group, ranked by the reward:\n\n" + _preference(online.loss)
     method = resolve(spec)
     if other is not None:
         return _difference(method, resolve(other))

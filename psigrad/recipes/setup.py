@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -37,6 +39,8 @@ from psigrad.training.state import Learner, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
 
+# malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
@@ -82,11 +86,26 @@ def check_sampling(sampling: Sampling) -> None:
 def prepare_torch(run: Run) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
+    keep_freed_memory()
     transformers.utils.logging.disable_progress_bar()  # a bar per weight file drowns ours
     if run.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
             f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."
         )
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what torch frees, for the next tensor of that size.
+
+    By default it gives every large block back to the kernel at once, and takes a new one, page fault by page fault, a moment
+    later: on a CPU a fifth of a training step and more. Other C libraries have no such setting and are left alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def device(run: Run) -> str:

@@ -1,0 +1,231 @@
+"""Policies and the Bellman equations: V, Q and advantages, exact where a linear system can say so."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import sparse
+from scipy.sparse import linalg
+
+from psigrad.tabular.endings import closed_classes
+from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
+
+__all__ = [
+    "advantages",
+    "bellman_residual",
+    "epsilon_greedy",
+    "evaluate",
+    "expected_steps",
+    "greedy",
+    "occupancy",
+    "policy_model",
+    "q_values",
+    "softmax_policy",
+    "uniform_policy",
+]
+
+TIE = 1e-12
+Policy = IntArray | FloatArray
+
+
+def uniform_policy(mdp: MDP) -> FloatArray:
+    """(S, A): every action with the same probability."""
+    return np.full((mdp.n_states, mdp.n_actions), 1.0 / mdp.n_actions)
+
+
+def greedy(q: FloatArray, current: IntArray | None = None) -> IntArray:
+    """[S]: argmax_a Q(s, a) for q (S, A).
+
+    Ties are stable: actions within 1e-12·(1 + |best|) of the best count as equal; `current` is kept where it is among them, and
+    elsewhere the lowest index wins, so rounding never flips an arrow.
+    """
+    q_AS = q.T
+    best = q_AS.max(axis=0)
+    floor = best - TIE * (1 + np.abs(best))
+    chosen = (q_AS >= floor).argmax(axis=0).astype(np.int64)
+    if current is not None:
+        keep = q_AS[current, np.arange(best.size)] >= floor
+        chosen[keep] = current[keep]
+    return np.asarray(chosen)
+
+
+def epsilon_greedy(q: FloatArray, epsilon: float) -> FloatArray:
+    """(S, A): the greedy action with probability 1 − ε + ε/A (shared among ties), every other with ε/A."""
+    _check_epsilon(epsilon)
+    best = q.max(axis=1, keepdims=True)
+    ties = q >= best - TIE * (1 + np.abs(best))
+    return np.asarray((1 - epsilon) * ties / ties.sum(axis=1, keepdims=True) + epsilon / q.shape[1])
+
+
+def softmax_policy(q: FloatArray, temperature: float) -> FloatArray:
+    """(S, A): π(a|s) ∝ exp(Q(s, a)/τ), the policy that maximises E[Q] + τ·entropy."""
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; expected above 0; use greedy for the limit 0.")
+    weights = np.exp((q - q.max(axis=1, keepdims=True)) / temperature)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not 0 <= epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon}; expected a probability in [0, 1].")
+
+
+def checked_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
+    """A policy [S] of action numbers or (S, A) of probabilities, or a sentence that says why it is neither."""
+    given = np.asarray(policy)
+    if given.shape == (n_states,) and np.issubdtype(given.dtype, np.integer):
+        outside = given[(given < 0) | (given >= n_actions)]
+        if outside.size:
+            raise ValueError(f"policy names action {outside[0]}; expected 0 to {n_actions - 1}.")
+        return given.astype(np.int64)
+    if given.shape == (n_states, n_actions):
+        table = given.astype(np.float64)
+        if not np.isfinite(table).all() or (table < 0).any() or (np.abs(table.sum(axis=1) - 1) > 1e-9).any():
+            raise ValueError(
+                "policy holds rows that are not probabilities; expected numbers from 0 that sum to 1 in every state."
+            )
+        return table
+    raise ValueError(
+        f"policy has shape {given.shape} and type {given.dtype}; expected {n_states} action numbers, or probabilities of "
+        f"shape ({n_states}, {n_actions})."
+    )
+
+
+def checked_value(mdp: MDP, value: ArrayLike | None) -> FloatArray:
+    """A float copy of V [S] with 0 at terminal states; zeros for None."""
+    if value is None:
+        return np.zeros(mdp.n_states)
+    given = np.array(value, dtype=np.float64)
+    if given.shape != (mdp.n_states,) or not np.isfinite(given).all():
+        raise ValueError(f"value has shape {given.shape}; expected {mdp.n_states} finite numbers, one for each state.")
+    given[mdp.is_terminal] = 0.0
+    return given
+
+
+def policy_model(mdp: MDP, policy: ArrayLike) -> tuple[Matrix, FloatArray]:
+    """The chain of a policy: P_π (S, S) and R_π [S], with P_π = Σ_a π(a|s)·P(·|s, a)."""
+    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    states = np.arange(mdp.n_states)
+    if policy.ndim == 1:
+        return mdp.transitions[policy * mdp.n_states + states], mdp.rewards[states, policy]
+    rewards = np.einsum("sa,sa->s", policy, mdp.rewards)
+    if not mdp.is_sparse:
+        return np.einsum("sa,ast->st", policy, mdp.transitions.reshape(mdp.n_actions, mdp.n_states, -1)), rewards
+    weighted = sparse.csr_array(sparse.diags_array(policy.T.ravel()) @ mdp.transitions)
+    folded = sparse.csr_array((np.ones(policy.size), (np.tile(states, mdp.n_actions), np.arange(policy.size))))
+    return sparse.csr_array(folded @ weighted), rewards
+
+
+def _of_policy(table: FloatArray, policy: Policy) -> FloatArray:
+    """Σ_a π(a|s)·table(s, a), [S]."""
+    if policy.ndim == 1:
+        return np.asarray(table[np.arange(table.shape[0]), policy])
+    return np.asarray((table * policy).sum(axis=1))
+
+
+def q_values(mdp: MDP, value: FloatArray) -> FloatArray:
+    """(S, A): Q(s, a) = R(s, a) + γ·Σ_s' P(s'|s, a)·V(s'), one product for all states and actions."""
+    q = mdp.transitions @ value
+    q *= mdp.gamma
+    q_AS = q.reshape(mdp.n_actions, mdp.n_states)
+    q_AS += mdp.rewards.T
+    return np.asarray(q_AS.T)
+
+
+def advantages(mdp: MDP, policy: ArrayLike, value: FloatArray | None = None) -> FloatArray:
+    """(S, A): A(s, a) = Q(s, a) − V(s) of a policy; its mean under the policy is 0. `value` is V_π when it is known already."""
+    value = evaluate(mdp, policy) if value is None else value
+    return q_values(mdp, value) - value[:, None]
+
+
+def bellman_residual(mdp: MDP, value: FloatArray, policy: ArrayLike | None = None) -> float:
+    """max_s |(TV)(s) − V(s)|, with T the optimality operator, or the operator of a policy."""
+    q = q_values(mdp, value)
+    backed_up = q.max(axis=1) if policy is None else _of_policy(q, checked_policy(mdp.n_states, mdp.n_actions, policy))
+    return float(np.abs(backed_up - value).max())
+
+
+def _solve(mdp: MDP, policy: Policy, right: FloatArray) -> FloatArray:
+    """x with (I − γ·P_π)·x = right. At γ = 1 x is 0 on the classes that the chain never leaves."""
+    model, _ = policy_model(mdp, policy)
+    keep = ~mdp.is_terminal
+    if gamma_is_one(mdp.gamma):
+        ends = _of_policy(mdp.end_probability, policy) + mdp.is_terminal
+        for states in closed_classes(model, ends):
+            if np.abs(right[states]).max() > 0:
+                raise ValueError(
+                    f"gamma is 1 and under this policy state {states[0]} never ends but is rewarded for ever, so its value "
+                    "is not finite; give a policy that ends, or use gamma below 1."
+                )
+            keep[states] = False
+    system = np.flatnonzero(keep)
+    out = np.zeros(mdp.n_states)
+    if not system.size:
+        return out
+    if sparse.issparse(model):
+        part = model[system][:, system]
+        matrix = (sparse.eye_array(system.size) - mdp.gamma * part).tocsc()
+        out[system] = linalg.splu(matrix).solve(right[system])
+    else:
+        matrix = np.eye(system.size) - mdp.gamma * model[np.ix_(system, system)]
+        out[system] = np.linalg.solve(matrix, right[system])
+    return out
+
+
+def evaluate(mdp: MDP, policy: ArrayLike) -> FloatArray:
+    """[S]: V_π, exact: the solution of (I − γ·P_π)·V = R_π, dense or sparse.
+
+    At γ = 1 a class of states that the policy never leaves is worth 0 when it pays nothing; otherwise ValueError.
+    """
+    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    return _solve(mdp, policy, _of_policy(mdp.rewards, policy))
+
+
+def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
+    """[S]: Σ_t γ^t·P(not over at t), the discounted number of steps to come; at γ = 1 infinite where it may never end."""
+    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    alive = (~mdp.is_terminal).astype(np.float64)
+    if not gamma_is_one(mdp.gamma):
+        return _solve(mdp, policy, alive)
+    model, _ = policy_model(mdp, policy)
+    ends = _of_policy(mdp.end_probability, policy) + mdp.is_terminal
+    stuck = np.zeros(mdp.n_states)
+    for states in closed_classes(model, ends):
+        stuck[states] = 1.0
+    reached = stuck > 0
+    while True:
+        wider = reached | (np.asarray(model @ reached.astype(np.float64)) > 0)
+        if (wider == reached).all():
+            break
+        reached = wider
+    steps = _solve(mdp, policy, np.where(stuck > 0, 0.0, alive))
+    return np.where(reached, np.inf, steps)
+
+
+def occupancy(mdp: MDP, policy: ArrayLike) -> FloatArray:
+    """[S]: d(s) = Σ_t γ^t·P(s_t = s | start, π), the discounted visits; d·R_π is the expected return from the start."""
+    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    start = np.where(mdp.is_terminal, 0.0, mdp.start_distribution)
+    if gamma_is_one(mdp.gamma) and not np.isfinite(expected_steps(mdp, policy)[start > 0]).all():
+        raise ValueError("gamma is 1 and this policy may never end, so its visits are not finite; use gamma below 1.")
+    return _solve_visits(mdp, policy, start)
+
+
+def _solve_visits(mdp: MDP, policy: Policy, start: FloatArray) -> FloatArray:
+    """d = start + γ·P_πᵀ·d over the states that the start can reach."""
+    model, _ = policy_model(mdp, policy)
+    reached = start > 0
+    while True:
+        wider = reached | (np.asarray(model.T @ reached.astype(np.float64)) > 0)
+        if (wider == reached).all():
+            break
+        reached = wider
+    system = np.flatnonzero(reached & ~mdp.is_terminal)
+    visits = np.zeros(mdp.n_states)
+    part = model[system][:, system]
+    if sparse.issparse(model):
+        matrix = (sparse.eye_array(system.size) - mdp.gamma * part).T.tocsc()
+        visits[system] = linalg.splu(matrix).solve(start[system])
+    else:
+        visits[system] = np.linalg.solve((np.eye(system.size) - mdp.gamma * part).T, start[system])
+    return visits

@@ -1,0 +1,83 @@
+"""Where episodes end: what an undiscounted sum of rewards needs to be finite.
+
+With γ = 1 the Bellman equation alone has many solutions. What decides is which states can reach an end, and which can go on for
+ever without any reward (worth exactly 0). These are questions about the graph of the transitions, answered here.
+Source: Bertsekas and Tsitsiklis 1991, "An analysis of stochastic shortest path problems"; Puterman 1994, chapter 7.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.sparse import csgraph
+
+__all__ = ["closed_classes", "hopeless_states", "safe_policy"]
+
+BoolArray = NDArray[np.bool_]
+
+
+def _edges(transitions: Any) -> Any:
+    """The stacked transitions as a CSR pattern of ones, (A·S, S)."""
+    pattern = sparse.csr_array(transitions)
+    return sparse.csr_array(((pattern.data > 0).astype(np.float64), pattern.indices, pattern.indptr), shape=pattern.shape)
+
+
+def _free_for_ever(edges: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> NDArray[np.bool_]:
+    """(S, A): actions that can be repeated for ever inside a set of states where no step pays or ends anything.
+
+    The greatest such set: start with every free action and strike out those that may leave what is left.
+    """
+    free = (rewards == 0) & (end == 0) & ~terminal[:, None]
+    n_states, n_actions = rewards.shape
+    while True:
+        outside = ~free.any(axis=1)
+        leaves = np.asarray(edges @ outside.astype(np.float64)).reshape(n_actions, n_states).T > 0
+        smaller = free & ~leaves
+        if (smaller == free).all():
+            return np.asarray(free)
+        free = smaller
+
+
+def safe_policy(
+    transitions: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray
+) -> tuple[NDArray[np.int64], BoolArray]:
+    """A policy [S] whose undiscounted value is finite wherever one exists, and the states [S] for which it does.
+
+    It stays for nothing where that can be done for ever; elsewhere each action leads with positive probability one step nearer
+    to such a place or to an end.
+    """
+    edges = _edges(transitions)
+    n_states, n_actions = rewards.shape
+    free = _free_for_ever(edges, rewards, end, terminal)
+    policy = free.argmax(axis=1).astype(np.int64)
+    done = terminal | free.any(axis=1)
+    ends = end > 0
+    while True:
+        nearer = np.asarray(edges @ done.astype(np.float64)).reshape(n_actions, n_states).T > 0
+        nearer |= ends
+        new = nearer.any(axis=1) & ~done
+        if not new.any():
+            return policy, done
+        policy[new] = nearer.argmax(axis=1)[new]
+        done |= new
+
+
+def hopeless_states(transitions: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> BoolArray:
+    """[S]: states from which no policy reaches an end nor a place to stay for nothing."""
+    return ~safe_policy(transitions, rewards, end, terminal)[1]
+
+
+def closed_classes(model: Any, end: NDArray[np.float64]) -> list[NDArray[np.intp]]:
+    """The sets of states that a chain with matrix `model` (S, S) never leaves and where it never ends (`end` [S] is 0)."""
+    graph = sparse.csr_array(model)
+    n_classes, label = csgraph.connected_components(graph, directed=True, connection="strong")
+    rows = np.repeat(np.arange(graph.shape[0]), np.diff(graph.indptr))
+    open_ = np.zeros(n_classes, bool)
+    open_[label[rows[(label[rows] != label[graph.indices]) & (graph.data > 0)]]] = True
+    open_[label[end > 0]] = True
+    order = np.argsort(label, kind="stable")
+    groups = np.split(order, np.cumsum(np.bincount(label, minlength=n_classes))[:-1])
+    return [group for group, is_open in zip(groups, open_, strict=True) if not is_open]

@@ -1,0 +1,262 @@
+"""The Markov decision process (S, A, P, R, γ): what can happen and what it is worth.
+
+`S` states, `A` actions. Row a·S + s of `transitions` is P(·|s, a): all actions stacked in one matrix, so that one product with V
+backs up every state and action. Where an episode ends nothing follows: such rows sum to less than 1 by exactly `end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import sparse
+
+from psigrad.tabular.endings import hopeless_states
+
+__all__ = ["MDP", "BoolArray", "FloatArray", "IntArray", "Matrix", "discounted_return"]
+
+FloatArray: TypeAlias = NDArray[np.float64]
+IntArray: TypeAlias = NDArray[np.int64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+Matrix: TypeAlias = Any  # a float64 array or a scipy CSR array
+PROBABILITY_SLACK = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class MDP:
+    """A finite Markov decision process with rewards R(s, a), dense or sparse. Arguments are brought to the forms below.
+
+    `transitions` may be given as an array (A, S, S), a list of A sparse (S, S) matrices, or already stacked (A·S, S).
+    `rewards` may be given as (S, A), as (S,) for the state that is left, or as R(s, a, s') in the form of the transitions.
+    Raises ValueError when these are not a decision process, and for γ = 1 where some state can never come to an end.
+    """
+
+    transitions: Matrix
+    """(A·S, S), dense or CSR. Rows of terminal states are 0: nothing follows."""
+    rewards: FloatArray
+    """(S, A): the expected reward of a step, R(s, a) = Σ_s' P(s'|s, a)·R(s, a, s')."""
+    gamma: float
+    """The discount γ in [0, 1]."""
+    terminal: BoolArray | None = None
+    """(S,): states where an episode is over; their value is 0. None: there is none."""
+    start: FloatArray | None = None
+    """(S,): distribution of the first state. None: uniform over the states that are not terminal."""
+    end: FloatArray | None = None
+    """(S, A): probability that the episode ends with this step whatever state is seen last. None: 0."""
+    rewards_next: Matrix | None = None
+    """R(s, a, s') in the form of `transitions`, for sampling. None: every outcome pays R(s, a)."""
+    rewards_end: FloatArray | None = None
+    """(S, A): what a step that ends the episode through `end` pays, for sampling. None: R(s, a)."""
+
+    def __post_init__(self) -> None:
+        stacked, n_actions = _stacked(self.transitions, "transitions")
+        n_states = stacked.shape[1]
+        rewards, per_outcome = _expected(self.rewards, stacked, n_actions)
+        terminal = np.zeros(n_states, bool) if self.terminal is None else np.asarray(self.terminal)
+        if terminal.shape != (n_states,) or terminal.dtype != np.bool_:
+            raise ValueError(f"terminal has shape {terminal.shape} and type {terminal.dtype}; expected {n_states} booleans.")
+        end = _table(self.end, n_states, n_actions, "end")
+        if end is not None:
+            end = end * ~terminal[:, None]
+        stacked, rewards = _without_terminal_rows(stacked, terminal, n_actions), rewards * ~terminal[:, None]
+        _check(stacked, rewards, self.gamma, terminal, end)
+        start = _start(self.start, terminal)
+        values = {
+            "transitions": stacked,
+            "rewards": np.asfortranarray(rewards),
+            "gamma": float(self.gamma),
+            "terminal": terminal,
+            "start": start,
+            "end": end,
+            "rewards_next": per_outcome if self.rewards_next is None else self.rewards_next,
+            "rewards_end": _table(self.rewards_end, n_states, n_actions, "rewards_end"),
+        }
+        if values["rewards_next"] is not None and values["rewards_next"].shape != stacked.shape:
+            raise ValueError(
+                f"rewards_next has shape {values['rewards_next'].shape}; expected {stacked.shape}, as the transitions."
+            )
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if gamma_is_one(self.gamma):
+            _check_endings(self)
+
+    @classmethod
+    def from_state_first(cls, transitions_SAS: ArrayLike, rewards: ArrayLike, gamma: float, **options: Any) -> MDP:
+        """The same from an array (S, A, S), the form of quantecon's DiscreteDP; `options` are the other fields."""
+        return cls(np.swapaxes(np.asarray(transitions_SAS, dtype=np.float64), 0, 1), cast(FloatArray, rewards), gamma, **options)
+
+    @property
+    def n_states(self) -> int:
+        """S."""
+        return int(self.transitions.shape[1])
+
+    @property
+    def n_actions(self) -> int:
+        """A."""
+        return int(self.transitions.shape[0]) // self.n_states
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the transitions are a CSR array."""
+        return bool(sparse.issparse(self.transitions))
+
+    @property
+    def is_terminal(self) -> BoolArray:
+        """(S,): `terminal`, never None."""
+        return cast(BoolArray, self.terminal)
+
+    @property
+    def start_distribution(self) -> FloatArray:
+        """(S,): `start`, never None."""
+        return cast(FloatArray, self.start)
+
+    @property
+    def end_probability(self) -> FloatArray:
+        """(S, A): `end`, never None."""
+        return np.zeros((self.n_states, self.n_actions)) if self.end is None else self.end
+
+
+def gamma_is_one(gamma: float) -> bool:
+    """Whether returns are undiscounted sums, which are finite only because episodes end."""
+    return gamma == 1.0
+
+
+def discounted_return(rewards_T: ArrayLike, gamma: float) -> float:
+    """The return of an episode, G = Σ_t γ^t·r_t, of its rewards [T]."""
+    total = 0.0
+    for reward in np.asarray(rewards_T, dtype=np.float64)[::-1].tolist():
+        total = reward + gamma * total
+    return total
+
+
+def _stacked(given: Any, name: str) -> tuple[Matrix, int]:
+    """(A·S, S) and A, from any of the accepted forms."""
+    if sparse.issparse(given):
+        stacked = sparse.csr_array(given, dtype=np.float64)
+    elif isinstance(given, Sequence) and given and all(sparse.issparse(p) for p in given):
+        if len({p.shape for p in given}) != 1 or given[0].shape[0] != given[0].shape[1]:
+            raise ValueError(
+                f"{name} is a list of sparse matrices of shapes {[p.shape for p in given]}; expected (S, S) for each."
+            )
+        stacked = sparse.csr_array(sparse.vstack(given, format="csr"), dtype=np.float64)
+    else:
+        stacked = np.asarray(given, dtype=np.float64)
+        if stacked.ndim == 3 and stacked.shape[1] == stacked.shape[2]:
+            stacked = stacked.reshape(-1, stacked.shape[2])
+        elif stacked.ndim == 3 and stacked.shape[0] == stacked.shape[2]:
+            raise ValueError(f"{name} has shape {stacked.shape}, states first; expected (A, S, S); use MDP.from_state_first.")
+    if stacked.ndim != 2 or stacked.shape[1] == 0 or stacked.shape[0] == 0 or stacked.shape[0] % stacked.shape[1]:
+        raise ValueError(
+            f"{name} has shape {stacked.shape}; expected (A, S, S), A sparse (S, S) matrices, or all stacked as (A·S, S)."
+        )
+    return stacked, stacked.shape[0] // stacked.shape[1]
+
+
+def _expected(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, Matrix | None]:
+    """R(s, a) as (S, A), and R(s, a, s') where that was given."""
+    n_states = stacked.shape[1]
+    is_sparse = sparse.issparse(given) or (isinstance(given, Sequence) and len(given) > 0 and sparse.issparse(given[0]))
+    table = None if is_sparse else np.asarray(given, dtype=np.float64)
+    if table is not None and table.shape == (n_states,):
+        return np.repeat(table[:, None], n_actions, axis=1), None
+    if table is not None and table.shape == (n_states, n_actions):
+        return table, None
+    if table is not None and table.ndim != 3:
+        raise ValueError(
+            f"rewards has shape {table.shape}; expected ({n_states}, {n_actions}) for R(s, a), ({n_states},) for R(s), "
+            "or the form of the transitions for R(s, a, s')."
+        )
+    per_outcome, _ = _stacked(given, "rewards")
+    if per_outcome.shape != stacked.shape:
+        raise ValueError(f"rewards R(s, a, s') stack to shape {per_outcome.shape}; expected {stacked.shape}, as the transitions.")
+    sums = (per_outcome * stacked).sum(axis=1)
+    return np.asarray(sums, dtype=np.float64).reshape(n_actions, n_states).T, per_outcome
+
+
+def _table(given: Any, n_states: int, n_actions: int, name: str) -> FloatArray | None:
+    if given is None:
+        return None
+    table = np.asarray(given, dtype=np.float64)
+    if table.shape != (n_states, n_actions) or not np.isfinite(table).all():
+        raise ValueError(f"{name} has shape {table.shape}; expected finite numbers of shape ({n_states}, {n_actions}).")
+    return table
+
+
+def _start(given: Any, terminal: BoolArray) -> FloatArray:
+    """The distribution of the first state, checked."""
+    if given is None:
+        alive = ~terminal if not terminal.all() else np.ones_like(terminal)
+        return np.asarray(alive / alive.sum())
+    start = np.asarray(given, dtype=np.float64)
+    if (
+        start.shape != terminal.shape
+        or not np.isfinite(start).all()
+        or (start < 0).any()
+        or abs(start.sum() - 1) > PROBABILITY_SLACK
+    ):
+        raise ValueError(
+            f"start has shape {start.shape} and sum {start.sum():g}; expected {terminal.size} probabilities that sum to 1."
+        )
+    return start
+
+
+def _without_terminal_rows(stacked: Matrix, terminal: BoolArray, n_actions: int) -> Matrix:
+    """Transitions with 0 in every row of a terminal state."""
+    rows = np.flatnonzero(np.tile(terminal, n_actions))
+    if not rows.size:
+        return stacked
+    if not sparse.issparse(stacked):
+        if not stacked[rows].any():
+            return stacked
+        stacked = stacked.copy()
+        stacked[rows] = 0.0
+        return stacked
+    lengths = np.diff(stacked.indptr)
+    if not lengths[rows].any():
+        return stacked
+    keep = np.ones(stacked.shape[0], bool)
+    keep[rows] = False
+    chosen = np.repeat(keep, lengths)
+    indptr = np.concatenate([[0], np.cumsum(np.where(keep, lengths, 0))]).astype(stacked.indptr.dtype)
+    return sparse.csr_array((stacked.data[chosen], stacked.indices[chosen], indptr), shape=stacked.shape)
+
+
+def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArray, end: FloatArray | None) -> None:
+    """Whether these are probabilities, rewards and a discount; says which entry is not."""
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma is {gamma}; expected a discount in [0, 1].")
+    entries = stacked.data if sparse.issparse(stacked) else stacked
+    if not np.isfinite(entries).all() or (entries.size and entries.min() < 0):
+        raise ValueError("transitions hold a negative or non-finite number; expected probabilities.")
+    if end is not None and (end < 0).any():
+        raise ValueError("end holds a negative number; expected probabilities.")
+    if not np.isfinite(rewards).all():
+        state, action = np.argwhere(~np.isfinite(rewards))[0]
+        raise ValueError(
+            f"rewards[{state}, {action}] is {rewards[state, action]}; expected a finite number; give an action that must "
+            "not be taken a large negative reward."
+        )
+    n_states = terminal.size
+    sums = np.asarray(stacked.sum(axis=1), dtype=np.float64).reshape(-1, n_states).T
+    total = sums if end is None else sums + end
+    wrong = (np.abs(total - 1) > PROBABILITY_SLACK) & ~terminal[:, None]
+    if wrong.any():
+        state, action = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"The probabilities of state {state}, action {action} sum to {total[state, action]:.10g}; expected 1; "
+            "mark the states where an episode is over as `terminal`."
+        )
+
+
+def _check_endings(mdp: MDP) -> None:
+    """γ = 1 needs an end, or a place to stay for nothing, within reach of every state."""
+    hopeless = hopeless_states(mdp.transitions, mdp.rewards, mdp.end_probability, mdp.is_terminal)
+    if hopeless.any():
+        state = int(np.flatnonzero(hopeless)[0])
+        raise ValueError(
+            f"gamma is 1 and from state {state} no terminal state can be reached, so its return is an endless sum; "
+            "mark terminal states, or use gamma below 1."
+        )

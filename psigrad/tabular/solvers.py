@@ -1,0 +1,353 @@
+"""Dynamic programming, one step at a time: every solver is a generator that yields a `Sweep`, so that a page can show each.
+
+    evaluation         V ← R_π + γ·P_π·V                        policy_evaluation; exact: bellman.evaluate
+    value iteration    V ← max_a [R(s, a) + γ·Σ_s' P·V(s')]     value_iteration, prioritised_sweeping
+    policy iteration   evaluate π, then improve it, repeat      policy_iteration
+    modified           back up, then m sweeps of evaluation     modified_policy_iteration
+
+A generator ends when its error bound is at most `epsilon`. Every solver starts from `value` when one is given (a warm start).
+Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson 1993; Puterman 1994, chapters 6 and 7.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import sparse
+
+from psigrad.tabular.bellman import (
+    checked_policy,
+    checked_value,
+    evaluate,
+    expected_steps,
+    greedy,
+    policy_model,
+    q_values,
+)
+from psigrad.tabular.endings import safe_policy
+from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
+from psigrad.tabular.sweeps import Sweep, change_bounds, is_finished, residual_bounds, rounding
+
+__all__ = [
+    "Solution",
+    "modified_policy_iteration",
+    "policy_evaluation",
+    "policy_iteration",
+    "prioritised_sweeping",
+    "solve",
+    "value_iteration",
+]
+
+Method = Literal["policy_iteration", "value_iteration", "modified_policy_iteration"]
+EXACT_UP_TO = 5_000
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Values and policy with a bound on their error."""
+
+    value: FloatArray
+    """[S]: V*, within error_bound."""
+    policy: IntArray
+    """[S]: greedy in `value`."""
+    q: FloatArray
+    """(S, A): Q of `value`."""
+    iterations: int
+    """Steps that the solver yielded."""
+    error_bound: float
+    """max_s |V − V*| is at most this. At γ = 1: the error of V as the value of `policy`, which no action improves."""
+    method: Method
+
+
+def policy_evaluation(
+    mdp: MDP, policy: ArrayLike, *, value: ArrayLike | None = None, in_place: bool = False, epsilon: float = 1e-8
+) -> Iterator[Sweep]:
+    """Sweeps V ← R_π + γ·P_π·V towards V_π: all states from the old values, or (in_place) each from the newest.
+
+    At γ = 1 the bound uses the policy's expected number of steps; without an end in sight only the residual decides.
+    """
+    _check_epsilon(epsilon)
+    policy = checked_policy(mdp.n_states, mdp.n_actions, policy)
+    old = checked_value(mdp, value)
+    model, rewards = policy_model(mdp, policy)
+    steps = float(expected_steps(mdp, policy).max()) if gamma_is_one(mdp.gamma) else None
+    backup = _in_place(model, rewards[:, None], mdp.gamma, range(mdp.n_states)) if in_place else _of_chain(mdp, model, rewards)
+    iteration = 0
+    while True:
+        iteration += 1
+        new = backup(old)
+        slack = rounding(mdp, new)
+        bounds = change_bounds(mdp, new - old, slack, not in_place, steps)
+        sweep = Sweep(mdp, iteration, "evaluate", new, _largest(new - old), *bounds, policy)
+        yield sweep
+        if is_finished(sweep, epsilon, slack):
+            return
+        old = new
+
+
+def value_iteration(
+    mdp: MDP,
+    *,
+    value: ArrayLike | None = None,
+    in_place: bool = False,
+    order: ArrayLike | None = None,
+    epsilon: float = 1e-8,
+) -> Iterator[Sweep]:
+    """Sweeps V ← max_a Q(s, a) towards V*: all states from the old values, or (in_place: Gauss–Seidel) one after the other.
+
+    `order` [S] is the order of states in place. At γ = 1, from V = 0, sweep k holds the best expected sum of rewards in k steps.
+    """
+    _check_epsilon(epsilon)
+    old = checked_value(mdp, value)
+    if order is not None and (not in_place or sorted(np.asarray(order).tolist()) != list(range(mdp.n_states))):
+        raise ValueError("order is for in_place=True and names every state once; drop it, or give a permutation of the states.")
+    states = range(mdp.n_states) if order is None else np.asarray(order).tolist()
+    backup = _in_place(mdp.transitions, mdp.rewards, mdp.gamma, states) if in_place else _best_of(mdp)
+    iteration = 0
+    while True:
+        iteration += 1
+        new = backup(old)
+        change = new - old
+        slack = rounding(mdp, new)
+        sweep = Sweep(mdp, iteration, "back up", new, _largest(change), *change_bounds(mdp, change, slack, not in_place))
+        yield sweep
+        if is_finished(sweep, epsilon, slack):
+            return
+        old = new
+
+
+def policy_iteration(
+    mdp: MDP,
+    *,
+    policy: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    exact: bool = True,
+    epsilon: float = 1e-10,
+) -> Iterator[Sweep]:
+    """Evaluate the policy, improve it greedily, repeat until no action changes. Yields an `evaluate` and an `improve` each round.
+
+    The first policy is `policy`, or the greedy one of `value`, or that of zeros; at γ = 1 one that ends or stays for nothing,
+    from which policy iteration reaches V*. With exact=False evaluation runs sweep by sweep to `epsilon`, and each is yielded.
+    """
+    current = _first_policy(mdp, policy, value)
+    old, iteration = checked_value(mdp, value), 0
+    while True:
+        if exact:
+            new = evaluate(mdp, current)
+            iteration += 1
+            yield _evaluated(mdp, iteration, old, new, current)
+        else:
+            new = old
+            for sweep in policy_evaluation(mdp, current, value=old, epsilon=epsilon):
+                iteration += 1
+                new = sweep.value
+                yield Sweep(mdp, iteration, "evaluate", new, sweep.residual, sweep.low, sweep.high, current)
+        q = q_values(mdp, new)
+        improved = greedy(q, current)
+        changed = int((improved != current).sum())
+        gap = q.max(axis=1) - new
+        gap[mdp.is_terminal] = 0.0
+        steps = None if changed or not gamma_is_one(mdp.gamma) else _finite_steps(mdp, improved)
+        iteration += 1
+        bounds = residual_bounds(mdp, gap, rounding(mdp, new), steps)
+        yield Sweep(mdp, iteration, "improve", new, _largest(gap), *bounds, improved, changed)
+        # values must grow; when what is left to gain is below the error of the evaluation, ties could be swapped for ever
+        stalled = iteration > 2 and new.sum() <= old.sum() if exact else float(gap.max()) <= 2 * epsilon
+        if not changed or stalled:
+            return
+        current, old = improved, new
+
+
+def modified_policy_iteration(
+    mdp: MDP, *, value: ArrayLike | None = None, sweeps: int = 20, epsilon: float = 1e-8
+) -> Iterator[Sweep]:
+    """A backup V ← max_a Q, then `sweeps` sweeps of evaluation of its greedy policy, which cost a sweep of one action each.
+
+    Yields a `back up` (whose bound decides) and an `evaluate` each round. 0 sweeps are value iteration, many policy iteration.
+    """
+    _check_epsilon(epsilon)
+    if sweeps < 0:
+        raise ValueError(f"sweeps is {sweeps}; expected the number of evaluation sweeps between two backups, 0 or more.")
+    old = checked_value(mdp, value)
+    iteration = 0
+    while True:
+        q = q_values(mdp, old)
+        new = np.asarray(q.T.max(axis=0))
+        change = new - old
+        slack = rounding(mdp, new)
+        iteration += 1
+        sweep = Sweep(mdp, iteration, "back up", new, _largest(change), *change_bounds(mdp, change, slack, True))
+        yield sweep
+        if is_finished(sweep, epsilon, slack):
+            return
+        old = new
+        if sweeps:
+            policy = q.T.argmax(axis=0)
+            model, rewards = policy_model(mdp, policy)
+            del q
+            before = old
+            for _ in range(sweeps):
+                before, old = old, mdp.gamma * (model @ old) + rewards
+            iteration += 1
+            bounds = change_bounds(mdp, old - before, slack, True)
+            yield Sweep(mdp, iteration, "evaluate", old, _largest(old - before), *bounds, policy)
+
+
+def prioritised_sweeping(
+    mdp: MDP, *, value: ArrayLike | None = None, backups: int | None = None, epsilon: float = 1e-8
+) -> Iterator[Sweep]:
+    """Backs up the state with the largest |TV − V| next, and tells its predecessors. Yields after every `backups` (default S)."""
+    _check_epsilon(epsilon)
+    new = checked_value(mdp, value)
+    best = _best_of(mdp)
+    rows = _state_rows(mdp.transitions, mdp.rewards)
+    pattern = sparse.csc_array(mdp.transitions)
+    before_ = [
+        np.unique(pattern.indices[a:b] % mdp.n_states).tolist() for a, b in zip(pattern.indptr, pattern.indptr[1:], strict=False)
+    ]
+    gap = np.abs(best(new) - new)
+    heap = [(-g, s) for s, g in enumerate(gap.tolist()) if g > 0]
+    heapq.heapify(heap)
+    iteration = 0
+    while True:
+        old, left = new.copy(), backups or mdp.n_states
+        while heap and left:
+            priority, state = heapq.heappop(heap)
+            if -priority != gap[state]:
+                continue  # it was backed up or raised since
+            left -= 1
+            new[state] = _back_up(new, rows[state], mdp.gamma)
+            gap[state] = 0.0
+            for s in before_[state]:
+                gap[s] = abs(_back_up(new, rows[s], mdp.gamma) - new[s])
+                if gap[s] > 0:
+                    heapq.heappush(heap, (-float(gap[s]), s))
+        iteration += 1
+        slack = rounding(mdp, new)
+        bounds = residual_bounds(mdp, best(new) - new, slack)
+        sweep = Sweep(mdp, iteration, "back up", new.copy(), _largest(new - old), *bounds)
+        yield sweep
+        if not heap or is_finished(sweep, epsilon, slack):
+            return
+
+
+def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = None, epsilon: float = 1e-8) -> Solution:
+    """V*, an optimal policy and a bound on the error, at most `epsilon` for γ < 1.
+
+    `method` defaults to policy_iteration up to 5,000 states and value_iteration above; at γ = 1 only policy_iteration
+    is sure to find a policy that ends. The sweeping methods return the middle of V + [low, high], which is proven earlier than V.
+    """
+    small = mdp.n_states <= EXACT_UP_TO or gamma_is_one(mdp.gamma)
+    method = method or ("policy_iteration" if small else "value_iteration")
+    if gamma_is_one(mdp.gamma) and method != "policy_iteration":
+        raise ValueError(
+            f"gamma is 1 and method is {method!r}, whose greedy policy may never end although its values are right; "
+            "use policy_iteration, or step through value_iteration for the values alone."
+        )
+    iterations = 0
+    for sweep in _sweeps(mdp, method, value, epsilon):
+        iterations += 1
+        if sweep.step == "evaluate":
+            continue
+        last = sweep
+        if method != "policy_iteration" and (sweep.high - sweep.low) / 2 <= epsilon:
+            break
+    middle = 0.0 if method == "policy_iteration" else (last.low + last.high) / 2
+    best = np.where(mdp.is_terminal, 0.0, last.value + middle)
+    bound = last.error_bound if method == "policy_iteration" else (last.high - last.low) / 2
+    if bound > epsilon and not gamma_is_one(mdp.gamma):
+        raise ValueError(f"epsilon is {epsilon:g} and float64 proves no more than {bound:.1e} here; give a larger epsilon.")
+    q = q_values(mdp, best)
+    policy = greedy(q) if last.chosen is None else np.asarray(last.chosen, dtype=np.int64)
+    return Solution(best, policy, q, iterations, bound, method)
+
+
+def _sweeps(mdp: MDP, method: Method, value: ArrayLike | None, epsilon: float) -> Iterator[Sweep]:
+    match method:
+        case "policy_iteration":
+            return policy_iteration(mdp, value=value)
+        case "value_iteration":
+            return value_iteration(mdp, value=value, epsilon=epsilon)
+        case "modified_policy_iteration":
+            return modified_policy_iteration(mdp, value=value, epsilon=epsilon)
+    raise ValueError(f"method is {method!r}; expected policy_iteration, value_iteration or modified_policy_iteration.")
+
+
+def _first_policy(mdp: MDP, policy: ArrayLike | None, value: ArrayLike | None) -> IntArray:
+    if policy is not None:
+        given = checked_policy(mdp.n_states, mdp.n_actions, policy)
+        return np.asarray(given if given.ndim == 1 else given.argmax(axis=1), dtype=np.int64)
+    if gamma_is_one(mdp.gamma):
+        return safe_policy(mdp.transitions, mdp.rewards, mdp.end_probability, mdp.is_terminal)[0]
+    return greedy(q_values(mdp, checked_value(mdp, value)))
+
+
+def _evaluated(mdp: MDP, iteration: int, old: FloatArray, new: FloatArray, policy: IntArray) -> Sweep:
+    """The sweep of an exact evaluation, with the bound that its own residual gives."""
+    model, rewards = policy_model(mdp, policy)
+    steps = _finite_steps(mdp, policy) if gamma_is_one(mdp.gamma) else None
+    bounds = residual_bounds(mdp, rewards + mdp.gamma * (model @ new) - new, rounding(mdp, new), steps)
+    return Sweep(mdp, iteration, "evaluate", new, _largest(new - old), *bounds, policy)
+
+
+def _finite_steps(mdp: MDP, policy: IntArray) -> float:
+    """The largest expected number of steps from the states where it is finite; the others stay for nothing and are exact."""
+    steps = expected_steps(mdp, policy)
+    return float(steps[np.isfinite(steps)].max(initial=0.0))
+
+
+def _of_chain(mdp: MDP, model: Matrix, rewards: FloatArray) -> Callable[[FloatArray], FloatArray]:
+    """The Bellman expectation operator of all states at once."""
+    return lambda value: np.asarray(rewards + mdp.gamma * (model @ value))
+
+
+def _best_of(mdp: MDP) -> Callable[[FloatArray], FloatArray]:
+    """The Bellman optimality operator of all states at once."""
+    return lambda value: np.asarray(q_values(mdp, value).T.max(axis=0))
+
+
+def _largest(change: FloatArray) -> float:
+    return max(float(change.max()), -float(change.min()))
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon is {epsilon}; expected the wanted bound on the error, 0 or more.")
+
+
+StateRows = tuple[FloatArray, IntArray, FloatArray]
+
+
+def _state_rows(stacked: Matrix, rewards: FloatArray) -> list[StateRows]:
+    """For each state: P (A, k) over its k successors, the successors [k], and rewards [A]."""
+    n_states, n_actions = rewards.shape
+    rows: list[StateRows] = []
+    for state in range(n_states):
+        block = stacked[np.arange(n_actions) * n_states + state]
+        block = block.toarray() if sparse.issparse(block) else block
+        successors = np.flatnonzero(block.any(axis=0))
+        rows.append((block[:, successors], successors, np.ascontiguousarray(rewards[state])))
+    return rows
+
+
+def _back_up(value: FloatArray, row: StateRows, gamma: float) -> float:
+    model, successors, rewards = row
+    return float((rewards + gamma * (model @ value[successors])).max())
+
+
+def _in_place(stacked: Matrix, rewards: FloatArray, gamma: float, order: range | list[int]) -> Callable[[FloatArray], FloatArray]:
+    """A sweep that uses each new value at once (Gauss–Seidel), state by state."""
+    rows = _state_rows(stacked, rewards)
+
+    def sweep(value: FloatArray) -> FloatArray:
+        value = value.copy()
+        for state in order:
+            value[state] = _back_up(value, rows[state], gamma)
+        return value
+
+    return sweep

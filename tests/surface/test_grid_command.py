@@ -1,0 +1,73 @@
+"""`psigrad grid`: what it shows is what the solver found, and mistakes are sentences."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from psigrad import cli
+from psigrad.errors import UserError
+from psigrad.recipes import grid
+from psigrad.recipes.grid import METHODS, GridSettings
+from psigrad.tabular import evaluate, solve
+
+
+def shown(**settings) -> tuple[str, object]:
+    console = Console(file=io.StringIO(), width=100)
+    last = grid.run(GridSettings(**settings), console)
+    return console.file.getvalue(), last
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_ends_at_the_exact_values_and_shows_them(method):
+    text, last = shown(method=method, slip=0.2, step_reward=-0.01)
+    world = grid.grid_of(GridSettings(slip=0.2, step_reward=-0.01))
+    mdp = world.mdp()
+    best = solve(mdp)
+    assert np.abs(last.value - best.value).max() < 1e-6
+    assert np.abs(evaluate(mdp, last.policy) - best.value).max() < 1e-6
+    final = " ".join(text.strip().splitlines()[-9:-1])
+    numbers = [float(cell[:-1]) for cell in final.split() if cell[-1] in "↑→↓←"]
+    assert max(numbers) == pytest.approx(max(best.value), abs=0.006)
+
+
+def test_frames_are_the_first_every_nth_and_the_last():
+    text, last = shown(every=5)
+    frames = [line for line in text.splitlines() if "largest change" in line]
+    said = [int(frame.split("sweep ")[1].split(":")[0]) for frame in frames]
+    assert said == [1, *range(5, last.iteration + 1, 5), last.iteration]
+
+
+def test_a_map_from_a_file(tmp_path):
+    (tmp_path / "map.txt").write_text("S.+\n.#-\n...\n")
+    text, last = shown(map=str(tmp_path / "map.txt"), discount=0.5)
+    assert last.value[0] == pytest.approx(0.5) and "██████" in text
+
+
+def test_a_film_ends_with_the_last_sweep():
+    text, last = shown(method="policy_iteration", play=1e-4)
+    assert f"sweep {last.iteration}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--method", "valu_iteration"], "did you mean 'value_iteration'"),
+        (["--slip", "2"], "slip is 2"),
+        (["--map", "/nowhere"], "cannot be read"),
+        (["--discount", "1.5"], "1.5"),
+        (["--slop", "1"], "--slip"),
+    ],
+)
+def test_a_mistake_is_a_sentence(arguments, said, capsys):
+    assert cli.main(["grid", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_map_that_is_none_is_refused(tmp_path):
+    (tmp_path / "map.txt").write_text("S?+\n")
+    with pytest.raises(UserError, match="sign"):
+        shown(map=str(tmp_path / "map.txt"))
