@@ -20,14 +20,17 @@ from typing import Any
 
 from psigrad import objective
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
+from psigrad.data import preferences
 from psigrad.errors import UserError
 from psigrad.objective import preference_catalog
 from psigrad.recipes import evaluate, online, preference, setup
 from psigrad.recipes.load import load, to_dict
+from psigrad.recipes.sample import read_jsonl, write_jsonl
 from psigrad.training.progress import bar
 
 # Student's t, two-sided 95 %, for 1 … 10 degrees of freedom; beyond, the normal value is near enough to name it so.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+UNPAIRED = "unpaired.jsonl"
 FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
 
 
@@ -50,6 +53,8 @@ def run(comparison: Comparison) -> Path:
     check(comparison)
     folder = Path(comparison.config.run.output_dir or "runs/compare")
     (folder / "settings").mkdir(parents=True, exist_ok=True)
+    if "kto" in comparison.methods:  # it learns from each answer by itself
+        write_jsonl(folder / UNPAIRED, preferences.unpaired(read_jsonl(comparison.pairs)))
     jobs = [(method, seed) for method in comparison.methods for seed in comparison.seeds]
     with bar("compare", len(jobs), shown=comparison.config.run.progress) as advance:
         for method, seed in jobs:
@@ -89,7 +94,7 @@ def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) ->
     samples = config.prompts_per_step * config.num_generations
     return PreferenceConfig(
         model=config.model,
-        data=replace(config.data, dataset=comparison.pairs, eval_dataset=""),
+        data=replace(config.data, dataset=str(folder / UNPAIRED) if method == "kto" else comparison.pairs, eval_dataset=""),
         optim=config.optim,
         evaluation=replace(config.evaluation, eval_prompts=0),
         run=where,

@@ -25,16 +25,16 @@ def config(job, output, **changes):
 
 @pytest.fixture(scope="module")
 def compared(job, tmp_path_factory):
-    """RLOO, PPO and DPO on the tiny job, one seed."""
+    """RLOO, PPO, DPO and KTO on the tiny job, one seed."""
     folder = tmp_path_factory.mktemp("lab")
-    comparison = Comparison(("rloo", "ppo", "dpo"), config(job, folder), (0,), str(job / "pairs.jsonl"))
+    comparison = Comparison(("rloo", "ppo", "dpo", "kto"), config(job, folder), (0,), str(job / "pairs.jsonl"))
     return comparison, compare.run(comparison)
 
 
 def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
     comparison, written = compared
     found = json.loads((written.parent / "compare.json").read_text())
-    assert [run["method"] for run in found["runs"]] == ["rloo", "ppo", "dpo"]
+    assert [run["method"] for run in found["runs"]] == ["rloo", "ppo", "dpo", "kto"]
     for run in found["runs"]:
         assert run["samples"] == 2 * 4 * 4, "two steps of 4 prompts with 4 completions, whatever the method"
         assert 0 <= run["truth"] <= 1 and math.isfinite(run["proxy"]) and run["kl"] >= -1e-6
@@ -42,8 +42,8 @@ def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
         assert run["curve"][-1]["samples"] == 32
     assert found["runs"][0]["kl"] > 0, "negative control: the trained model is not the one it started from"
     html = written.read_text()
-    assert "3 methods compared" in html and html.count("<svg") == 3 and "<script" not in html
-    assert comparison.methods == ("rloo", "ppo", "dpo")
+    assert "4 methods compared" in html and html.count("<svg") == 3 and "<script" not in html
+    assert len(comparison.methods) == 4
 
 
 def test_a_second_call_runs_nothing_again(compared, monkeypatch):
