@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+from workloads import WORKLOADS, Workload, build
 
-from workloads import WORKLOADS, Workload, build  # noqa: E402
+HERE = Path(__file__).parent
 
 
 class Side:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
-sys.path.insert(0, str(Path(__file__).parent))
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
