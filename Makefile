@@ -1,5 +1,5 @@
 # psigrad: `make demo` shows it, `make test` proves it. Both make their own environment in .venv; nothing else is needed but
-# Python 3.11+, git and make.
+# Python 3.11+, git and make; the tests of the studio want a Chromium too.
 
 PYTHON ?= python3
 VENV ?= .venv

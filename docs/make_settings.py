@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from psigrad import flags
-from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 
 PAGE = Path(__file__).parent / "settings.md"
 RECIPES = {
@@ -20,6 +20,7 @@ RECIPES = {
     "preference": PreferenceConfig,
     "eval": EvalConfig,
     "sample": SampleConfig,
+    "control": ControlConfig,
 }
 
 HEAD = """# Settings

@@ -195,6 +195,54 @@ def _grid(arguments: list[str]) -> int:
     return 0
 
 
+def _experiment(arguments: list[str]) -> int:
+    from psigrad import flags
+    from psigrad.recipes import experiment
+
+    usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
+    if not arguments or arguments[0].startswith("-"):
+        if not _asks_for_help(arguments):
+            raise UserError(f"experiment got no name; the usage is {usage}.")
+        print("\n".join([usage, "", *(f"  {name:<5} {e.purpose}" for name, e in experiment.EXPERIMENTS.items())]))
+        return 0
+    settings = flags.parse(experiment.named(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
+    experiment.run(arguments[0], settings)
+    return 0
+
+
+def _studio(arguments: list[str]) -> int:
+    usage = "psigrad studio [RUNS_FOLDER] [--port N] [--no-open]"
+    if _asks_for_help(arguments):
+        print(f"{usage}\n\nThe web application: a grid world to play with. It serves this machine only.")
+        return 0
+    from psigrad import flags
+
+    folders, _, rest = flags.listed(arguments)
+    given = flags.plain("studio", rest, {"port": 0, "open": True})
+    if len(folders) > 1:
+        raise UserError(f"studio got {len(folders)} folders and takes one; the usage is {usage}.")
+    from psigrad.studio import serve
+
+    serve.studio("".join(folders), port=given["port"], open_browser=given["open"])
+    return 0
+
+
+def _control(arguments: list[str]) -> int:
+    from psigrad import flags
+    from psigrad.config import ControlConfig
+    from psigrad.recipes import tuned
+
+    # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
+    first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
+    rest, command = arguments[len(first) :], "control [ALGORITHM]"
+    asked = flags.parse(ControlConfig, command, rest, defaults=first)
+    from psigrad.recipes import control
+
+    known = tuned.settings_for(control.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+    return _finished(control.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))
+
+
 def _tasks(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
         print("psigrad tasks\n\nNames of the procedural tasks of reasoning-gym, one per line.")
@@ -237,7 +285,10 @@ COMMANDS = {
     "compare": Command("several methods from one checkpoint, over seeds, with equal samples", _compare),
     "eval": Command("sample held-out prompts from a model and score them", _eval),
     "explain": Command("the formula a method optimises, term by term, or how two differ", _explain),
+    "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", _control),
     "grid": Command("a grid world solved sweep by sweep, in the terminal", _grid),
+    "experiment": Command("claims about policy gradients, shown on problems whose exact answer is known", _experiment),
+    "studio": Command("the web application: a grid world in the browser", _studio),
     "report": Command("draw report.html of a run again, or compare several runs", _report),
     "tasks": Command("names of the procedural tasks of reasoning-gym", _tasks),
 }

@@ -5,14 +5,18 @@ A string under a field is its help text on the command line. Names are those of 
 
 from __future__ import annotations
 
+from psigrad.config.control import ControlConfig, Dqn, Network, Trpo
 from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.sections import Data, Evaluation, Model, Optim, Reward, Run, Sampling
 
 __all__ = [
+    "ControlConfig",
     "Data",
+    "Dqn",
     "EvalConfig",
     "Evaluation",
     "Model",
+    "Network",
     "OnlineConfig",
     "Optim",
     "PreferenceConfig",
@@ -22,4 +26,5 @@ __all__ = [
     "SFTConfig",
     "SampleConfig",
     "Sampling",
+    "Trpo",
 ]

@@ -1,7 +1,8 @@
 """The psi slot: Batch -> A [N,T], what multiplies grad log π(a_t|s_t).
 
-An advantage never carries gradient. A part that needs more than rewards says so in `needs`: "value" (a critic) or "group" (at
-least two trajectories of each group); `PolicyGradient` checks it. A user's own psi is any function Batch -> Tensor [N,T].
+An advantage never carries gradient. A part that needs more than rewards says so in `needs`: "value" (a critic), "action_value"
+(a critic of actions) or "group" (at least two trajectories of each group); `PolicyGradient` checks it. A user's own psi is any
+function Batch -> Tensor [N,T].
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.returns import discounted_sum, next_chosen, td_errors
 
 __all__ = [
+    "action_advantage",
+    "action_value",
     "batch_mean",
     "best_of_group",
     "gae",
@@ -36,6 +39,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 VALUE = frozenset({"value"})
 GROUP = frozenset({"group"})
+ACTION_VALUE = frozenset({"action_value"})
 
 
 class StatefulPsi(ABC):
@@ -213,6 +217,35 @@ def best_of_group(batch: Batch) -> Tensor:
     return over_steps(best_N.to(batch.reward.dtype), batch)
 
 
+@needs(ACTION_VALUE)
+def action_value(batch: Batch) -> Tensor:
+    """The critic's value of the step itself.
+
+    Formula: A_t = Q(s_t, a_t)
+
+    Source: Sutton et al. 2000; Schulman et al. 2016, arXiv:1506.02438, form 4 of Ψ.
+    """
+    if batch.action_value is None:
+        raise ValueError(
+            "The batch has no `action_value`, which this psi reads; give the values Q(s_t, a_t) of a critic of actions or choose "
+            "another psi."
+        )
+    return batch.action_value
+
+
+@needs(VALUE | ACTION_VALUE)
+def action_advantage(batch: Batch) -> Tensor:
+    """How much better the step is than the average one of its state, by a critic of states and one of actions.
+
+    Formula: A_t = Q(s_t, a_t) − V(s_t)
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, form 5 of Ψ.
+    """
+    if batch.value is None:
+        raise ValueError("The batch has no `value`, which the advantage Q − V reads; give the critic's values.")
+    return action_value(batch) - batch.value
+
+
 @dataclass(frozen=True)
 class td_residual:
     """The one-step temporal-difference error of the critic.
@@ -305,7 +338,9 @@ class whitened:
     def __call__(self, batch: Batch) -> Tensor:
         psi_NT = self.psi(batch)
         chosen = psi_NT[batch.mask]
-        one_group = torch.zeros_like(chosen, dtype=torch.long)
-        centred = stats.centred(chosen, one_group)
-        scale = stats.group_std(chosen, one_group) + self.eps
-        return psi_NT.masked_scatter(batch.mask, torch.where(centred == 0, torch.zeros_like(centred), centred / scale))
+        if not chosen.numel():
+            return psi_NT
+        above = chosen - chosen.min()  # first, so that equal numbers become zeros and not rounding errors over eps
+        centred = above - above.mean()
+        std = (centred.square().sum() / max(chosen.numel() - 1, 1)).sqrt()
+        return psi_NT.masked_scatter(batch.mask, centred / (std + self.eps))

@@ -15,7 +15,7 @@ from torch import Tensor
 EMPTY_ROW = torch.iinfo(torch.int64).min
 """Group id given to rows without a chosen step, so that padding rows never join a real group."""
 
-_PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value")
+_PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value")
 _PER_ROW = ("group", "last_value", "truncated", "version")
 
 
@@ -69,6 +69,8 @@ class Batch:
     """[N, T] log-probability under the exact distribution that was sampled from."""
     value: Tensor | None = None
     """[N, T] critic's value of the state before each step."""
+    action_value: Tensor | None = None
+    """[N, T] critic's value Q(s_t, a_t) of each step taken in its state."""
     last_value: Tensor | None = None
     """[N] value of the state after the last step: the bootstrap of a cut trajectory, 0 for a finished one."""
     truncated: Tensor | None = None
@@ -107,16 +109,18 @@ class Batch:
         """[N] sum of the rewards of each trajectory, undiscounted."""
         return self.reward.sum(1)
 
-    def select(self, rows: Tensor) -> Batch:
+    def select(self, rows: Tensor | slice) -> Batch:
         """The batch of these rows (indices or a boolean mask), `inputs` included."""
         picked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inputs"}
         picked = {name: tensor if tensor is None else tensor[rows] for name, tensor in picked.items()}
         return replace(self, inputs=_select_inputs(self.inputs, rows), **picked)
 
 
-def _select_inputs(inputs: Any, rows: Tensor) -> Any:
+def _select_inputs(inputs: Any, rows: Tensor | slice) -> Any:
     if inputs is None:
         return None
+    if isinstance(rows, slice):
+        return _select_inputs(inputs, torch.arange(len(inputs))[rows])
     if isinstance(inputs, Tensor):
         return inputs[rows]
     if isinstance(inputs, Mapping):

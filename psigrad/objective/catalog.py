@@ -113,11 +113,17 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
     if not isinstance(spec, Mapping):
         raise ValueError(f"The algorithm is a {type(spec).__name__}; expected a preset's name, a mapping or a PolicyGradient.")
     changes = dict(spec)
-    start = _preset(changes.pop("preset")) if "preset" in changes else None
+    return changed(_preset(changes.pop("preset")) if "preset" in changes else None, changes)
+
+
+def changed(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
+    """`start` with other parts, each as `resolve` describes a slot's value; without a start, all four that must be there."""
     parts: dict[str, Any] = {
-        "name": str(changes.pop("name", start.name + " (changed)" if start and changes else start.name if start else ""))
+        "name": str(changes.get("name", start.name + " (changed)" if start and changes else start.name if start else ""))
     }
     for slot, value in changes.items():
+        if slot == "name":
+            continue
         if slot not in _SLOTS:
             raise ValueError(
                 f"The algorithm has an unknown slot {slot!r}; expected preset, name or {', '.join(_SLOTS)}{_near(slot, _SLOTS)}."

@@ -9,7 +9,8 @@ loss: any micro-batch of them. Schedule (epochs, minibatches, learning rate) bel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from psigrad.objective.surrogate import Surrogate, clip_fractions, differentiate
 
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]
+Inside = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class Prepared:
     returns: Tensor | None = None
     """[N, T] target of the critic, when there is one."""
 
-    def select(self, rows: Tensor) -> Prepared:
+    def select(self, rows: Tensor | slice) -> Prepared:
         """The same for these rows (indices or a boolean mask)."""
         return replace(
             self,
@@ -59,6 +61,25 @@ class Prepared:
             keep=self.keep[rows],
             needs_gradient=self.needs_gradient[rows],
             returns=None if self.returns is None else self.returns[rows],
+        )
+
+    def steps(self) -> Prepared:
+        """Every chosen step of the kept rows as a row of its own, row by row, for minibatches of steps; without inputs.
+
+        Only the per-step parts are the same on it: the token ratio, and the token_mean aggregate.
+        """
+        mask = self.batch.mask & self.keep[:, None]
+        rows = mask.nonzero()[:, 0]
+        own = {f.name: getattr(self.batch, f.name) for f in fields(Batch) if f.name != "inputs"}
+        per_step = {name: x[mask][:, None] for name, x in own.items() if x is not None and x.dim() == 2}
+        per_row = {name: x[rows] for name, x in own.items() if x is not None and x.dim() == 1}
+        return replace(
+            self,
+            batch=Batch(**per_step, **per_row),
+            advantage=self.advantage[mask][:, None],
+            keep=self.keep[rows],
+            needs_gradient=self.needs_gradient[rows],
+            returns=None if self.returns is None else self.returns[mask][:, None],
         )
 
 
@@ -109,7 +130,7 @@ class PolicyGradient:
                 "without a critic.",
             ),
             (
-                "value" not in needs_of(self.psi) and self.critic is not None,
+                not needs_of(self.psi) & {"value", "action_value"} and self.critic is not None,
                 f"critic is set and psi {_name(self.psi)} never reads its values; choose gae, k_step or td_residual, or set "
                 "critic=None.",
             ),
@@ -174,9 +195,10 @@ class PolicyGradient:
             state[penalty.STATE_KEY] = self.surrogate.coefficient
         return state
 
-    def prepare(self, batch: Batch, state: State) -> Prepared:
+    def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
         """Advantages, filter and new state for a whole collected batch.
 
+        `metrics` False leaves the batch's figures out, for loops of many small batches; an adaptive KL coefficient needs them.
         Errors: ValueError when a reward is not finite, when no group has the `min_group_size`, or when the batch lacks what a
         part reads.
         """
@@ -195,17 +217,18 @@ class PolicyGradient:
         keep = batch.present
         for part in self.keep:
             keep = keep & part(batch)
-        metrics = self._batch_metrics(batch, shaped, keep, state)
+        adapts = self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive)
+        figures = self._batch_metrics(batch, shaped, keep, state) if metrics or adapts else {}
         if self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive):
-            updated = self.kl.coefficient.updated(self.kl.beta(state), metrics["objective/kl"], int(batch.present.sum()))
+            updated = self.kl.coefficient.updated(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
             new_state[kls.STATE_KEY] = updated
         needs_gradient = keep if self._always_has_gradient() else keep & (advantage != 0).any(1)
         returns = self._returns(shaped, advantage)
-        if returns is not None and batch.value is not None:
-            metrics["explained_variance"] = stats.explained_variance(batch.value, returns, batch.mask)
-            metrics["value/mean"] = float(stats.masked_mean(batch.value, batch.mask))
-            metrics["returns/mean"] = float(stats.masked_mean(returns, batch.mask))
-        return Prepared(batch, advantage, keep, needs_gradient, metrics, new_state, returns)
+        if metrics and returns is not None and batch.value is not None:
+            figures["explained_variance"] = stats.explained_variance(batch.value, returns, batch.mask)
+            figures["value/mean"] = float(stats.masked_mean(batch.value, batch.mask))
+            figures["returns/mean"] = float(stats.masked_mean(returns, batch.mask))
+        return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns)
 
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
         """Counts over the rows of one optimiser step (all rows when None)."""
@@ -217,16 +240,18 @@ class PolicyGradient:
             gradient_tokens=int((steps_N * part.needs_gradient).sum()),
         )
 
-    def loss(self, prepared: Prepared, evaluation: Evaluation, totals: Totals, state: State) -> Loss:
+    def loss(self, prepared: Prepared, evaluation: Evaluation, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
         """The share of these rows (one micro-batch) in the loss of an optimiser step whose counts are `totals`.
 
+        `metrics` False leaves all terms but the losses out, for loops of many small steps.
         Errors: ValueError when the batch or the evaluation lacks what a part reads.
         """
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
-        logp = zero_outside(mask, evaluation.logp.to(torch.promote_types(evaluation.logp.dtype, torch.float32)))
-        logp_old = zero_outside(mask, batch.logp_old)
-        advantage = zero_outside(mask, prepared.advantage)
+        inside = _inside(mask)
+        logp = inside(evaluation.logp.to(torch.promote_types(evaluation.logp.dtype, torch.float32)))
+        logp_old = inside(batch.logp_old)
+        advantage = inside(prepared.advantage)
         log_ratio = self.ratio(logp, logp_old, mask)
         per_step = self._surrogate_now(state)(logp, log_ratio, advantage)
         weights = self.aggregate(mask, totals).to(logp.dtype)
@@ -235,27 +260,29 @@ class PolicyGradient:
         def mean(x: Tensor) -> Tensor:
             return zero_outside(counted, x.detach().to(logp.dtype)).sum() / max(totals.gradient_tokens, 1)
 
-        terms = {key: mean(hit) for key, hit in clip_fractions(self.surrogate, log_ratio, advantage).items()}
-        if self.ratio is not ratio.none:
+        terms: dict[str, Tensor] = {}
+        if metrics:
+            terms |= {key: mean(hit) for key, hit in clip_fractions(self.surrogate, log_ratio, advantage).items()}
+        if metrics and self.ratio is not ratio.none:
             moved = (logp - logp_old).detach()
             terms["policy/approxkl_avg"] = mean(ratio.exp_ratio(moved) - 1 - moved)
         if self.correction is not None:
             correction = self.correction(batch).detach()
             per_step = per_step * correction
             terms["sampling/importance_sampling_ratio/mean"] = mean(correction)
-        value = zero_outside(mask, per_step * weights).sum()
+        value = inside(per_step * weights).sum()
         terms["policy_loss"] = value.detach()
         if self.kl is not None and self.kl.where == "loss" and self.needs_reference:
-            kl = self._kl_per_step(self.kl, mask, batch, logp, logp_old, evaluation)
-            value = value + self.kl.beta(state) * zero_outside(mask, kl * weights).sum()
+            kl = self._kl_per_step(self.kl, inside, batch, logp, logp_old, evaluation)
+            value = value + self.kl.beta(state) * inside(kl * weights).sum()
             terms["kl"] = mean(kl)
-        if evaluation.entropy is not None:
+        if metrics and evaluation.entropy is not None:
             terms["entropy"] = mean(evaluation.entropy)
         if self.entropy is not None:
-            entropy = zero_outside(mask, _given(evaluation.entropy, "entropy", "an entropy bonus"))
+            entropy = inside(_given(evaluation.entropy, "entropy", "an entropy bonus"))
             value = value - self.entropy.coefficient * entropy.sum() / max(totals.tokens, 1)
         if self.critic is not None:
-            error = self._value_error(self.critic, prepared, evaluation, mask).sum() / max(totals.tokens, 1)
+            error = self._value_error(self.critic, prepared, evaluation, inside).sum() / max(totals.tokens, 1)
             value = value + self.critic.coefficient * error
             terms["value_loss"] = error.detach()
         return Loss(value, terms)
@@ -318,18 +345,25 @@ class PolicyGradient:
         return self.surrogate
 
     @staticmethod
-    def _kl_per_step(kl: KL, mask: Tensor, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: Evaluation) -> Tensor:
+    def _kl_per_step(kl: KL, inside: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: Evaluation) -> Tensor:
         if kl.estimator == "exact":
-            return zero_outside(mask, _given(evaluation.kl, "kl", "the exact KL term"))
-        logp_ref = zero_outside(mask, _given(batch.logp_ref, "logp_ref", "the KL term"))
+            return inside(_given(evaluation.kl, "kl", "the exact KL term"))
+        logp_ref = inside(_given(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)
 
     @staticmethod
-    def _value_error(critic: value_loss, prepared: Prepared, evaluation: Evaluation, mask: Tensor) -> Tensor:
-        value = zero_outside(mask, _given(evaluation.value, "value", "the critic's loss"))
-        value_old = zero_outside(mask, _given(prepared.batch.value, "value", "the critic's loss"))
-        returns = zero_outside(mask, _given(prepared.returns, "returns", "the critic's loss"))
+    def _value_error(critic: value_loss, prepared: Prepared, evaluation: Evaluation, inside: Inside) -> Tensor:
+        value = inside(_given(evaluation.value, "value", "the critic's loss"))
+        value_old = inside(_given(prepared.batch.value, "value", "the critic's loss"))
+        returns = inside(_given(prepared.returns, "returns", "the critic's loss"))
         return critic(value, value_old, returns)
+
+
+def _inside(mask: Tensor) -> Inside:
+    """`zero_outside` of this mask; nothing at all where every step is chosen (known for free on a CPU alone)."""
+    if mask.device.type == "cpu" and bool(mask.all()):
+        return lambda x: x
+    return partial(zero_outside, mask)
 
 
 def _name(part: object) -> str:

@@ -8,8 +8,9 @@ KTO, which learns from completions without a partner, has a class of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ Link = Callable[[Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """N pairs as the losses see them: log π(y|x) summed over the tokens of each completion."""
+    """N pairs as the losses see them: log π(y|x) summed over the tokens of each completion.
+
+    Errors: ValueError when a field has another shape than [N], which would broadcast unseen, or a completion has no token.
+    """
 
     logp_chosen: Tensor
     """[N] with gradient."""
@@ -40,6 +44,11 @@ class Pairs:
     margin: Tensor | None = None
     """[N] by how much the chosen completion is better, for preferences with a margin per pair."""
 
+    def __post_init__(self) -> None:
+        _check_rows(self)
+        if bool((self.tokens_chosen < 1).any() | (self.tokens_rejected < 1).any()):
+            raise ValueError("A completion of the pairs has no tokens; expected at least 1 in each; leave empty completions out.")
+
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
@@ -52,7 +61,30 @@ class Labelled:
     desirable: Tensor
     """[N] bool."""
     kl: Tensor
-    """Scalar: z, the estimate of KL(π‖π_ref) of the whole optimiser step, without gradient; see `kl_of_mismatched`."""
+    """Scalar: z, the estimate of KL(π‖π_ref) of the whole optimiser step, without gradient; see `kl_of_mismatched`.
+
+    z = 0 gives the unpaired form of APO-zero (TRL's apo_zero_unpaired).
+    """
+
+    def __post_init__(self) -> None:
+        _check_rows(self, but=("kl",))
+        if self.desirable.dtype != torch.bool or self.kl.dim():
+            raise ValueError(
+                f"Labelled has desirable of {self.desirable.dtype} and kl of shape {tuple(self.kl.shape)}; expected booleans [N] "
+                "and one number for the whole step."
+            )
+
+
+def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
+    """Every field of `of` is [N], as its first one is."""
+    given = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in but and getattr(of, f.name) is not None}
+    shape = next(iter(given.values())).shape
+    for name, tensor in given.items():
+        if tensor.shape != shape or tensor.dim() != 1:
+            raise ValueError(
+                f"{type(of).__name__}.{name} has shape {tuple(tensor.shape)} beside {tuple(shape)}; expected [N], one number for "
+                "each row."
+            )
 
 
 def log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
@@ -93,8 +125,8 @@ def log_odds(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
     Source: Hong et al. 2024, ORPO, arXiv:2403.07691.
     """
     mean = logp / tokens
-    # log(1 − e^m) loses all digits near m = 0 when computed as written
-    return mean - torch.log(-torch.expm1(mean))
+    # log(1 − e^m) loses all digits near m = 0 when computed as written; at m = 0 (a sure completion) it has no gradient at all
+    return mean - torch.log(-torch.expm1(mean.clamp(max=-torch.finfo(mean.dtype).eps)))
 
 
 def _reference(ref: Tensor | None) -> Tensor:
@@ -183,6 +215,36 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     return torch.sigmoid(chosen) + 1 - torch.sigmoid(chosen - rejected)
 
 
+def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Each completion against the reference, so that the chosen one's probability does not fall along with the other's.
+
+    Formula: −log σ(h_w) − ½·log σ(−h_w) − ½·log σ(−h_l)
+
+    Source: Chen et al. 2024, NCA, arXiv:2402.05369; TRL loss_type "nca_pair".
+    """
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """A classifier that tells chosen from rejected completions one by one, without the paper's shift δ.
+
+    Formula: −log σ(h_w) − log σ(−h_l)
+
+    Source: Jung et al. 2024, BCO, arXiv:2404.04656; TRL loss_type "bco_pair", which has no δ either.
+    """
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Each score regressed on its own target: a win with certainty for the chosen, a loss for the rejected.
+
+    Formula: (h_w/β − 1/(2β))² + (h_l/β + 1/(2β))²
+
+    Source: Wu et al. 2024, SPPO, arXiv:2405.00675, eq. 4.7 with P = 1 and P = 0; TRL loss_type "sppo_hard".
+    """
+    return ((chosen - 0.5) / beta) ** 2 + ((rejected + 0.5) / beta) ** 2
+
+
 def _check_smoothing(share: float) -> None:
     if not 0 <= share < 0.5:
         raise ValueError(f"label_smoothing is {share}; expected 0 <= label_smoothing < 0.5: the share of swapped labels.")
@@ -207,8 +269,14 @@ class Preference:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
+        if not 0 < self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; expected a number above 0; 0.1 is DPO's usual value.")
+        for slot in ("score", "link"):
+            part = getattr(self, slot)
+            if isinstance(part, type) or not callable(part):
+                raise ValueError(f"{slot} is {part!r}; expected a function or an object such as logistic(); names go to resolve.")
+        if not (self.sft >= 0 and self.preference >= 0 and self.sft + self.preference > 0):
+            raise ValueError(f"sft is {self.sft} and preference {self.preference}; expected weights >= 0, not both 0.")
 
     @property
     def needs_reference(self) -> bool:
@@ -230,6 +298,7 @@ class Preference:
         The terms are shares too, under TRL's names.
         """
         chosen, rejected = self.rewards(pairs)
+        total_pairs = max(total_pairs, 1)
         margin = self.margin if pairs.margin is None else self.margin + pairs.margin
         per_pair = self.link(chosen - margin, rejected, self.beta)
         value = self.preference * per_pair.sum() / total_pairs
@@ -278,8 +347,12 @@ class KahnemanTversky:
     name: str = "kto"
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
+        if not 0 < self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; expected a number above 0; 0.1 is KTO's usual value.")
+        if not (self.desirable_weight >= 0 and self.undesirable_weight >= 0):
+            raise ValueError(
+                f"KTO has weights {self.desirable_weight}, {self.undesirable_weight}; expected numbers of at least 0."
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -288,6 +361,7 @@ class KahnemanTversky:
 
     def loss(self, rows: Labelled, total: int, total_desirable: int) -> Loss:
         """The share of these completions in the loss of an optimiser step with `total` of them."""
+        total = max(total, 1)
         ratio = rows.logp - rows.ref
         sign = torch.where(rows.desirable, 1.0, -1.0).to(ratio.dtype)
         weight = torch.where(rows.desirable, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
@@ -314,4 +388,9 @@ def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
 
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, section 4.1.
     """
+    if not logp.numel() or logp.shape != ref.shape:
+        raise ValueError(
+            f"The KL estimate got {tuple(logp.shape)} log-probs and {tuple(ref.shape)} of the reference; expected [N] twice, "
+            "N > 0."
+        )
     return (logp - ref).detach().mean().clamp(min=0)

@@ -18,13 +18,22 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float) -> Tensor:
     """y_t = x_t + discount · y_{t+1}, backwards over the chosen steps.
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
+
+    With S the shift by a step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x: log₂ T passes over whole rows, not T steps.
     """
-    carry_N = torch.zeros_like(x_NT[:, 0]) if x_NT.shape[1] else x_NT.sum(1)
-    out_NT = torch.zeros_like(x_NT)
-    for t in reversed(range(x_NT.shape[1])):
-        carry_N = torch.where(mask_NT[:, t], x_NT[:, t] + discount * carry_N, carry_N)
-        out_NT[:, t] = carry_N
-    return zero_outside(mask_NT, out_NT)
+    y_NT, n_steps = zero_outside(mask_NT, x_NT), x_NT.shape[1]
+    holes = n_steps > 1 and bool((mask_NT[:, 1:] & ~mask_NT[:, :-1]).any())
+    if holes:  # chosen steps to the front, in their order
+        order_NT = (~mask_NT).to(torch.int8).argsort(dim=1, stable=True)
+        y_NT = y_NT.gather(1, order_NT)
+    shift = 1
+    while shift < n_steps:
+        later_NT = torch.nn.functional.pad(y_NT[:, shift:], (0, shift))
+        y_NT = torch.add(y_NT, later_NT, alpha=discount**shift)
+        shift *= 2
+    if holes:
+        y_NT = torch.zeros_like(y_NT).scatter(1, order_NT, y_NT)
+    return zero_outside(mask_NT, y_NT)
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:

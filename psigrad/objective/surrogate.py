@@ -59,8 +59,11 @@ class clip:
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        ratio = exp_ratio(log_ratio)
-        return -torch.minimum(ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage)
+        # the minimum is the ratio held from above where A > 0 and from below where A < 0; so written, its gradient takes half the
+        # operations
+        least = torch.where(advantage < 0, advantage.new_tensor(1 - self.low), -torch.inf)
+        most = torch.where(advantage > 0, advantage.new_tensor(1 + self.high), torch.inf)
+        return -exp_ratio(log_ratio).clamp(least, most) * advantage
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,18 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import EvalConfig, Model, OnlineConfig, PreferenceConfig, RewardConfig, Run, SampleConfig, Sampling, SFTConfig
+from psigrad.config import (
+    ControlConfig,
+    EvalConfig,
+    Model,
+    OnlineConfig,
+    PreferenceConfig,
+    RewardConfig,
+    Run,
+    SampleConfig,
+    Sampling,
+    SFTConfig,
+)
 from psigrad.data.rows import Form, Row
 from psigrad.data.sources import Rows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
@@ -41,7 +52,7 @@ from psigrad.training.trackers import open_trackers
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
+Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig | ControlConfig
 
 
 @dataclass(frozen=True)

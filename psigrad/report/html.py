@@ -8,19 +8,20 @@ import json
 import math
 import os
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.report import plots
 from psigrad.report.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, number, shown, visible
 
 SAMPLES = 24
-_CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig}
+_CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig, "control": ControlConfig}
 _MARKS = {"right": '<span class="good">✓</span>', "wrong": '<span class="bad">✗</span>'}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6470; --line: #d9dce1; --page: #fff; --good: #00795a; --bad: #b34700;
@@ -86,6 +87,7 @@ def page(runs: Sequence[RunData]) -> str:
     sections = [_compared(runs)] if len(runs) > 1 else [f"<p class=soft>{text(_method(runs[0]))}</p>", _headline(runs[0])]
     sections.append(_plots(runs))
     if len(runs) == 1:
+        sections.append(_film(runs[0]))
         sections += [_samples(runs[0]), _troubles(runs[0]), _chosen(runs[0]), _events(runs[0])]
     sections += [_settings(run) for run in runs]
     return document(title, "".join(sections))
@@ -96,7 +98,7 @@ def document(title: str, body: str) -> str:
     style = _STYLE
     for name, colours in (("LIGHT", plots.COLOURS), ("DARK", plots.DARK)):
         style = style.replace(name, " ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)))
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -127,11 +129,24 @@ def _number(value: Any) -> str:
     return cell(shown(value), "n")
 
 
+def _film(run: RunData) -> str:
+    """An episode of a control run, where one was drawn; the picture is part of the page."""
+    try:
+        picture = b64encode((run.path / "episode.gif").read_bytes()).decode()
+    except OSError:
+        return ""
+    return f'<h2>An episode of the trained policy</h2><img alt="an episode, animated" src="data:image/gif;base64,{picture}">'
+
+
 def _method(run: RunData) -> str:
     """What the run does, in one line."""
     given = run.settings
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
     kind = kind_of(run.config)
+    if kind == "control":
+        algorithm = run.config.get("algorithm", "?")
+        name = algorithm.get("preset", "a policy gradient") if isinstance(algorithm, dict) else algorithm
+        return f"{name} on {run.config.get('env') or 'an environment'}: {given.get('n_envs', '?')} copies"
     if kind == "reward":
         return f"reward model from {model}: {given.get('batch_size', '?')} pairs per step"
     if kind == "preference":

@@ -80,8 +80,29 @@ _CRITIC = (
     Plot("Value loss", "", ("value_loss",)),
     Plot("Values and returns", "means over tokens", ("value/mean", "returns/mean"), ("value", "return")),
 )
+_CONTROL = (
+    Plot("Return", "mean over the last 100 training episodes", ("rollout/ep_rew_mean",), smooth=False),
+    Plot("Held-out {metric}", "evaluation episodes, with the 95 % interval", ("{metric}/mean",)),
+    Plot("Episode length", "mean over the last 100 training episodes, steps", ("rollout/ep_len_mean",), smooth=False),
+    Plot("KL to the policy that collected", "nats per step, at the last update of a rollout", ("train/approx_kl",)),
+    Plot("Clipped", "share of steps without gradient", ("train/clip_fraction",)),
+    Plot("Explained variance", "of the returns, by the critic", ("train/explained_variance",)),
+    Plot("Value loss", "", ("train/value_loss",)),
+    Plot("Loss", "Huber loss of Q", ("train/loss",)),
+    Plot("Entropy", "of the policy, nats per step", ("train/entropy",)),
+    Plot("Exploration", "share of actions drawn by chance", ("rollout/exploration_rate",), smooth=False),
+    Plot("Gradient norm", "before clipping", ("train/grad_norm",)),
+    Plot("Learning rate", "", ("train/learning_rate",), smooth=False),
+    Plot("Speed", "steps per second, updates included", ("tokens_per_second",)),
+)
 _TURNS = (Plot("Turns", "per episode", ("turns/mean",)),)
-_BY_KIND = {"sft": _OFFLINE, "reward": _REWARD, "preference": _PREFERENCE, "online": (*_ONLINE, *_TURNS, *_CRITIC)}
+_BY_KIND = {
+    "sft": _OFFLINE,
+    "reward": _REWARD,
+    "preference": _PREFERENCE,
+    "control": _CONTROL,
+    "online": (*_ONLINE, *_TURNS, *_CRITIC),
+}
 _BOTH = (
     Plot("Entropy", "of the policy, nats per token", ("entropy",)),
     Plot("Gradient norm", "before clipping", ("grad_norm",)),

@@ -87,9 +87,9 @@ class RunData:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """What a run's settings are of: sft, reward, preference or online."""
+    """What a run's settings are of: sft, reward, control, preference or online."""
     recipe = config.get("recipe")
-    if recipe in ("sft", "reward"):
+    if recipe in ("sft", "reward", "control"):
         return str(recipe)
     return "preference" if "cache_reference" in config else "online"
 

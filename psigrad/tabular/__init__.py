@@ -30,6 +30,7 @@ from psigrad.tabular.control import (
 from psigrad.tabular.grid import ACTIONS, ARROWS, GridWorld
 from psigrad.tabular.mdp import MDP, discounted_return
 from psigrad.tabular.models import from_gymnasium, from_outcomes
+from psigrad.tabular.paths import Paths, all_paths, sample_paths
 from psigrad.tabular.prediction import (
     batch_monte_carlo,
     batch_td,
@@ -60,11 +61,13 @@ __all__ = [
     "Episode",
     "GridWorld",
     "Learned",
+    "Paths",
     "Simulator",
     "Solution",
     "Sweep",
     "UnboundedGrid",
     "advantages",
+    "all_paths",
     "batch_monte_carlo",
     "batch_td",
     "bellman_residual",
@@ -96,6 +99,7 @@ __all__ = [
     "q_values",
     "random_walk",
     "rollouts",
+    "sample_paths",
     "sarsa",
     "shortest_path_4x4",
     "softmax_policy",

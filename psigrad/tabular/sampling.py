@@ -104,22 +104,28 @@ class Simulator:
 
     def _row(self, state: int, action: int) -> tuple[list[float], list[int], list[float]]:
         """(cumulative probabilities, targets, rewards) of (s, a); target −1 is the end."""
-        mdp, index = self.mdp, action * self.mdp.n_states + state
-        if not 0 <= action < mdp.n_actions:
-            raise ValueError(f"action is {action}; expected 0 to {mdp.n_actions - 1}.")
-        targets, p = _nonzero(mdp.transitions, index)
-        rewards = np.full(p.size, mdp.rewards[state, action])
-        if mdp.rewards_next is not None:
-            rewards = np.asarray(mdp.rewards_next[[index]].toarray()[0] if mdp.is_sparse else mdp.rewards_next[index])[targets]
-        probabilities, ends, pays = p.tolist(), targets.tolist(), rewards.tolist()
-        if mdp.end is not None and mdp.end[state, action] > 0:
-            table = mdp.rewards if mdp.rewards_end is None else mdp.rewards_end
-            probabilities.append(float(mdp.end[state, action]))
-            ends.append(-1)
-            pays.append(float(table[state, action]))
+        if not 0 <= action < self.mdp.n_actions:
+            raise ValueError(f"action is {action}; expected 0 to {self.mdp.n_actions - 1}.")
+        ends, pays, probabilities = outcomes(self.mdp, state, action)
         row = (list(accumulate(probabilities)), ends, pays)
-        self._rows[index] = row
+        self._rows[action * self.mdp.n_states + state] = row
         return row
+
+
+def outcomes(mdp: MDP, state: int, action: int) -> tuple[list[int], list[float], list[float]]:
+    """(targets, rewards, probabilities) of what (s, a) can lead to; target −1 is the end of an episode through `end`."""
+    index = action * mdp.n_states + state
+    targets, p = _nonzero(mdp.transitions, index)
+    rewards = np.full(p.size, mdp.rewards[state, action])
+    if mdp.rewards_next is not None:
+        rewards = np.asarray(mdp.rewards_next[[index]].toarray()[0] if mdp.is_sparse else mdp.rewards_next[index])[targets]
+    probabilities, ends, pays = p.tolist(), targets.tolist(), rewards.tolist()
+    if mdp.end is not None and mdp.end[state, action] > 0:
+        table = mdp.rewards if mdp.rewards_end is None else mdp.rewards_end
+        probabilities.append(float(mdp.end[state, action]))
+        ends.append(-1)
+        pays.append(float(table[state, action]))
+    return ends, pays, probabilities
 
 
 def _nonzero(matrix: Any, row: int) -> tuple[IntArray, FloatArray]:

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from psigrad import cli, flags
-from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.objective import preference_catalog
 from psigrad.objective.catalog import names, resolve
 from psigrad.objective.explain import label
@@ -37,7 +37,7 @@ def maker():
 def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page == script("make_settings").page(), "run: python docs/make_settings.py"
-    for cls in (SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig):
+    for cls in (SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig, ControlConfig):
         for _, name in flat_names(cls):
             assert f"| `{name}` | `{flags.flag_of(name)}`" in page
     # not from the maker: one line read by a person

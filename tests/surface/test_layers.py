@@ -13,12 +13,16 @@ import psigrad
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "psigrad"
 # From top to bottom: a room may import from those behind it.
-ROOMS = ("cli", "flags", "recipes", "report", "training", "rollout", "rewards", "models", "data", "objective", "tabular")
+ROOMS = (
+    *("cli", "flags", "studio", "control", "recipes", "report", "training", "rollout", "rewards", "models", "data"),
+    *("objective", "tabular"),
+)
 LEAVES = ("config", "errors", "seeds")
 ALONE = ("objective", "tabular")
 # report/ reads run folders, and nothing else of the library.
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 ALLOWED["recipes"] |= {"tabular"}
+ALLOWED["studio"] |= {"tabular"}
 ALLOWED |= {"report": {"report", *LEAVES}, "objective": {"objective"}, "tabular": {"tabular"}, "rewards": {"rewards", *LEAVES}}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}}

@@ -1,0 +1,146 @@
+"""The settings of control, on Gymnasium environments. Names are those of Stable-Baselines3 where users know them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+
+from psigrad.config.sections import Count, CountOrZero, Positive, PositiveOrZero, Run, Share
+
+Discount = Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The small network that acts, and its critics."""
+
+    net_arch: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers, of the policy and of each critic."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Between the layers."""
+    critic: Literal["separate", "shared"] = "separate"
+    """separate: a critic has hidden layers of its own; shared: a value head on the policy's."""
+    n_critics: Count = 1
+    """Critics in the ensemble; the value is their mean, and each learns by itself."""
+    log_std_init: float = 0.0
+    """Logarithm of the first standard deviation of continuous actions."""
+
+
+@dataclass(frozen=True)
+class Dqn:
+    """What only DQN reads."""
+
+    buffer_size: Count = 100_000
+    """Transitions kept for replay."""
+    learning_starts: CountOrZero = 1_000
+    """Transitions collected before the first update."""
+    train_freq: Count = 4
+    """Transitions between updates."""
+    gradient_steps: int = 1
+    """Minibatches per update; -1: as many as transitions were collected since the last."""
+    target_update_interval: Count = 1_000
+    """Transitions between two updates of the target network."""
+    tau: Share = 1.0
+    """How far the target network moves towards the learning one at its update; 1 copies it."""
+    double_q: bool = False
+    """Double DQN: the learning network chooses the next action, the target network values it."""
+    exploration_fraction: Share = 0.1
+    """Share of the run over which epsilon falls linearly."""
+    exploration_initial_eps: Share = 1.0
+    """First epsilon."""
+    exploration_final_eps: Share = 0.05
+    """Last epsilon."""
+
+
+@dataclass(frozen=True)
+class Trpo:
+    """What only TRPO reads."""
+
+    max_kl: Positive = 0.01
+    """Largest mean KL(old‖new) of a step (Stable-Baselines3's target_kl)."""
+    cg_max_steps: Count = 15
+    """Iterations of conjugate gradients."""
+    cg_damping: PositiveOrZero = 0.1
+    """Added to the Fisher matrix's diagonal."""
+    line_search_shrinking_factor: Share = 0.8
+    """Each try of the line search is this much shorter."""
+    line_search_max_iter: Count = 10
+    """Tries before the step is given up."""
+    n_critic_updates: Count = 10
+    """Passes over the rollout that fit the critic."""
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """Reinforcement learning on a Gymnasium environment by a `PolicyGradient`, TRPO or DQN."""
+
+    algorithm: Any = "ppo"
+    """Preset name, {preset: ppo, part: value, …}, a PolicyGradient, "trpo" or "dqn"."""
+    env: Any = "CartPole-v1"
+    """Id of a Gymnasium environment; from Python also a function that makes one, or a vector environment."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment."""
+    vectorization: Literal["auto", "serial", "sync", "async", "vector_entry_point"] = "auto"
+    """How copies are stepped: a plain loop, or one of Gymnasium's ways; auto: the environment's own vector form from 8 copies
+    on.
+    """
+    total_timesteps: Count = 100_000
+    """Steps of the policy, over all copies."""
+    n_envs: Count = 8
+    """Copies of the environment."""
+    n_steps: CountOrZero = 32
+    """Steps of each copy per rollout; 0: whole episodes."""
+    n_episodes: Count = 1
+    """With n_steps 0: episodes of each copy per rollout."""
+    batch_size: CountOrZero = 0
+    """Steps per minibatch (transitions for DQN); 0: the whole rollout."""
+    n_epochs: Count = 1
+    """Passes over a rollout."""
+    gamma: Discount = 0.99
+    """Discount per step; psi's gamma."""
+    gae_lambda: Discount | None = None
+    """λ of generalised advantage estimation, psi's lam where it has one; null: the preset's."""
+    normalize_advantage: bool | None = None
+    """Whiten advantages over the rollout; null: as the preset has it."""
+    clip_range: PositiveOrZero | None = None
+    """PPO's ε; null: the preset's."""
+    clip_range_schedule: Literal["constant", "linear"] = "constant"
+    """linear: ε falls to 0 over the run."""
+    ent_coef: PositiveOrZero | None = None
+    """Weight of the mean entropy; null: the preset's."""
+    vf_coef: PositiveOrZero | None = None
+    """Weight of the critic's mean squared error; null: the preset's."""
+    target_kl: Positive | None = None
+    """Stop the passes over a rollout once a minibatch's KL(old‖new) is above 1.5 times this."""
+    learning_rate: PositiveOrZero = 3e-4
+    """First learning rate."""
+    lr_scheduler_type: Literal["constant", "linear"] = "constant"
+    """linear: falls to 0 over the run."""
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    """Adam, or RMSprop as in A3C (smoothing 0.99)."""
+    adam_epsilon: Positive = 1e-5
+    """Added to the root of the second moment, in either optimiser."""
+    max_grad_norm: PositiveOrZero = 0.5
+    """Clip the gradient's norm to this; 0: never."""
+    network: Network = field(default_factory=Network)
+    dqn: Dqn = field(default_factory=Dqn)
+    trpo: Trpo = field(default_factory=Trpo)
+    normalize_observations: bool = False
+    """Show the network observations with running mean 0 and deviation 1."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running deviation of the discounted return."""
+    log_interval: Count = 1
+    """Rollouts (for DQN: train_freq collections) per line of metrics.jsonl; checkpoints and evaluations fall between lines."""
+    eval_episodes: CountOrZero = 100
+    """Episodes of an evaluation; 0: none."""
+    eval_steps: CountOrZero = 0
+    """Evaluate every this many lines of metrics; 0: at the end."""
+    deterministic_eval: bool = True
+    """Evaluate the likeliest actions; false: drawn ones."""
+    video: bool = False
+    """Draw an episode of the trained policy as episode.gif."""
+    tuned: bool = True
+    """Start from the settings that are known to suit this algorithm on this environment, where there are such."""
+    run: Run = field(default_factory=lambda: Run(threads=1))

@@ -1,0 +1,174 @@
+"""Small networks for control: K equal towers of a multilayer perceptron, evaluated as one batched product.
+
+A policy and its critics have the same hidden layers, so they are towers of one network: half the operations, which is what a
+small network's time goes into. All parameters lie in one flat vector, so that an optimiser step, a gradient norm, a copy and a
+step along a direction are one operation each.
+
+Axes: `_K` towers, `_M` states, `_D` numbers of an observation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Activation = Literal["tanh", "relu"]
+Layers = list[tuple[Tensor, Tensor]]
+
+
+class Towers(nn.Module):
+    """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
+
+    `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, and behind
+    them `extra` numbers for whoever owns the network. Towers with fewer outputs than the widest have columns that nobody reads.
+    """
+
+    def __init__(
+        self, inputs: int, hidden: Sequence[int], outputs: Sequence[int], activation: Activation = "tanh", extra: int = 0
+    ) -> None:
+        super().__init__()
+        self.outputs, self.activation, self.towers = tuple(outputs), activation, len(outputs)
+        sizes = [inputs, *hidden, max(outputs)]
+        self.shapes = [(self.towers, a, b) for a, b in itertools.pairwise(sizes)]
+        count = sum(math.prod(shape) + shape[0] * shape[2] for shape in self.shapes)
+        self.extra = extra
+        self.flat = nn.Parameter(torch.zeros(count + extra))
+        self._viewed: tuple[int, Layers] | None = None
+        self._gradient: tuple[Tensor, Layers] | None = None
+
+    def layers(self, flat: Tensor) -> Layers:
+        """Weights [K, in, out] and biases [K, 1, out] of each layer, as views of a flat vector."""
+        found, at = [], 0
+        for k, a, b in self.shapes:
+            weight = flat[at : at + k * a * b].view(k, a, b)
+            at += k * a * b
+            found.append((weight, flat[at : at + k * b].view(k, 1, b)))
+            at += k * b
+        return found
+
+    def rest(self, flat: Tensor) -> Tensor:
+        """The `extra` numbers at the end of a flat vector."""
+        return flat[len(flat) - self.extra :]
+
+    def forward(self, x_MD: Tensor) -> Tensor:
+        """Outputs [K, M, widest], without gradient."""
+        with torch.no_grad():
+            return self._activations(x_MD)[-1]
+
+    def with_flat(self, flat: Tensor, x_MD: Tensor) -> Tensor:
+        """The same with other parameters."""
+        with torch.no_grad():
+            return self._activations(x_MD, self.layers(flat))[-1]
+
+    def record(self, x_MD: Tensor) -> Tape:
+        """The same, ready to be differentiated once."""
+        with torch.no_grad():
+            return Tape(self, self._activations(x_MD))
+
+    def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
+        """The same by PyTorch's own operations, which can be differentiated any number of times."""
+        act = torch.tanh if self.activation == "tanh" else torch.relu
+        layers, h = self.layers(self.flat if flat is None else flat), x_MD.expand(self.towers, *x_MD.shape)
+        for i, (weight, bias) in enumerate(layers):
+            h = torch.baddbmm(bias, h, weight)
+            h = h if i == len(layers) - 1 else act(h)
+        return h
+
+    def _activations(self, x_MD: Tensor, layers: Layers | None = None) -> list[Tensor]:
+        """The input and every layer's output."""
+        act = torch.tanh_ if self.activation == "tanh" else torch.relu_
+        hs, layers = [x_MD.expand(self.towers, *x_MD.shape)], layers or self._views()
+        for i, (weight, bias) in enumerate(layers):
+            h = torch.baddbmm(bias, hs[-1], weight)
+            hs.append(h if i == len(layers) - 1 else act(h))
+        return hs
+
+    def _views(self) -> Layers:
+        # made once for a vector: it is only ever changed in place, and making them takes longer than a small layer
+        if self._viewed is None or self._viewed[0] != self.flat.data_ptr():
+            self._viewed = (self.flat.data_ptr(), self.layers(self.flat.detach()))
+        return self._viewed[1]
+
+    def _room(self) -> tuple[Tensor, Layers]:
+        """A vector for the gradient, with its views; the same every time, so the last gradient is gone when the next one is
+        made.
+        """
+        if self._gradient is None or self._gradient[0].device != self.flat.device:
+            out = torch.zeros_like(self.flat, requires_grad=False)
+            self._gradient = (out, self.layers(out))
+        if self.extra:
+            self.rest(self._gradient[0]).zero_()
+        return self._gradient
+
+    @torch.no_grad()
+    def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
+        """Fresh weights: orthogonal with gain √2 in hidden layers and `gains` [K] in the last (Andrychowicz et al. 2021,
+        arXiv:2006.05990), biases 0; without `gains` uniform within ±1/√in, which is `nn.Linear`'s start.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for i, (weight, bias) in enumerate(self.layers(self.flat)):
+            for k in range(self.towers):
+                if gains is None:
+                    bound = 1 / math.sqrt(weight.shape[1])
+                    weight[k].uniform_(-bound, bound, generator=generator)
+                    bias[k].uniform_(-bound, bound, generator=generator)
+                else:
+                    gain = gains[k] if i == len(self.shapes) - 1 else math.sqrt(2)
+                    nn.init.orthogonal_(weight[k].T, gain, generator=generator)
+                    bias[k].zero_()
+
+    def named(self) -> dict[str, Tensor]:
+        """Views of every parameter that counts, named as `nn.Linear`s would be: "tower.layer.weight" [out, in], "…bias" [out]."""
+        found = {}
+        for i, (weight, bias) in enumerate(self.layers(self.flat.detach())):
+            for k, outputs in enumerate(self.outputs):
+                width = outputs if i == len(self.shapes) - 1 else weight.shape[2]
+                found[f"{k}.{i}.weight"] = weight[k, :, :width].T
+                found[f"{k}.{i}.bias"] = bias[k, 0, :width]
+        if self.extra:
+            found["extra"] = self.rest(self.flat.detach())
+        return found
+
+    def as_numpy(self, tower: int = 0) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Weights [in, out] and biases [out] of one tower, sharing the parameters' memory: for acting on a few states, where
+        numpy takes a third of PyTorch's time. On another device than the CPU they are copies.
+        """
+        return [(w[tower].numpy(), b[tower, 0].numpy()) for w, b in self.layers(self.flat.detach().cpu())]
+
+
+class Tape:
+    """A forward pass and its gradient in closed form: a node of the autograd graph for each operation would cost more than the
+    operation. `Towers.plain` is its oracle.
+    """
+
+    def __init__(self, towers: Towers, activations: list[Tensor]) -> None:
+        self.towers, self._hs = towers, activations
+
+    @property
+    def output(self) -> Tensor:
+        """[K, M, widest], without gradient."""
+        return self._hs[-1]
+
+    @torch.no_grad()
+    def backward(self, grad_KMO: Tensor) -> Tensor:
+        """The gradient with respect to `flat`, given that of the output; 0 for the `extra` numbers. Good until the next call."""
+        towers, hs, d = self.towers, self._hs, grad_KMO
+        out, grads = towers._room()
+        back = torch.ops.aten.tanh_backward if towers.activation == "tanh" else _relu_backward
+        layers = towers._views()
+        for i in reversed(range(len(layers))):
+            torch.bmm(hs[i].transpose(1, 2), d, out=grads[i][0])
+            torch.sum(d, 1, keepdim=True, out=grads[i][1])
+            if i:
+                d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), hs[i])
+        return out
+
+
+def _relu_backward(grad: Tensor, output: Tensor) -> Tensor:
+    return torch.ops.aten.threshold_backward(grad, output, 0)

@@ -1,0 +1,88 @@
+"""TRPO's step: the largest improvement of a linear model of the objective within a ball of mean KL divergence.
+
+    max_s gᵀs  subject to  ½·sᵀFs ≤ δ,   F the Fisher information matrix: s = √(2δ / xᵀFx)·x with Fx = g
+
+then as far along s as keeps the true KL within δ and improves the true objective. Source: Schulman et al. 2015, TRPO,
+arXiv:1502.05477, sections 5, 6 and appendix C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+
+
+def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: float = 1e-10) -> Tensor:
+    """x with A·x ≈ b for a symmetric positive definite A, given as its product with a vector; exact after len(b) steps.
+
+    Source: Hestenes and Stiefel 1952.
+    """
+    x, r, p = torch.zeros_like(b), b.clone(), b.clone()
+    rr = r @ r
+    for _ in range(steps):
+        if float(rr) < tolerance:
+            break
+        along = product(p)
+        alpha = rr / (p @ along)
+        x, r = x + alpha * p, r - alpha * along
+        new = r @ r
+        p, rr = r + (new / rr) * p, new
+    return x
+
+
+def fisher_product(kl: Tensor, parameters: Tensor, damping: float) -> Product:
+    """v -> (F + damping·I)·v, F the Hessian of `kl`, a scalar that is 0 and smallest where `parameters` stand."""
+    (gradient,) = torch.autograd.grad(kl, parameters, create_graph=True)
+
+    def product(v: Tensor) -> Tensor:
+        (hessian_v,) = torch.autograd.grad(gradient @ v, parameters, retain_graph=True)
+        return hessian_v + damping * v
+
+    return product
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came of a step."""
+
+    shift: Tensor
+    """What was added to the parameters; zeros where no try was accepted."""
+    improvement: float
+    """By how much the surrogate objective grew."""
+    kl: float
+    """Mean KL(old‖new) after it."""
+    tries: int
+    """Lengths tried; 0 where there was no direction."""
+
+
+def step(
+    gradient: Tensor,
+    product: Product,
+    measure: Callable[[Tensor], tuple[float, float]],
+    *,
+    max_kl: float,
+    cg_steps: int = 15,
+    shrink: float = 0.8,
+    tries: int = 10,
+) -> Taken:
+    """The trust-region step along `gradient` (of the objective to maximise).
+
+    `product` is v -> F·v; `measure(shift)` gives the true improvement and the true mean KL with `shift` added. Shrinks the step
+    by `shrink` until it improves within `max_kl`; where none of `tries` lengths does, nothing is added.
+    """
+    direction = conjugate_gradients(product, gradient, cg_steps)
+    curvature = float(direction @ product(direction))
+    if not curvature > 0:
+        return Taken(torch.zeros_like(gradient), 0.0, 0.0, 0)
+    full = (2 * max_kl / curvature) ** 0.5 * direction
+    for i in range(tries):
+        shift = shrink**i * full
+        improvement, kl = measure(shift)
+        if improvement > 0 and kl <= max_kl:
+            return Taken(shift, improvement, kl, i + 1)
+    return Taken(torch.zeros_like(gradient), 0.0, 0.0, tries)

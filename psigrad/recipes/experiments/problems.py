@@ -1,0 +1,112 @@
+"""Small decision processes whose policy gradient is known, and the bridge from their episodes to the objective's `Batch`.
+
+The policy is a softmax table, π(a|s) ∝ exp θ[s, a], so that ∂ log π(a|s) / ∂θ[s, b] = 1[a = b] − π(b|s): a gradient over θ is a
+weighted count of states and actions, and a hundred thousand of them need no loop over autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared
+from psigrad.tabular import MDP, Paths, advantages, occupancy
+from psigrad.tabular.mdp import FloatArray, IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Critic:
+    """What a critic believes."""
+
+    value: FloatArray
+    """[S]: V(s); at terminal states it is never read."""
+    action_value: FloatArray
+    """(S, A): Q(s, a)."""
+
+
+def line_walk(*, cells: int = 5, steps: int = 6, slip: float = 0.2, gamma: float = 1.0, at_the_end: bool = False) -> MDP:
+    """A line of cells 0 … n − 1, two actions (left, right), a fixed number of steps; each step pays the number of its new cell.
+
+    With probability `slip` a step goes the other way; the borders hold; the walk starts in the middle. State t·n + x is cell x
+    after t steps, so every episode can be enumerated. With `at_the_end` only the last step pays, as completions are paid.
+    """
+    n_states = (steps + 1) * cells
+    transitions, rewards = np.zeros((2, n_states, n_states)), np.zeros((2, n_states, n_states))
+    for t in range(steps):
+        for x in range(cells):
+            for action, aim in enumerate((-1, 1)):
+                for move, p in ((aim, 1 - slip), (-aim, slip)):
+                    new = min(max(x + move, 0), cells - 1)
+                    transitions[action, t * cells + x, (t + 1) * cells + new] += p
+                    pays = t == steps - 1 or not at_the_end
+                    rewards[action, t * cells + x, (t + 1) * cells + new] = float(new) if pays else 0.0
+    terminal = np.arange(n_states) >= steps * cells
+    return MDP(transitions, rewards, gamma, terminal=terminal, start=np.eye(n_states)[cells // 2])
+
+
+def bandit(means: tuple[float, ...], *, spread: float = 0.0) -> MDP:
+    """One step, one state, an arm for each mean; an arm pays its mean + spread or its mean − spread by a coin."""
+    arms = len(means)
+    transitions, rewards = np.zeros((arms, 3, 3)), np.zeros((arms, 3, 3))
+    transitions[:, 0, 1:] = 0.5
+    rewards[:, 0, 1], rewards[:, 0, 2] = np.add(means, spread), np.subtract(means, spread)
+    return MDP(transitions, rewards, 1.0, terminal=np.array([False, True, True]), start=np.array([1.0, 0.0, 0.0]))
+
+
+def exact_gradient(mdp: MDP, policy: FloatArray) -> FloatArray:
+    """(S, A): ∂J/∂θ[s, a] = d(s)·π(a|s)·A(s, a), by the policy gradient theorem and two linear solves.
+
+    J is the expected discounted return from the start, d the discounted visits.
+    """
+    return occupancy(mdp, policy)[:, None] * policy * advantages(mdp, policy)
+
+
+def batch_of(paths: Paths, policy: FloatArray, critic: Critic | None = None, group: IntArray | None = None) -> Batch:
+    """Episodes as what an algorithm reads. `inputs` holds their states and actions, for parts of one's own."""
+    states, mask = paths.states[:, :-1], torch.from_numpy(paths.mask)
+    values: dict[str, Tensor] = {}
+    if critic is not None:
+        last = np.where(paths.terminated, 0.0, critic.value[paths.states[:, -1]])
+        values = {
+            "value": torch.from_numpy(critic.value[states]),
+            "action_value": torch.from_numpy(critic.action_value[states, paths.actions]),
+            "last_value": torch.from_numpy(last),
+        }
+    with np.errstate(divide="ignore"):
+        logp = torch.from_numpy(np.log(policy[states, paths.actions]))
+    return Batch(
+        mask=mask,
+        reward=torch.from_numpy(paths.rewards),
+        logp_old=logp,
+        group=torch.zeros(len(states), dtype=torch.long) if group is None else torch.from_numpy(group),
+        inputs={"states": torch.from_numpy(states), "actions": torch.from_numpy(paths.actions)},
+        truncated=torch.from_numpy(~paths.terminated),
+        **values,
+    )
+
+
+def step_weights(method: PolicyGradient, prepared: Prepared, sequences: int) -> FloatArray:
+    """[N, T]: −∂loss/∂ log π(a_t|s_t), by autograd through the method's own loss; `sequences` rows make one estimate.
+
+    The method's aggregate is `sequence_sum`, in which each row counts 1/`sequences`: the loss of the whole batch is then the sum
+    of the losses of N / `sequences` optimiser steps.
+    """
+    logp = prepared.batch.logp_old.clone().requires_grad_()
+    totals = replace(method.totals(prepared), sequences=sequences)
+    loss = method.loss(prepared, Evaluation(logp, value=prepared.batch.value), totals, method.initial_state())
+    (gradient,) = torch.autograd.grad(loss.value, logp)
+    return np.asarray(-gradient.numpy())
+
+
+def gradients(weight_NT: FloatArray, paths: Paths, policy: FloatArray, rows: int) -> FloatArray:
+    """[N / rows, S·A]: Σ over `rows` episodes and their steps of weight · ∂ log π(a_t|s_t) / ∂θ."""
+    n_states, n_actions = policy.shape
+    n_estimates = len(weight_NT) // rows
+    taken, size = paths.mask, n_states * n_actions
+    estimate = np.broadcast_to(np.arange(len(weight_NT))[:, None] // rows, taken.shape)[taken]
+    index = (estimate * n_states + paths.states[:, :-1][taken]) * n_actions + paths.actions[taken]
+    count = np.bincount(index, weight_NT[taken], minlength=n_estimates * size).reshape(n_estimates, n_states, n_actions)
+    return np.asarray((count - policy * count.sum(axis=2, keepdims=True)).reshape(n_estimates, size))

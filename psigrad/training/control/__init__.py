@@ -1,0 +1,1 @@
+"""Control: the loops that train small policies on Gymnasium environments."""

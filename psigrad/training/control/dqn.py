@@ -1,0 +1,147 @@
+"""Deep Q-learning: act by a greedy policy with a share of chance, learn from replayed transitions against a slow copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad import seeds
+from psigrad.config import ControlConfig
+from psigrad.errors import UserError
+from psigrad.models.actor_critic import ActorCritic, is_discrete
+from psigrad.models.distributions import Array
+from psigrad.objective import q_learning
+from psigrad.rollout.collect import Collector, Rollout
+from psigrad.rollout.replay import Replay
+from psigrad.training.control.steps import FlatOptimizer
+
+
+@dataclass
+class DQN:
+    """Mnih et al. 2015, with the target network copied or moved by an average, and Double DQN on request.
+
+    The Q-network is an `ActorCritic` without critics: its outputs are Q(s, ·), and its greedy action is the likeliest one.
+    """
+
+    config: ControlConfig
+    network: ActorCritic
+    optimizer: FlatOptimizer
+    collector: Collector
+    timesteps: int = 0
+    iterations: int = 0
+    updates: int = 0
+    since_target: int = 0
+    state: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self.config, self.network)
+        self.replay = Replay(self.config.dqn.buffer_size, self.collector.envs.size)
+        self.target = self.network.flat.detach().clone()
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        return min(1.0, self.timesteps / self.config.total_timesteps)
+
+    @property
+    def epsilon(self) -> float:
+        """Share of actions drawn by chance now."""
+        d = self.config.dqn
+        return q_learning.linear_epsilon(
+            self.progress, d.exploration_fraction, d.exploration_initial_eps, d.exploration_final_eps
+        )
+
+    @property
+    def most_steps(self) -> float:
+        """The most transitions that an iteration collects."""
+        return max(self.config.dqn.train_freq, self.collector.envs.count)
+
+    def restart(self) -> None:
+        """New episodes everywhere; the buffer stays."""
+        self.collector.restart(seeds.derive(self.config.run.seed, "environments", self.iterations))
+
+    def iterate(self, metrics: bool = True) -> dict[str, float]:
+        """`train_freq` transitions and the updates that they bring; their figures where `metrics`."""
+        settings, count = self.config.dqn, self.collector.envs.count
+        rng = np.random.Generator(np.random.SFC64(seeds.derive(self.config.run.seed, "act", self.iterations)))
+        # between two collections epsilon falls by little
+        epsilon = self.epsilon
+        rollout = self.collector.steps(lambda o: self._act(o, epsilon, rng), max(1, settings.train_freq // count))
+        collected = len(rollout.row)
+        self._remember(rollout)
+        self.timesteps += collected
+        losses: list[Tensor] = []
+        rate = self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
+        self._follow(collected)
+        if self.timesteps > settings.learning_starts:
+            steps = collected if settings.gradient_steps < 0 else settings.gradient_steps
+            losses = self._learn(steps, rate, rng)
+        self.iterations += 1
+        if not metrics:
+            return {}
+        figures = {"rollout/exploration_rate": epsilon, "learning_rate": rate, "n_updates": float(self.updates)}
+        return figures | ({"loss": float(torch.stack(losses).mean())} if losses else {})
+
+    def _act(self, observation: Array, epsilon: float, rng: np.random.Generator) -> Array:
+        chance = rng.random(len(observation)) < epsilon
+        drawn = rng.integers(self.network.distribution.outputs, size=len(observation))
+        return drawn if chance.all() else np.where(chance, drawn, self.network.act(observation, None))
+
+    def _remember(self, rollout: Rollout) -> None:
+        following = np.empty_like(rollout.observation)
+        following[:-1] = rollout.observation[1:]
+        final = np.flatnonzero(np.append(rollout.row[1:] != rollout.row[:-1], True))
+        following[final] = rollout.after
+        terminated = np.zeros(len(rollout.row), bool)
+        terminated[final] = rollout.terminated
+        self.replay.add(
+            observation=rollout.observation,
+            action=rollout.action,
+            reward=rollout.reward,
+            next_observation=following,
+            terminated=terminated,
+        )
+
+    def _follow(self, collected: int) -> None:
+        """The target network's update, when it is due."""
+        self.since_target += collected
+        if self.since_target >= self.config.dqn.target_update_interval:
+            self.since_target = 0
+            q_learning.polyak(self.target, self.network.flat.detach(), self.config.dqn.tau)
+
+    def _learn(self, steps: int, rate: float, rng: np.random.Generator) -> list[Tensor]:
+        """`steps` minibatches. The target network stands still meanwhile, so all their targets are made at once."""
+        size, network, config = self.config.batch_size, self.network, self.config
+        drawn = self.replay.sample(steps * size, rng)
+        next_q = network.towers.with_flat(self.target, drawn.next_observation)[0]
+        targets = None if config.dqn.double_q else q_learning.td_target(drawn.reward, drawn.terminated, next_q, config.gamma)
+        losses = []
+        for i in range(steps):
+            part = slice(i * size, (i + 1) * size)
+            if targets is None:
+                choosing = network.towers(drawn.next_observation[part])[0]
+                wanted = q_learning.td_target(drawn.reward[part], drawn.terminated[part], next_q[part], config.gamma, choosing)
+            else:
+                wanted = targets[part]
+            recorded = network.record(drawn.observation[part])
+            loss = q_learning.q_loss(recorded.output.policy, drawn.action[part], wanted)
+            self.optimizer.step(recorded.backward(loss), rate)
+            losses.append(loss.detach())
+        self.updates += steps
+        return losses
+
+
+def check(config: ControlConfig, network: ActorCritic) -> None:
+    """Refuse settings that cannot work. Raises `UserError`."""
+    if not is_discrete(network.distribution):
+        raise UserError("DQN chooses among numbered actions and this environment's are continuous; choose ppo, a2c or trpo.")
+    if config.batch_size < 1:
+        raise UserError("DQN needs a batch_size: transitions per minibatch; 64 is usual.")
+    if config.dqn.learning_starts >= config.total_timesteps:
+        raise UserError(
+            f"learning_starts is {config.dqn.learning_starts} and the run has {config.total_timesteps} steps: nothing would be "
+            "learned; lower it."
+        )

@@ -1,0 +1,121 @@
+"""Deep Q-learning: targets, replay, the slow copy, and the exact values of a small world."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from control_worlds import Chain, Counter
+
+from psigrad.objective import q_learning
+from psigrad.recipes import control
+from psigrad.rollout.replay import Replay
+
+
+def build(env, **given):
+    settings = {"tuned": False, "n_envs": 1, "batch_size": 32, "learning_rate": 3e-3, "max_grad_norm": 10.0, **given}
+    made = control.build(control.settings("dqn", env, settings))
+    made.restart()
+    return made
+
+
+def test_the_target_of_a_terminated_step_is_its_reward_and_of_a_truncated_one_is_not():
+    reward, next_q = torch.tensor([1.0, 1.0]), torch.tensor([[2.0, 5.0], [2.0, 5.0]])
+    found = q_learning.td_target(reward, torch.tensor([True, False]), next_q, 0.9)
+    torch.testing.assert_close(found, torch.tensor([1.0, 1.0 + 0.9 * 5.0]))
+    infinite = q_learning.td_target(reward, torch.tensor([True, False]), torch.full((2, 2), torch.inf), 0.9)
+    assert infinite[0] == 1.0  # and not 0 · inf
+
+
+def test_double_dqn_values_what_the_other_network_chooses():
+    next_q, choosing = torch.tensor([[2.0, 5.0]]), torch.tensor([[7.0, 1.0]])
+    live = torch.tensor([False])
+    assert float(q_learning.td_target(torch.zeros(1), live, next_q, 1.0, choosing)) == 2.0
+    assert float(q_learning.td_target(torch.zeros(1), live, next_q, 1.0)) == 5.0
+
+
+def test_loss_is_quadratic_near_and_linear_far():
+    q = torch.tensor([[0.5, 0.0], [3.0, 0.0]], requires_grad=True)
+    loss = q_learning.q_loss(q, torch.tensor([0, 0]), torch.zeros(2))
+    assert float(loss.detach()) == pytest.approx((0.5 * 0.25 + 3.0 - 0.5) / 2)
+    loss.backward()
+    torch.testing.assert_close(q.grad, torch.tensor([[0.25, 0.0], [0.5, 0.0]]))
+
+
+def test_the_moving_average_converges_to_its_source_and_one_copies_it():
+    target, source = torch.zeros(3), torch.ones(3)
+    q_learning.polyak(target, source, 0.25)
+    torch.testing.assert_close(target, torch.full((3,), 0.25))
+    q_learning.polyak(target, source, 0.25)
+    torch.testing.assert_close(target, torch.full((3,), 1 - 0.75**2))
+    q_learning.polyak(target, source, 1.0)
+    torch.testing.assert_close(target, source)
+
+
+def test_epsilon_falls_linearly_and_stays():
+    values = [q_learning.linear_epsilon(p, 0.5, 1.0, 0.1) for p in (0.0, 0.25, 0.5, 0.9)]
+    assert values == pytest.approx([1.0, 0.55, 0.1, 0.1])
+
+
+def test_the_ring_keeps_the_newest():
+    ring = Replay(5, 1)
+    for start in (0, 3, 6):
+        ids = np.arange(start, start + 3)
+        ring.add(
+            observation=ids[:, None].astype(np.float32),
+            action=ids,
+            reward=ids.astype(np.float32),
+            next_observation=ids[:, None].astype(np.float32) + 1,
+            terminated=ids % 2 == 0,
+        )
+    drawn = ring.sample(2000, np.random.default_rng(0))
+    assert set(drawn.action.tolist()) == {4, 5, 6, 7, 8} and len(ring) == 5
+    counts = np.bincount(drawn.action.numpy())[4:]
+    assert counts.min() > 320  # 400 each, five standard errors
+    torch.testing.assert_close(drawn.observation[:, 0] + 1, drawn.next_observation[:, 0])
+    assert (drawn.terminated == (drawn.action % 2 == 0)).all()
+    other = Replay(5, 1)
+    other.load(ring.tensors())
+    torch.testing.assert_close(other.sample(9, np.random.default_rng(1)).reward, ring.sample(9, np.random.default_rng(1)).reward)
+    with pytest.raises(ValueError, match="learning_starts"):
+        Replay(5, 1).sample(1, np.random.default_rng(0))
+
+
+def test_what_followed_is_of_the_same_episode_and_only_termination_ends_it():
+    made = build(lambda: Counter((2, 3)), train_freq=20, learning_starts=5)
+    made._remember(made.collector.steps(lambda o: np.zeros(len(o), np.int64), 20))
+    data = made.replay._data
+    n = len(made.replay)
+    np.testing.assert_array_equal(data["next_observation"][:n, 0], data["observation"][:n, 0])
+    np.testing.assert_array_equal(data["next_observation"][:n, 1], data["observation"][:n, 1] + 1)
+    episode, step = data["observation"][:n, 0], data["observation"][:n, 1]
+    np.testing.assert_array_equal(data["terminated"][:n], (episode % 2 == 0) & (step == 1))
+
+
+FORMS = {"hard": {}, "double": {"double_q": True}, "moving": {"tau": 0.05, "target_update_interval": 4}}
+
+
+@pytest.mark.parametrize("given", FORMS.values(), ids=FORMS)
+def test_q_values_converge_to_the_exact_ones(given):
+    """The chain's optimal Q by hand: right is worth γ^(steps left − 1); left costs 0.02 and starts again from state 0."""
+    gamma = 0.9
+    settings = {"learning_starts": 100, "train_freq": 4, "gradient_steps": 4, "target_update_interval": 50, "gamma": gamma}
+    made = build(Chain, total_timesteps=5_000, exploration_final_eps=0.3, net_arch=(32,), **{**settings, **given})
+    while made.timesteps < 5_000:
+        made.iterate()
+    right = np.array([gamma**2, gamma, 1.0])
+    exact = np.stack([np.full(3, -0.02 + gamma * right[0]), right], axis=1)
+    found = made.network(torch.eye(4)[:3]).policy.numpy()
+    np.testing.assert_allclose(found, exact, atol=0.05)
+
+
+def test_the_target_network_moves_when_it_is_due_and_not_before():
+    made = build(Chain, learning_starts=8, train_freq=4, target_update_interval=12, total_timesteps=100)
+    start = made.target.clone()
+    made.iterate()
+    made.iterate()
+    torch.testing.assert_close(made.target, start, rtol=0, atol=0)
+    before = made.network.flat.detach().clone()
+    made.iterate()  # the twelfth transition: the copy is taken before this collection's update
+    torch.testing.assert_close(made.target, before, rtol=0, atol=0)
+    assert not torch.equal(made.network.flat.detach(), before)

@@ -1,0 +1,134 @@
+"""The closed-form network against PyTorch's own, and the acting numpy twin against both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from psigrad.models.actor_critic import ActorCritic
+from psigrad.models.distributions import Categorical, Normal
+from psigrad.models.networks import Towers
+
+
+def towers(activation: str, extra: int = 0) -> Towers:
+    made = Towers(5, (7, 6), (3, 1, 1), activation, extra).double()
+    made.initialise(0, [1.0, 1.0, 1.0])
+    return made
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_each_tower_is_a_stack_of_linear_layers(activation):
+    made, x = towers(activation), torch.randn(11, 5, dtype=torch.double)
+    named, act = made.named(), nn.Tanh() if activation == "tanh" else nn.ReLU()
+    for k, outputs in enumerate(made.outputs):
+        h = x
+        for i in range(3):
+            h = nn.functional.linear(h, named[f"{k}.{i}.weight"], named[f"{k}.{i}.bias"])
+            h = h if i == 2 else act(h)
+        torch.testing.assert_close(made(x)[k, :, :outputs], h)
+        torch.testing.assert_close(made.plain(x)[k, :, :outputs], h)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("extra", [0, 2])
+def test_the_closed_gradient_is_autograds(activation, extra):
+    made, x, weight = towers(activation, extra), torch.randn(11, 5).double(), torch.randn(3, 11, 3).double()
+    (made.plain(x) * weight).sum().backward()
+    torch.testing.assert_close(made.record(x).backward(weight), made.flat.grad)
+
+
+def test_negative_control_the_gradient_of_another_activation_is_not_it():
+    made, x, weight = towers("tanh"), torch.randn(11, 5).double(), torch.randn(3, 11, 3).double()
+    (made.plain(x) * weight).sum().backward()
+    made.activation = "relu"
+    assert not torch.allclose(made.record(x).backward(weight), made.flat.grad)
+
+
+KINDS = {
+    "separate": {},
+    "shared": {"critic": "shared"},
+    "ensemble": {"n_critics": 3},
+    "shared ensemble": {"critic": "shared", "n_critics": 3},
+    "of actions": {"of_actions": True},
+    "shared of actions": {"critic": "shared", "of_actions": True, "n_critics": 2},
+    "without critic": {"n_critics": 0},
+}
+
+
+PAIRS = [(kind, Categorical(3)) for kind in KINDS] + [(kind, Normal(2)) for kind in KINDS if "actions" not in kind]
+
+
+@pytest.mark.parametrize(("kind", "distribution"), PAIRS, ids=[f"{k}-{type(d).__name__}" for k, d in PAIRS])
+def test_a_loss_of_any_outputs_has_autograds_gradient(kind, distribution):
+    network = ActorCritic(4, distribution, (8,), **KINDS[kind])
+    network.towers.double()
+    network.initialise(0, log_std=-0.3)
+    x = torch.randn(9, 4).double()
+
+    def loss(out):
+        actions = torch.arange(9) % 3 if isinstance(distribution, Categorical) else torch.ones(9, 2).double()
+        total = distribution.log_prob(out.policy, out.rest, actions).sum() + distribution.entropy(out.policy, out.rest).mean()
+        return total if out.values is None else total + (out.values**2).sum()
+
+    recorded = network.record(x)
+    found = recorded.backward(loss(recorded.output)).clone()
+    loss(network.plain(x)).backward()
+    torch.testing.assert_close(found, network.flat.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_heads_have_their_shapes_and_starts(kind):
+    options = KINDS[kind]
+    network = ActorCritic(4, Categorical(3), (32, 32), **options)
+    network.initialise(0)
+    out = network(torch.randn(6, 4))
+    critics = options.get("n_critics", 1)
+    wanted = None if not critics else (critics, 6, 3) if options.get("of_actions") else (critics, 6)
+    assert (None if out.values is None else tuple(out.values.shape)) == wanted
+    # a policy that is nearly the same everywhere, values that are not nearly zero
+    assert (torch.softmax(out.policy, -1) - 1 / 3).abs().max() < 0.02
+    assert out.values is None or out.values.abs().max() > 0.05
+
+
+def test_acting_with_numpy_is_the_networks_policy(tmp_path):
+    network = ActorCritic(4, Categorical(3), (16,))
+    network.initialise(3)
+    with torch.no_grad():
+        network.flat.add_(torch.randn(len(network.flat)), alpha=0.3)
+    x = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    np.testing.assert_array_equal(network.act(x, None), network(torch.from_numpy(x)).policy.argmax(1).numpy())
+    with torch.no_grad():
+        network.flat.mul_(-1)  # in place, as optimisers change it: acting must follow
+    np.testing.assert_array_equal(network.act(x, None), network(torch.from_numpy(x)).policy.argmax(1).numpy())
+    network.save(tmp_path)
+    other = ActorCritic(4, Categorical(3), (16,))
+    other.load(tmp_path)
+    torch.testing.assert_close(other(torch.from_numpy(x)).policy, network(torch.from_numpy(x)).policy, rtol=0, atol=0)
+
+
+def test_actions_are_drawn_with_their_probabilities():
+    policy, rng = Categorical(3), np.random.default_rng(0)
+    logits = np.log(np.array([[0.2, 0.5, 0.3]], np.float32)) + 7
+    drawn = policy.sample(np.repeat(logits, 60_000, 0), np.zeros(0), rng)
+    np.testing.assert_allclose(np.bincount(drawn) / 60_000, [0.2, 0.5, 0.3], atol=0.01)  # 5 standard errors
+    normal = Normal(2).sample(np.tile(np.float32([[1, -2]]), (60_000, 1)), np.log(np.float32([0.5, 2])), rng)
+    np.testing.assert_allclose(normal.mean(0), [1, -2], atol=0.05)
+    np.testing.assert_allclose(normal.std(0), [0.5, 2], rtol=0.02)
+
+
+def test_distributions_agree_with_torch():
+    out, other = torch.randn(7, 3).double(), torch.randn(7, 3).double()
+    rest, other_rest = torch.randn(3).double() / 3, torch.randn(3).double() / 3
+    ours, actions = Categorical(3), torch.arange(7) % 3
+    theirs, theirs2 = torch.distributions.Categorical(logits=out), torch.distributions.Categorical(logits=other)
+    torch.testing.assert_close(ours.log_prob(out, rest, actions), theirs.log_prob(actions))
+    torch.testing.assert_close(ours.entropy(out, rest), theirs.entropy())
+    torch.testing.assert_close(ours.kl(out, rest, other, rest), torch.distributions.kl_divergence(theirs, theirs2))
+    normal, real = Normal(3), torch.randn(7, 3).double()
+    a = torch.distributions.Independent(torch.distributions.Normal(out, rest.exp()), 1)
+    b = torch.distributions.Independent(torch.distributions.Normal(other, other_rest.exp()), 1)
+    torch.testing.assert_close(normal.log_prob(out, rest, real), a.log_prob(real))
+    torch.testing.assert_close(normal.entropy(out, rest), a.entropy())
+    torch.testing.assert_close(normal.kl(out, rest, other, other_rest), torch.distributions.kl_divergence(a, b))

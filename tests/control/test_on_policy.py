@@ -1,0 +1,211 @@
+"""What a policy gradient makes of a rollout of environments: bootstraps, minibatches, ensembles, and the peers' advantages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from control_worlds import Chain, Counter, Target
+from gymnasium import spaces
+
+from psigrad.config import ControlConfig, Run
+from psigrad.errors import UserError
+from psigrad.objective import Evaluation, catalog, control_catalog
+from psigrad.objective.aggregate import sequence_mean, sequence_sum
+from psigrad.recipes import control
+from psigrad.training.control.on_policy import shown
+
+
+def method(algorithm, env=Chain, **given):
+    made = control.build(control.settings(algorithm, env, {"tuned": False, "n_envs": 3, **given}))
+    made.restart()
+    return made
+
+
+def prepared_of(made):
+    rollout = made._collect()
+    seen = shown(rollout, made.algorithm.needs_critic)
+    recorded = made.network.record(seen.observation)
+    now = made._now(recorded.output, seen.action)
+    return rollout, seen, recorded, now, made._prepared(made.algorithm, rollout, seen, recorded.output, now, True)
+
+
+def test_a_cut_row_is_bootstrapped_with_the_value_behind_it_and_a_finished_one_is_not():
+    made = method("a2c", lambda: Counter((2, 3)), n_steps=4, n_envs=1, gamma=0.9)
+    rollout, _, _, _, prepared = prepared_of(made)
+    batch = prepared.batch
+    with torch.no_grad():
+        behind = made.network.state_value(made.network(torch.from_numpy(rollout.after)))
+    assert rollout.terminated.tolist() == [True, False] and rollout.truncated.tolist() == [False, False]
+    torch.testing.assert_close(batch.last_value, behind * torch.tensor([0.0, 1.0]))
+    # lambda 1: the return of each row with its bootstrap, less the value
+    returns = torch.tensor([[1 + 0.9 * 2, 2.0], [1 + 0.9 * 2 + 0.81 * behind[1], 2 + 0.9 * behind[1]]])
+    torch.testing.assert_close(prepared.returns, returns)
+    torch.testing.assert_close(prepared.advantage, returns - batch.value)
+
+
+def test_negative_control_truncation_taken_for_termination_gives_other_returns():
+    made = method("a2c", lambda: Counter((3, 2)), n_steps=8, n_envs=1)
+    rollout, seen, recorded, _now, prepared = prepared_of(made)
+    assert rollout.truncated.any()
+    ended = replace(rollout, terminated=rollout.terminated | rollout.truncated)
+    seen = shown(ended, True)
+    recorded = made.network.record(seen.observation)
+    wrong = made._prepared(made.algorithm, ended, seen, recorded.output, made._now(recorded.output, seen.action), True)
+    assert not torch.allclose(wrong.returns, prepared.returns)
+
+
+def test_advantages_are_stable_baselines():
+    """The same rewards, values and ends through SB3's rollout buffer."""
+    from stable_baselines3.common.buffers import RolloutBuffer
+
+    rng, steps, count = np.random.default_rng(0), 12, 4
+    buffer = RolloutBuffer(
+        steps, spaces.Box(-1, 1, (2,)), spaces.Discrete(2), device="cpu", gamma=0.97, gae_lambda=0.9, n_envs=count
+    )
+    reward, value = rng.normal(size=(steps, count)).astype(np.float32), rng.normal(size=(steps, count)).astype(np.float32)
+    starts = rng.random((steps + 1, count)) < 0.25
+    starts[0] = True
+    last = rng.normal(size=count).astype(np.float32)
+    for t in range(steps):
+        obs, action = np.zeros((count, 2), np.float32), np.zeros((count, 1))
+        buffer.add(obs, action, reward[t], starts[t], torch.from_numpy(value[t]), torch.zeros(count))
+    buffer.compute_returns_and_advantage(torch.from_numpy(last), starts[steps])
+    # ours: each stretch between two starts is a row of its own
+    from psigrad.objective import Batch
+    from psigrad.objective.advantage import gae
+
+    for e in range(count):
+        bounds = [*np.flatnonzero(starts[:steps, e]).tolist(), steps]
+        for a, b in itertools.pairwise(bounds):
+            over = b < steps or starts[steps, e]
+            row = Batch(
+                mask=torch.ones(1, b - a, dtype=torch.bool),
+                reward=torch.from_numpy(reward[a:b, e])[None],
+                logp_old=torch.zeros(1, b - a),
+                group=torch.zeros(1),
+                value=torch.from_numpy(value[a:b, e])[None],
+                last_value=torch.tensor([0.0 if over else float(last[e])]),
+            )
+            np.testing.assert_allclose(gae(0.97, 0.9)(row)[0].numpy(), buffer.advantages[a:b, e], atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregate", [sequence_sum, catalog.token_mean])
+def test_steps_as_rows_of_their_own_have_the_gradient_of_whole_rows(aggregate):
+    algorithm = replace(control_catalog.PPO, aggregate=aggregate)
+    made = method(algorithm, n_steps=16, n_epochs=1)
+    _, seen, recorded, now, prepared = prepared_of(made)
+    totals = made.algorithm.totals(prepared)
+    flat = made._parts(prepared, seen)
+    assert flat.seen is None
+    first = recorded.backward(
+        made.algorithm.loss(flat.prepared, Evaluation(now.logp[:, None], None, now.learned[0][:, None]), totals, made.state).value
+    ).clone()
+    recorded = made.network.record(seen.observation)
+    now = made._now(recorded.output, seen.action)
+    whole = Evaluation(seen.wide(now.logp), None, seen.wide(now.learned[0]))
+    second = recorded.backward(made.algorithm.loss(prepared, whole, totals, made.state).value)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+
+
+def test_negative_control_the_mean_over_episodes_is_not_a_mean_over_steps():
+    made = method(replace(control_catalog.PPO, aggregate=sequence_mean), n_steps=16)
+    _, seen, _, _, prepared = prepared_of(made)
+    assert made._parts(prepared, seen).seen is not None  # so it is trained on as whole rows
+
+
+def test_minibatches_add_up_to_the_rollout():
+    """At a learning rate of 0 each pass sees every step once, and the gradients of its minibatches average to the whole one's."""
+    made = method("ppo", n_steps=16, batch_size=12, n_epochs=2, learning_rate=0.0, max_grad_norm=0)
+    _, seen, _, _, prepared = prepared_of(made)
+    whole = made._parts(prepared, seen)
+    rng, gradients, sizes = np.random.default_rng(0), [], []
+    for part in [*whole.shuffled(rng, 4), whole]:
+        recorded = made.network.record(part.observation)
+        now, size = made._now(recorded.output, part.action), len(part.action)
+        totals = type(made.algorithm.totals(prepared))(size, size, size)
+        evaluation = Evaluation(now.logp[:, None], None, now.learned[0][:, None])
+        gradients.append(recorded.backward(made.algorithm.loss(part.prepared, evaluation, totals, made.state).value).clone())
+        sizes.append(size)
+    assert sum(sizes[:-1]) == sizes[-1] == seen.steps
+    mean = sum(g * s for g, s in zip(gradients[:-1], sizes[:-1], strict=True)) / seen.steps
+    torch.testing.assert_close(mean, gradients[-1], rtol=1e-4, atol=1e-6)
+
+
+def test_an_ensemble_of_equal_critics_learns_as_one_and_unequal_ones_each_by_themselves():
+    made = method("a2c", n_steps=8, n_critics=3, optimizer="adam", max_grad_norm=0)
+    _, seen, recorded, now, prepared = prepared_of(made)
+    seen_gradient = []
+    made.optimizer.step = lambda gradient, rate: seen_gradient.append(gradient.clone()) or 0.0
+    part = made._parts(prepared, seen)
+    made._update(made.algorithm, part, made.algorithm.totals(prepared), (recorded, now), 0.0, False)
+    returns = part.prepared.returns[:, 0]
+    out = made.network.plain(seen.observation[: seen.steps])
+    logp = made.network.distribution.log_prob(out.policy, out.rest, seen.action)
+    policy = -(part.prepared.advantage[:, 0] * logp).mean()
+    critics = sum(0.5 * ((v - returns) ** 2).mean() for v in out.values) / 3
+    (policy + made.algorithm.critic.coefficient * critics).backward()
+    torch.testing.assert_close(seen_gradient[0], made.network.flat.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_critic_of_actions_learns_the_return_of_the_action():
+    """With lambda 1 on whole episodes, Q's target is the reward-to-go."""
+    made = method("q_actor_critic", n_steps=0, gamma=0.9, gae_lambda=1.0)
+    rollout, _seen, _, _, prepared = prepared_of(made)
+    for n in range(len(rollout.terminated)):
+        rewards, total = rollout.reward[rollout.row == n], 0.0
+        if not rollout.terminated[n]:
+            continue
+        for t in reversed(range(len(rewards))):
+            total = rewards[t] + 0.9 * total
+            assert float(prepared.returns[n, t]) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [*control_catalog.names(), "grpo", "rloo", "dr_grpo", "dapo", "cispo", "reinforce_pp"])
+def test_every_preset_learns_the_chain(name):
+    """The optimum is to go right always, discounted or not: 1 at the end of three steps, and every step to the left costs."""
+    whole = not (control_catalog.resolve(name).needs_critic)
+    settings = {"n_steps": 0 if whole else 16, "n_envs": 8, "learning_rate": 0.02, "gamma": 0.9, "n_episodes": 2, "seed": 1}
+    ratio = control_catalog.resolve(name).ratio is not catalog.ratio.none
+    made = method(name, **settings, n_epochs=4 if ratio else 1, total_timesteps=6_000)
+    while made.timesteps < 6_000:
+        made.iterate()
+    states = np.eye(4, dtype=np.float32)[:3]
+    np.testing.assert_array_equal(made.network.act(states, None), [1, 1, 1])
+
+
+def test_a_continuous_policy_finds_its_target():
+    made = method("ppo", Target, n_envs=8, n_steps=32, n_epochs=10, learning_rate=3e-3, gamma=0.9, total_timesteps=20_000)
+    while made.timesteps < 20_000:
+        made.iterate()
+    wanted = np.linspace(-0.9, 0.9, 7, dtype=np.float32)[:, None]
+    np.testing.assert_allclose(made.network.act(wanted, None), wanted, atol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "said"),
+    [
+        ("reinforce_reward_to_go", {"n_steps": 8}, "n_steps=0"),
+        ("a2c", {"n_steps": 8, "n_epochs": 2}, "n_epochs=1"),
+        ("ppo_penalty", {"n_steps": 8}, "n_epochs"),
+        ("gspo", {"n_steps": 0, "batch_size": 4}, "batch_size=0"),
+        ("grpo", {"n_steps": 0, "n_envs": 1}, "n_envs"),
+        ("trpo", {"n_steps": 8, "critic": "shared"}, "separate"),
+        ("ppoo", {}, "ppo"),
+        ("dqn", {"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_a_sentence(algorithm, given, said):
+    with pytest.raises(UserError, match=said):
+        method(algorithm, **given)
+    with pytest.raises(ValueError, match="does not clip"):
+        method("a2c", clip_range=0.1)
+
+
+def test_the_policy_gradient_is_the_object_that_trains_language_models():
+    made = method(catalog.DR_GRPO, n_steps=0)
+    assert type(made.algorithm) is type(catalog.DR_GRPO) and made.algorithm.psi == catalog.DR_GRPO.psi
+    assert ControlConfig().run == Run(threads=1)

@@ -1,0 +1,196 @@
+"""`psigrad control` and the agents: run folders, bitwise resume, saved policies, mistakes as sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from PIL import Image
+from resuming import digest, dying_at
+from tiny_jobs import forked
+
+from psigrad import cli
+from psigrad.control import DQN, PPO, Agent, CheckpointCallback, EvalCallback, evaluate_policy
+from psigrad.errors import UserError
+from psigrad.objective import catalog
+from psigrad.recipes import control
+from psigrad.rollout.collect import Collector
+from psigrad.training import run_folder
+
+SMALL = {"eval_episodes": 4, "eval_steps": 2, "report": False, "progress": False, "save_steps": 2, "log_interval": 1}
+METHODS = {
+    "ppo": {"n_steps": 16, "n_epochs": 2, "n_envs": 2, "total_timesteps": 256, "batch_size": 16},
+    "ppo_penalty": {"n_steps": 32, "n_epochs": 2, "n_envs": 2, "total_timesteps": 400, "batch_size": 0},
+    "a2c": {"n_steps": 8, "n_envs": 2, "total_timesteps": 160, "normalize_observations": True, "normalize_rewards": True},
+    "reinforce": {"total_timesteps": 800, "n_envs": 2},
+    "trpo": {"n_steps": 32, "n_envs": 2, "total_timesteps": 400},
+    "dqn": {"learning_starts": 32, "train_freq": 16, "gradient_steps": 2, "total_timesteps": 240, "target_update_interval": 24},
+}
+
+
+def config_of(name, output, **given):
+    made = control.settings(name, "CartPole-v1", {**SMALL, "tuned": True, **METHODS[name], **given})
+    return replace(made, run=replace(made.run, output_dir=str(output), seed=3))
+
+
+def digest_of(folder):
+    """What must not depend on being killed; the optimiser and all else are in the newest checkpoint."""
+    found = digest(folder)
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return {**found, **{p.name: p.read_bytes() for p in sorted(newest.iterdir()) if p.name != "manifest.json"}}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def whole(request, tmp_path_factory):
+    """A run that nobody disturbed."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+
+    def work():
+        seen: list[str] = []
+        watch(0, seen)
+        control.run(config_of(name, folder / "run"))
+        (folder / "events").write_text("\n".join(seen))
+
+    assert forked(work) == 0
+    return name, digest_of(folder / "run"), (folder / "events").read_text().splitlines()
+
+
+def watch(count, seen=None):
+    """Events of control besides those of every run: steps of the collector and rows of the run folder."""
+    import resuming
+
+    resuming.EVENTS = (*resuming.EVENTS, (Collector, "_collect"), (run_folder.RunFolder, "event"))
+    dying_at(count, seen)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_killed_run_resumes_bitwise(index, whole, tmp_path):
+    name, expected, events = whole
+    point = random.Random(index).randrange(1, len(events))
+
+    def doomed():
+        watch(point)
+        control.run(config_of(name, tmp_path / "run"))
+
+    status = forked(doomed)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"the kill at event {point} did not land"
+    assert forked(lambda: control.run(config_of(name, tmp_path / "run"))) == 0
+    assert digest_of(tmp_path / "run") == expected
+
+
+def test_negative_control_another_seed_gives_another_run(whole, tmp_path):
+    name, expected, _ = whole
+    made = config_of(name, tmp_path / "run")
+    assert forked(lambda: control.run(replace(made, run=replace(made.run, seed=4)))) == 0
+    assert digest_of(tmp_path / "run") != expected
+
+
+def test_the_command_leaves_a_run_that_can_be_read_and_played(tmp_path, capsys):
+    out = tmp_path / "run"
+    given = ["--total-timesteps", "2048", "--eval-episodes", "4", "--video", "--no-progress", "--output-dir", str(out)]
+    assert cli.main(["control", "ppo", "--env", "CartPole-v1", *given]) == 0
+    assert "return/mean" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["eval/return/mean"] > 0 and rows[-1]["step"] >= 2048
+    assert {"train/approx_kl", "train/explained_variance", "train/value_loss"} <= set(rows[-2])
+    episodes = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert len(episodes) == 4 and all(e["kind"] == "episode" and e["length"] == e["reward"] for e in episodes)
+    page = (out / "report.html").read_text()
+    assert "ppo on CartPole-v1" in page and "Explained variance" in page and "data:image/gif;base64" in page
+    film = Image.open(out / "episode.gif")
+    assert film.n_frames > 1 and film.size[0] == 300
+    agent = PPO.load(out / "model")
+    mean, _ = evaluate_policy(agent, n_eval_episodes=4)
+    assert 8 <= mean <= 500
+    config = json.loads((out / "config.json").read_text())
+    assert config["n_epochs"] == 20 and config["clip_range_schedule"] == "linear"  # tuned for this environment
+
+
+def test_flags_beat_tuned_settings_and_tuned_settings_beat_defaults(tmp_path):
+    (tmp_path / "c.yaml").write_text("algorithm: ppo\nn_epochs: 7\n")
+    out = tmp_path / "run"
+    common = ["--total-timesteps", "256", "--eval-episodes", "0", "--no-report", "--no-progress", "--output-dir", str(out)]
+    assert cli.main(["control", "--config", str(tmp_path / "c.yaml"), "--gamma", "0.5", *common]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert (config["n_epochs"], config["gamma"], config["gae_lambda"], config["n_steps"]) == (7, 0.5, 0.8, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ppoo"], "did you mean 'ppo'"),
+        (["ppo", "--env", "CartPol-v1"], "CartPol"),
+        (["ppo", "--n-envs", "0"], "n_envs"),
+        (["dqn", "--env", "Pendulum-v1"], "continuous"),
+        (["ppo", "--clip-range", "-1"], "clip_range"),
+        (["a2c", "--clip-range", "0.1"], "clip"),
+        (["ppo", "--max-steps", "5"], "total_timesteps"),
+        (["ppo", "--learning-rat", "5"], "--learning-rate"),
+        (["grpo", "--n-steps", "8"], "n_steps=0"),
+    ],
+)
+def test_a_mistake_is_a_sentence(arguments, said, tmp_path, capsys):
+    assert cli.main(["control", *arguments, "--output-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("psigrad: ") and said in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_an_agent_learns_predicts_saves_and_loads(tmp_path):
+    agent = PPO("CartPole-v1", n_envs=2, n_steps=16, n_epochs=2, seed=1)
+    lines = []
+    assert agent.learn(200, callback=lambda a, figures: lines.append(figures["timesteps"])) is agent
+    assert agent.num_timesteps >= 200 and lines[-1] == agent.num_timesteps
+    assert agent.learn(100).num_timesteps >= 300  # and goes on
+    observation = gym.make("CartPole-v1").reset(seed=0)[0]
+    action, state = agent.predict(observation, deterministic=True)
+    assert action in (0, 1) and state is None
+    batch, _ = agent.predict(np.stack([observation] * 5))
+    assert batch.shape == (5,)
+    again = PPO.load(agent.save(tmp_path / "saved"))
+    assert again.predict(observation, True)[0] == action and again.num_timesteps == agent.num_timesteps
+    assert evaluate_policy(again, n_eval_episodes=8) == evaluate_policy(agent, n_eval_episodes=8)
+    again.learn(64)
+    with pytest.raises(UserError, match="shape"):
+        agent.predict(np.zeros(3))
+    with pytest.raises(UserError, match="holds no policy"):
+        PPO.load(tmp_path)
+
+
+def test_a_callback_ends_training_keeps_the_best_and_saves(tmp_path):
+    agent = DQN(
+        "CartPole-v1", tuned=False, n_envs=1, batch_size=8, learning_starts=0, train_freq=8, net_arch=(8,), log_interval=1
+    )
+    every = EvalCallback(64, n_eval_episodes=2, best=tmp_path / "best", stop_at=1.0)
+    agent.learn(10_000, callback=[every, CheckpointCallback(16, tmp_path / "saved")])
+    assert agent.num_timesteps < 200 and len(every.evaluations) == 1
+    assert (tmp_path / "best" / "model.safetensors").exists() and len(list((tmp_path / "saved").glob("step-*"))) >= 3
+
+
+def test_an_agent_takes_any_policy_gradient_and_any_way_to_make_an_environment():
+    Agent("CartPole-v1", algorithm=replace(catalog.DR_GRPO, name="mine"), n_steps=0, n_envs=4).learn(50)
+    Agent("CartPole-v1", algorithm={"preset": "ppo", "surrogate": {"high": 0.28}}, n_steps=16, n_envs=2).learn(32)
+    PPO(lambda: gym.make("CartPole-v1"), n_steps=16, n_envs=2).learn(32)
+    PPO(gym.make("CartPole-v1"), n_steps=16, n_envs=1).learn(16)
+    vectors = gym.make_vec("CartPole-v1", 3, vectorization_mode="sync")
+    assert PPO(vectors, n_steps=16).learn(32).settings.n_envs == 3
+    for wrong, said in (
+        (lambda: PPO("MlpPolicy", "CartPole-v1"), "environment first"),
+        (lambda: Agent("CartPole-v1"), "algorithm"),
+        (lambda: PPO("CartPole-v1", learning_rat=1), "learning_rate"),
+        (lambda: PPO("CartPole-v1", learning_rate="fast"), "learning_rate"),
+    ):
+        with pytest.raises(UserError, match=said):
+            wrong()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ppo_solves_cartpole(seed):
+    """475 over 100 episodes, the threshold that Gymnasium registers."""
+    agent = PPO("CartPole-v1", seed=seed).learn(60_000)
+    assert evaluate_policy(agent, n_eval_episodes=100, seed=seed)[0] >= 475

@@ -1,0 +1,96 @@
+"""A process full of labellers, as a label server is: run by test_chaos.py, which kills it.
+
+Each thread is one person. Before a submission its key goes into the ledger, after the acknowledgement the number of the vote;
+what a killed process left open is submitted again with the same key by the next one, as a browser would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+from psigrad.studio.labels import database, desk
+from psigrad.studio.labels.desk import Answer
+from psigrad.studio.labels.people import Person
+from psigrad.studio.labels.refusals import Busy, Conflict
+
+
+class Ledger:
+    """One file for each person, a line in one write: a killed process leaves whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, **row: object) -> None:
+        os.write(self.file, (json.dumps(row) + "\n").encode())
+
+    def open(self) -> list[dict]:
+        """What was submitted and never acknowledged or refused."""
+        rows = read(self.path)
+        over = {row["key"] for row in rows if row["what"] != "sent"}
+        return [row for row in rows if row["what"] == "sent" and row["key"] not in over]
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def submit(db: database.Database, person: Person, project: int, ledger: Ledger, row: dict) -> None:
+    """Make the call of a row until it is answered, and write the answer down."""
+    while True:
+        try:
+            if row["action"] == "undo":
+                receipt = desk.undo(db, person, project, row["key"])
+            elif row["action"] == "skip":
+                receipt = desk.skip(db, person, row["assignment"], row["key"])
+            else:
+                receipt = desk.vote(db, person, row["assignment"], Answer(choice=row["choice"]), row["key"])
+        except Busy:
+            continue
+        except Conflict as error:
+            return ledger.write(what="refused", key=row["key"], why=str(error))
+        return ledger.write(what="acknowledged", key=row["key"], vote=receipt.vote)
+
+
+def label(db: database.Database, person: Person, project: int, ledger: Ledger) -> None:
+    """Label until nothing is left; now and then skip or undo."""
+    draw = random.Random(person.id)
+    for row in ledger.open():
+        submit(db, person, project, ledger, row)
+    while True:
+        try:
+            shown = desk.next_task(db, person, project)
+        except Busy:
+            continue
+        if shown is None:
+            return
+        action = draw.choices(("vote", "skip", "undo"), (90, 4, 6))[0]
+        row = {"action": action, "key": str(uuid.uuid4()), "assignment": shown.assignment}
+        row |= {"choice": draw.choice(desk.CHOICES)} if action == "vote" else {}
+        ledger.write(what="sent", **row)
+        submit(db, person, project, ledger, row)
+
+
+def main() -> None:
+    where, project, folder, *people = sys.argv[1:]
+    db = database.connect(where)
+    threads = []
+    for number in map(int, people):
+        person = Person(number, f"person {number}")
+        ledger = Ledger(Path(folder) / f"{number}.jsonl")
+        threads.append(threading.Thread(target=label, args=(db, person, int(project), ledger)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

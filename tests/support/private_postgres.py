@@ -1,0 +1,58 @@
+"""A PostgreSQL server of one's own in a temporary folder, spoken to over a socket in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def binary(name: str) -> str | None:
+    """Where a program of the server is: on the path, or where Debian puts it."""
+    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return str(found[-1]) if found else shutil.which(name)
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The start of a URL for databases of a running server: add a name. It is gone with its data afterwards."""
+    initdb, postgres = binary("initdb"), binary("postgres")
+    assert initdb and postgres, "no initdb: install PostgreSQL, or leave it out with PSIGRAD_TEST_DATABASES=sqlite"
+    folder = Path(tempfile.mkdtemp(prefix="psigrad-pg-", dir="/tmp"))  # a socket's path is at most 107 characters long
+    user = None if os.getuid() else _unprivileged(folder)
+    common = {"user": user, "cwd": folder, "stdout": subprocess.DEVNULL, "env": {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}}
+    data = folder / "data"
+    process = None
+    try:
+        subprocess.run([initdb, "-D", data, "-U", "psigrad", "-A", "trust", "-N"], check=True, **common)
+        options = ["-c", "listen_addresses=", "-c", "fsync=off", "-c", "max_connections=200", "-k", folder]
+        process = subprocess.Popen([postgres, "-D", data, *options], stderr=(folder / "log").open("w"), **common)
+        ready = [binary("pg_isready") or "pg_isready", "-h", folder, "-U", "psigrad", "-t", "30"]
+        for _ in range(300):
+            if process.poll() is not None:
+                raise RuntimeError((folder / "log").read_text())
+            if subprocess.run(ready, capture_output=True).returncode == 0:
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        yield f"postgresql://psigrad@/?host={folder}&dbname="
+    finally:
+        if process is not None:
+            process.terminate()
+            process.wait(30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unprivileged(folder: Path) -> int:
+    """The server refuses to run as root."""
+    for name in ("postgres", "nobody"):
+        with contextlib.suppress(KeyError):
+            uid = pwd.getpwnam(name).pw_uid
+            os.chown(folder, uid, -1)
+            return uid
+    raise RuntimeError("PostgreSQL does not run as root, and there is no user postgres or nobody")
