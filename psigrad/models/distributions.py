@@ -66,7 +66,7 @@ class Categorical:
         return 0
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
-        return torch.log_softmax(out, -1).gather(1, actions[:, None])[:, 0]
+        return torch.log_softmax(out, -1).gather(1, actions[:, None]).squeeze(1)
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
         logp = torch.log_softmax(out, -1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from psigrad.objective import kl as kls
 from psigrad.objective import penalty, ratio, stats
 from psigrad.objective.advantage import Psi, StatefulPsi, needs_of, whitened
 from psigrad.objective.aggregate import Aggregate
-from psigrad.objective.batch import Batch, Evaluation, Totals, zero_outside
+from psigrad.objective.batch import Batch, Evaluation, Totals, inside, zero_outside
 from psigrad.objective.correction import Correction
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
@@ -248,10 +247,10 @@ class PolicyGradient:
         """
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
-        inside = _inside(mask)
-        logp = inside(evaluation.logp.to(torch.promote_types(evaluation.logp.dtype, torch.float32)))
-        logp_old = inside(batch.logp_old)
-        advantage = inside(prepared.advantage)
+        within = inside(mask)
+        logp = within(evaluation.logp.to(torch.promote_types(evaluation.logp.dtype, torch.float32)))
+        logp_old = within(batch.logp_old)
+        advantage = within(prepared.advantage)
         log_ratio = self.ratio(logp, logp_old, mask)
         per_step = self._surrogate_now(state)(logp, log_ratio, advantage)
         weights = self.aggregate(mask, totals).to(logp.dtype)
@@ -270,19 +269,19 @@ class PolicyGradient:
             correction = self.correction(batch).detach()
             per_step = per_step * correction
             terms["sampling/importance_sampling_ratio/mean"] = mean(correction)
-        value = inside(per_step * weights).sum()
+        value = within(per_step * weights).sum()
         terms["policy_loss"] = value.detach()
         if self.kl is not None and self.kl.where == "loss" and self.needs_reference:
-            kl = self._kl_per_step(self.kl, inside, batch, logp, logp_old, evaluation)
-            value = value + self.kl.beta(state) * inside(kl * weights).sum()
+            kl = self._kl_per_step(self.kl, within, batch, logp, logp_old, evaluation)
+            value = value + self.kl.beta(state) * within(kl * weights).sum()
             terms["kl"] = mean(kl)
         if metrics and evaluation.entropy is not None:
             terms["entropy"] = mean(evaluation.entropy)
         if self.entropy is not None:
-            entropy = inside(_given(evaluation.entropy, "entropy", "an entropy bonus"))
+            entropy = within(_given(evaluation.entropy, "entropy", "an entropy bonus"))
             value = value - self.entropy.coefficient * entropy.sum() / max(totals.tokens, 1)
         if self.critic is not None:
-            error = self._value_error(self.critic, prepared, evaluation, inside).sum() / max(totals.tokens, 1)
+            error = self._value_error(self.critic, prepared, evaluation, within).sum() / max(totals.tokens, 1)
             value = value + self.critic.coefficient * error
             terms["value_loss"] = error.detach()
         return Loss(value, terms)
@@ -345,25 +344,18 @@ class PolicyGradient:
         return self.surrogate
 
     @staticmethod
-    def _kl_per_step(kl: KL, inside: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: Evaluation) -> Tensor:
+    def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: Evaluation) -> Tensor:
         if kl.estimator == "exact":
-            return inside(_given(evaluation.kl, "kl", "the exact KL term"))
-        logp_ref = inside(_given(batch.logp_ref, "logp_ref", "the KL term"))
+            return within(_given(evaluation.kl, "kl", "the exact KL term"))
+        logp_ref = within(_given(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)
 
     @staticmethod
-    def _value_error(critic: value_loss, prepared: Prepared, evaluation: Evaluation, inside: Inside) -> Tensor:
-        value = inside(_given(evaluation.value, "value", "the critic's loss"))
-        value_old = inside(_given(prepared.batch.value, "value", "the critic's loss"))
-        returns = inside(_given(prepared.returns, "returns", "the critic's loss"))
+    def _value_error(critic: value_loss, prepared: Prepared, evaluation: Evaluation, within: Inside) -> Tensor:
+        value = within(_given(evaluation.value, "value", "the critic's loss"))
+        value_old = within(_given(prepared.batch.value, "value", "the critic's loss"))
+        returns = within(_given(prepared.returns, "returns", "the critic's loss"))
         return critic(value, value_old, returns)
-
-
-def _inside(mask: Tensor) -> Inside:
-    """`zero_outside` of this mask; nothing at all where every step is chosen (known for free on a CPU alone)."""
-    if mask.device.type == "cpu" and bool(mask.all()):
-        return lambda x: x
-    return partial(zero_outside, mask)
 
 
 def _name(part: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.batch import Batch, inside, zero_outside
 
 __all__ = ["discounted_sum", "next_chosen", "td_errors"]
 
@@ -21,8 +21,8 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float) -> Tensor:
 
     With S the shift by a step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x: log₂ T passes over whole rows, not T steps.
     """
-    y_NT, n_steps = zero_outside(mask_NT, x_NT), x_NT.shape[1]
-    holes = n_steps > 1 and bool((mask_NT[:, 1:] & ~mask_NT[:, :-1]).any())
+    within, n_steps = inside(mask_NT), x_NT.shape[1]
+    y_NT, holes = within(x_NT), _holes(mask_NT)
     if holes:  # chosen steps to the front, in their order
         order_NT = (~mask_NT).to(torch.int8).argsort(dim=1, stable=True)
         y_NT = y_NT.gather(1, order_NT)
@@ -33,17 +33,26 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float) -> Tensor:
         shift *= 2
     if holes:
         y_NT = torch.zeros_like(y_NT).scatter(1, order_NT, y_NT)
-    return zero_outside(mask_NT, y_NT)
+    return within(y_NT)
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
     """x at the next chosen step of the same row; `last_N` where there is none."""
     n_steps = x_NT.shape[1]
+    if n_steps and not _holes(mask_NT):
+        ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)
+        follows_NT = torch.nn.functional.pad(mask_NT[:, 1:], (0, 1))
+        return zero_outside(mask_NT, torch.where(follows_NT, ahead_NT, last_N[:, None]))
     steps_NT = torch.arange(n_steps, device=x_NT.device).expand(x_NT.shape)
     chosen_NT = torch.where(mask_NT, steps_NT, n_steps)
     after_NT = torch.cat([chosen_NT[:, 1:], torch.full_like(chosen_NT[:, :1], n_steps)], dim=1)
     next_NT = after_NT.flip(1).cummin(1).values.flip(1)
     return zero_outside(mask_NT, torch.cat([x_NT, last_N[:, None]], dim=1).gather(1, next_NT))
+
+
+def _holes(mask_NT: Tensor) -> bool:
+    """Whether a chosen step comes behind one that was not chosen; rows of one length after another have none."""
+    return mask_NT.shape[1] > 1 and not bool(mask_NT.all()) and bool((mask_NT[:, 1:] & ~mask_NT[:, :-1]).any())
 
 
 def td_errors(batch: Batch, gamma: float) -> Tensor:

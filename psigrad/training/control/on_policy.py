@@ -44,12 +44,19 @@ class Seen:
     """N, T"""
 
     @property
+    def full(self) -> bool:
+        """Whether every row has T steps: then the batch is the flat steps in another shape."""
+        return len(self.row) == self.shape[0] * self.shape[1]
+
+    @property
     def steps(self) -> int:
         """M."""
         return len(self.row)
 
     def wide(self, x_M: Tensor) -> Tensor:
         """[N, T] with gradient; 0 where there is no step."""
+        if self.full:
+            return x_M.view(self.shape)
         return x_M.new_zeros(self.shape).index_put((self.row, self.column), x_M)
 
 
@@ -144,7 +151,8 @@ class OnPolicy:
         totals = algorithm.totals(prepared)
         rate = self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
         if self._once(minibatches):  # this one forward pass both measures and learns
-            terms = self._update(algorithm, self._parts(prepared, seen), totals, (recorded, now), rate, metrics)
+            whole = Parts(prepared, seen.observation, seen.action, seen) if seen.full else self._parts(prepared, seen)
+            terms = self._update(algorithm, whole, totals, (recorded, now), rate, metrics)
         else:
             terms = self._passes(algorithm, self._parts(prepared, seen), totals, minibatches, rate, metrics)
         if isinstance(algorithm.surrogate, kl_penalty):
@@ -238,7 +246,7 @@ class OnPolicy:
         recorded, now = passed
         mean = None
         if now.learned is not None:
-            mean = now.learned[0] if len(now.learned) == 1 else now.learned.mean(0)
+            mean = now.learned.squeeze(0) if len(now.learned) == 1 else now.learned.mean(0)
         if part.seen is None:
             evaluation = Evaluation(now.logp[:, None], _column(now.entropy), _column(mean))
         else:

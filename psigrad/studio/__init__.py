@@ -1,0 +1,1 @@
+"""`psigrad studio`: the web application. Reads run folders, owns the label database."""

@@ -1,0 +1,43 @@
+"""What a studio is started with, and its limits."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+DAY = 24 * 3600
+
+
+@dataclass(frozen=True)
+class StudioSettings:
+    """Where the runs are, and what one request or one second may cost."""
+
+    runs: Path = Path("runs")
+    """Folder that holds run folders."""
+    port: int = 8420
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    """Opens the studio; made anew at every start. Anyone who has it may do whatever the studio can."""
+    session_seconds: float = 7 * DAY
+    body_bytes: int = 256 * 1024
+    body_seconds: float = 10.0
+    """A body that takes longer to arrive is refused."""
+    header_seconds: float = 5.0
+    """A connection that has not sent its headers by then is closed."""
+    requests_per_second: float = 100.0
+    burst: int = 300
+    strangers_per_second: float = 5.0
+    """Requests that are refused at the door; beyond it they get 429, however right they may be."""
+    strangers_burst: int = 60
+    work_at_once: int = 2
+    """Computations side by side; further ones wait, then are told to come back."""
+    work_seconds: float = 2.0
+    """A computation that takes longer answers with what it has."""
+    cache_bytes: int = 64 * 2**20
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """What a request may call this server in its Host header. Any other name is DNS rebinding."""
+        names = {f"{name}:{self.port}" for name in (LOOPBACK, "localhost")}
+        return frozenset(names | ({LOOPBACK, "localhost"} if self.port == 80 else set()))

@@ -1,0 +1,82 @@
+// Frames of an algorithm, fetched from the server in pieces as they are needed.
+import { post } from "../api.js";
+
+const FIRST = 20, NEAR = 30, AHEAD = 60, ATTEMPTS = 6;
+
+/** Ask again when the studio says that it is asked too much. */
+async function patiently(ask) {
+  for (let attempt = 1; ; attempt += 1) {
+    try {
+      return await ask();
+    } catch (error) {
+      if (error.status !== 429 || attempt === ATTEMPTS) throw error;
+      await new Promise((later) => setTimeout(later, 500 * attempt));
+    }
+  }
+}
+
+export class Film {
+  /** `request` is the server's form without first and count; `whole` asks for all at once; `changed` is called after every piece. */
+  constructor(request, whole, changed) {
+    Object.assign(this, { request, whole, changed, frames: [], length: 0, ended: false, note: "", target: [], map: "", failure: null });
+    this.stopped = new AbortController();
+    this.wanted = 0;
+    this.loading = null;
+  }
+
+  /** Resolves when frame `index` is there, or the film has ended before it, or cannot be made. */
+  async ensure(index) {
+    const here = this.frames.length > index;
+    this.wanted = Math.max(this.wanted, here ? index + NEAR : index);
+    if (this.over || (here && this.frames.length > this.wanted)) return;
+    this.loading ??= this.load();
+    if (here) return; // those that come after it are fetched while it is looked at
+    await this.loading;
+    if (this.frames.length <= index && !this.over) await this.ensure(index);
+  }
+
+  get over() {
+    return this.ended || this.failure !== null || this.stopped.signal.aborted;
+  }
+
+  /** Whether nothing of it is here yet. */
+  get awaited() {
+    return this.frames.length === 0 && !this.over;
+  }
+
+  get last() {
+    return this.frames.length - 1;
+  }
+
+  /** The frame of a step: the last one where the film is shorter, or not here yet. */
+  at(index) {
+    return this.frames[Math.min(index, this.last)] ?? null;
+  }
+
+  async load() {
+    try {
+      while (!this.over && this.frames.length <= this.wanted) {
+        const first = this.frames.length;
+        const ahead = this.whole ? 400 : first === 0 ? FIRST : AHEAD;
+        const count = Math.min(400, this.wanted - first + 1 + ahead);
+        const answer = await patiently(() => post("/api/grid/frames", { ...this.request, first, count }, this.stopped.signal));
+        this.frames.push(...answer.frames);
+        this.ended = answer.ended && this.frames.length >= answer.known;
+        this.length = answer.length ?? this.frames.length;
+        Object.assign(this, { note: answer.note, target: answer.target, map: answer.map });
+        this.changed();
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") {
+        this.failure = error;
+        this.changed();
+      }
+    } finally {
+      this.loading = null;
+    }
+  }
+
+  stop() {
+    this.stopped.abort();
+  }
+}

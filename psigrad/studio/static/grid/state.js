@@ -1,0 +1,113 @@
+// Everything that the page shows follows from this state; the address holds it, and undo goes back through it.
+import { DEFAULT, World } from "./world.js";
+
+/** name in the address -> [name here, default, smallest, largest, whole]; numbers outside are brought inside. */
+const NUMBERS = {
+  discount: ["discount", 0.9, 0, 1, false],
+  slip: ["slip", 0, 0, 1, false],
+  cost: ["cost", 0, 0, 1, false],
+  sweeps: ["sweeps", 5, 0, 100, true],
+  epsilon: ["exploration", 0.2, 0, 1, false],
+  alpha: ["stepSize", 0.2, 0, 1, false],
+  episodes: ["episodes", 10, 1, 100, true],
+  seed: ["seed", 0, 0, 2 ** 31 - 1, true],
+  at: ["at", 0, 0, 10_000, true],
+};
+export const MOST_PANELS = 4;
+
+export const initial = () => ({
+  map: DEFAULT,
+  run: ["value_iteration"],
+  evaluated: "random",
+  cell: null,
+  ...Object.fromEntries(Object.values(NUMBERS).map(([name, value]) => [name, value])),
+});
+
+/** The state as the fragment of an address; what is as usual is left out. */
+export function written(state) {
+  const usual = initial(), parts = [];
+  const put = (name, value) => parts.push(`${name}=${encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%2C", ",")}`);
+  if (state.map !== usual.map) put("map", state.map);
+  if (state.run.join() !== usual.run.join()) put("run", state.run.join());
+  for (const [name, [field]] of Object.entries(NUMBERS)) {
+    if (state[field] !== usual[field]) put(name, state[field]);
+  }
+  if (state.evaluated !== usual.evaluated) put("policy", state.evaluated);
+  if (state.cell !== null) put("cell", state.cell.join());
+  return parts.join("&");
+}
+
+/** The state of a fragment, and sentences about what could not be read. */
+export function read(fragment, algorithms) {
+  const state = initial(), complaints = [];
+  for (const part of fragment.replace(/^#/, "").split("&").filter(Boolean)) {
+    const cut = part.indexOf("=");
+    const name = cut < 0 ? part : part.slice(0, cut);
+    let value;
+    try {
+      value = decodeURIComponent(part.slice(cut + 1));
+    } catch {
+      value = "";
+    }
+    try {
+      understand(state, name, value, algorithms);
+    } catch (error) {
+      complaints.push(error.message);
+    }
+  }
+  const world = World.parse(state.map);
+  if (state.cell !== null && (state.cell[0] >= world.rows || state.cell[1] >= world.columns)) state.cell = null;
+  return { state, complaints };
+}
+
+function understand(state, name, value, algorithms) {
+  if (name in NUMBERS && Object.hasOwn(NUMBERS, name)) {
+    const [field, , least, most, whole] = NUMBERS[name];
+    const number = value.trim() === "" ? NaN : Number(value);
+    if (!Number.isFinite(number)) throw new Error(`The address says ${name}=${value.slice(0, 20)}; expected a number.`);
+    state[field] = Math.min(most, Math.max(least, whole ? Math.round(number) : number));
+  } else if (name === "map") {
+    state.map = String(World.parse(value));
+  } else if (name === "run") {
+    const known = value.split(",").filter((algorithm) => algorithms.has(algorithm)).slice(0, MOST_PANELS);
+    if (known.length === 0) throw new Error(`The address names no algorithm that there is: ${value.slice(0, 60)}.`);
+    state.run = known;
+  } else if (name === "policy") {
+    if (value !== "random" && value !== "best") throw new Error(`The address says policy=${value.slice(0, 20)}; expected random or best.`);
+    state.evaluated = value;
+  } else if (name === "cell") {
+    const numbers = value.split(",").map(Number);
+    if (numbers.length !== 2 || !numbers.every((n) => Number.isInteger(n) && n >= 0)) throw new Error("The address names no cell.");
+    state.cell = numbers;
+  } else {
+    throw new Error(`The address says ${name.slice(0, 20)}, which means nothing here.`);
+  }
+}
+
+/** Undo and redo: what was there before each change, newest last. */
+export class History {
+  constructor(most = 200) {
+    Object.assign(this, { most, past: [], future: [] });
+  }
+
+  /** Remember what is about to change. */
+  push(moment) {
+    this.past.push(moment);
+    this.past.splice(0, this.past.length - this.most);
+    this.future = [];
+  }
+
+  undo(present) {
+    return this.turn(this.past, this.future, present);
+  }
+
+  redo(present) {
+    return this.turn(this.future, this.past, present);
+  }
+
+  turn(from, to, present) {
+    const moment = from.pop();
+    if (moment !== undefined) to.push(present);
+    return moment;
+  }
+}

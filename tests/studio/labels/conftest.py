@@ -1,0 +1,165 @@
+"""Every test that takes `where`, `db` or what is built on them runs on SQLite and on PostgreSQL.
+
+PSIGRAD_TEST_DATABASES names those wanted (default "sqlite,postgresql"). Without an installed server PostgreSQL's tests fail and
+say so; PSIGRAD_TEST_POSTGRES may name a server that runs already ("postgresql://user@host/?dbname=").
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import private_postgres
+import pytest
+from sqlalchemy import create_engine, text
+
+from psigrad.studio.labels import database, desk, intake, people, projects, secret
+from psigrad.studio.labels.desk import Answer
+from psigrad.studio.labels.invites import accept, invite
+from psigrad.studio.labels.people import Person
+from psigrad.studio.labels.projects import Settings
+
+DATABASES = os.environ.get("PSIGRAD_TEST_DATABASES", "sqlite,postgresql").split(",")
+_numbers = itertools.count()
+
+
+class Clock:
+    """Milliseconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.at = 1_800_000_000_000
+
+    def __call__(self) -> int:
+        return self.at
+
+    def advance(self, seconds: float) -> None:
+        self.at += int(seconds * 1000)
+
+
+@pytest.fixture(autouse=True)
+def cheap_hashes(monkeypatch):
+    monkeypatch.setattr(secret, "COST", secret.Cost(log_n=4, r=1, p=1))
+
+
+@pytest.fixture(scope="session")
+def postgres_server():
+    given = os.environ.get("PSIGRAD_TEST_POSTGRES")
+    if given:
+        yield given
+        return
+    with private_postgres.server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory):
+    """A migrated SQLite file to copy."""
+    path = tmp_path_factory.mktemp("labels") / "empty.db"
+    database.connect(path).close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server):
+    _administrate(postgres_server, "CREATE DATABASE psigrad_template")
+    database.connect(postgres_server + "psigrad_template").close()
+    yield "psigrad_template"
+    _administrate(postgres_server, "DROP DATABASE psigrad_template")
+
+
+def _administrate(server: str, statement: str) -> None:
+    engine = create_engine(database._url(server + "postgres"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(statement))
+    engine.dispose()
+
+
+@pytest.fixture(params=DATABASES)
+def empty(request, tmp_path):
+    """A path or URL of a database with nothing in it."""
+    if request.param == "sqlite":
+        yield str(tmp_path / "new.db")
+        return
+    server, name = request.getfixturevalue("postgres_server"), f"psigrad_test_{os.getpid()}_{next(_numbers)}"
+    _administrate(server, f"CREATE DATABASE {name}")
+    yield server + name
+    _administrate(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=DATABASES)
+def where(request, tmp_path):
+    """A path or URL of a migrated database."""
+    if request.param == "sqlite":
+        path = Path(shutil.copy(request.getfixturevalue("migrated"), tmp_path / "labels.db"))
+        yield str(path)
+        return
+    server, template = request.getfixturevalue("postgres_server"), request.getfixturevalue("postgres_template")
+    name = f"psigrad_test_{os.getpid()}_{next(_numbers)}"
+    _administrate(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield server + name
+    _administrate(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def db(where, clock):
+    opened = database.connect(where, clock)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def owner(db):
+    return people.local(db)
+
+
+class Desk:
+    """A project with people in it, and short ways to label."""
+
+    def __init__(self, db, owner: Person, settings: Settings) -> None:
+        self.db, self.owner, self.settings = db, owner, settings
+        self.project = projects.create(db, owner, settings)
+        self.keys = (f"{self.project}-key-{n:08}" for n in itertools.count())
+
+    def person(self, name: str, role: str = "labeller") -> Person:
+        token = invite(self.db, self.owner, self.project, role)
+        return accept(self.db, token, name, f"{name} has a long password").person
+
+    def add(self, rows, **making):
+        return intake.add_rows(self.db, self.owner, self.project, rows, intake.Making(**{"shuffle": False} | making))
+
+    def next(self, person):
+        return desk.next_task(self.db, person, self.project)
+
+    def vote(self, person, shown, choice=None, key=None, **answer):
+        return desk.vote(self.db, person, shown.assignment, Answer(choice=choice, **answer), key or next(self.keys))
+
+    def prefer(self, person, shown, text):
+        """Choose the side that shows `text`."""
+        return self.vote(person, shown, ("left", "right")[shown.completions.index(text)])
+
+    def skip(self, person, shown, key=None):
+        return desk.skip(self.db, person, shown.assignment, key or next(self.keys))
+
+    def undo(self, person, key=None):
+        return desk.undo(self.db, person, self.project, key or next(self.keys))
+
+    def pairs(self, n, **making):
+        return self.add([{"prompt": f"question {i}", "completions": [f"good {i}", f"bad {i}"]} for i in range(n)], **making)
+
+
+@pytest.fixture
+def desks(db, owner):
+    """Makes projects: `desks(kind="ranking", overlap=2)`."""
+    numbers = itertools.count(1)
+
+    def make(**settings) -> Desk:
+        return Desk(db, owner, Settings(**{"name": f"project {next(numbers)}", "seed": 7} | settings))
+
+    return make

@@ -1,0 +1,398 @@
+"""Who may come in and what they may do: invites, passwords, sessions, tokens, roles."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+from sqlalchemy import select, text
+
+from psigrad.studio.labels import desk, export, intake, invites, people, projects, results, secret
+from psigrad.studio.labels.people import HOUR, Person
+from psigrad.studio.labels.projects import Settings
+from psigrad.studio.labels.refusals import Conflict, Forbidden, Missing, Refusal, TooMany, Unknown
+from psigrad.studio.labels.schema import Audit
+
+PASSWORD = "correct horse battery"
+
+
+@pytest.fixture
+def project(db, owner):
+    return projects.create(db, owner, Settings("one", seed=1))
+
+
+@pytest.fixture
+def ann(db, owner, project):
+    return invites.accept(db, invites.invite(db, owner, project, "labeller"), "Ann", PASSWORD)
+
+
+# Coming in
+
+
+def test_a_new_database_has_no_account_and_no_password(db):
+    assert people.empty(db)
+    for name, password in (("admin", "admin"), ("local", ""), ("local", "local"), ("root", "password")):
+        with pytest.raises(Unknown):
+            people.log_in(db, name, password)
+
+
+def test_the_first_link_makes_an_administrator_once(db):
+    old, token = invites.first(db), invites.first(db)
+    with pytest.raises(Missing):
+        invites.accept(db, old, "Eve", PASSWORD)
+    assert invites.look(db, token).role == "admin"
+    admin = invites.accept(db, token, "Ada", PASSWORD).person
+    assert admin.admin and not people.empty(db)
+    projects.create(db, admin, Settings("hers"))
+    for call in (lambda: invites.accept(db, token, "Eve", PASSWORD), lambda: invites.look(db, token)):
+        with pytest.raises(Missing, match="ask for a new one"):
+            call()
+    with pytest.raises(Conflict, match="administrator already"):
+        invites.first(db)
+
+
+def test_a_link_lets_one_of_many_in(db, owner, project):
+    token, let_in, start = invites.invite(db, owner, project, "labeller"), [], threading.Barrier(8)
+
+    def follow(n):
+        start.wait()
+        with contextlib.suppress(Missing):
+            let_in.append(invites.accept(db, token, f"guest {n}", PASSWORD).person.name)
+
+    threads = [threading.Thread(target=follow, args=(n,)) for n in range(8)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert len(let_in) == 1
+    with db.session(write=False) as session:
+        assert session.execute(text("SELECT count(*) FROM users WHERE name LIKE 'guest%'")).scalar_one() == 1
+
+
+def test_links_run_out_and_can_be_revoked(db, owner, project, clock):
+    token = invites.invite(db, owner, project, "viewer", lasts_ms=HOUR)
+    clock.advance(3599)
+    assert invites.look(db, token).project == "one"
+    clock.advance(1)
+    with pytest.raises(Missing):
+        invites.accept(db, token, "Late", PASSWORD)
+    other = invites.invite(db, owner, project, "viewer")
+    (open_one,) = invites.pending(db, owner, project)
+    invites.revoke(db, owner, open_one["id"])
+    with pytest.raises(Missing):
+        invites.accept(db, other, "Late", PASSWORD)
+    assert invites.pending(db, owner, project) == []
+
+
+def test_a_member_can_join_another_project_and_keeps_the_higher_role(db, owner, project, ann):
+    second = projects.create(db, owner, Settings("two"))
+    assert invites.join(db, ann.person, invites.invite(db, owner, second, "admin")) == second
+    invites.join(db, ann.person, invites.invite(db, owner, second, "viewer"))
+    assert {p.settings.name: p.may for p in projects.mine(db, ann.person)} == {
+        "one": {"see", "label"},
+        "two": {"see", "results", "label", "manage"},
+    }
+
+
+@pytest.mark.parametrize("name", ["", "   ", "a" * 81, "line\nend\x00", "bidi \u202e"])
+def test_a_name_that_cannot_be_shown_is_refused(db, owner, project, name):
+    with pytest.raises(Refusal, match="name has 1 to 80"):
+        invites.accept(db, invites.invite(db, owner, project, "viewer"), name, PASSWORD)
+
+
+@pytest.mark.parametrize("name", ["ann", "ANN", " Ann  ", "\uff21nn"])
+def test_names_that_look_alike_are_taken(db, owner, project, ann, name):
+    with pytest.raises(Conflict, match="taken"):
+        invites.accept(db, invites.invite(db, owner, project, "viewer"), name, PASSWORD)
+
+
+@pytest.mark.parametrize("password", ["short", "x" * 9, "x" * 1025])
+def test_a_password_of_the_wrong_length_is_refused_and_the_link_stays_good(db, owner, project, password):
+    token = invites.invite(db, owner, project, "viewer")
+    with pytest.raises(Refusal, match="10 to 1024"):
+        invites.accept(db, token, "Bob", password)
+    invites.accept(db, token, "Bob", PASSWORD)
+
+
+# Sessions
+
+
+def test_logging_in_and_out(db, ann):
+    login = people.log_in(db, "ann", PASSWORD)
+    assert login.token != ann.token and login.csrf == secret.csrf(login.token) and login.csrf not in login.token
+    assert people.who(db, login.token) == Person(ann.person.id, "Ann")
+    people.log_out(db, login.token)
+    with pytest.raises(Unknown):
+        people.who(db, login.token)
+    assert people.who(db, ann.token).name == "Ann"
+
+
+@pytest.mark.parametrize("token", [None, "", "psigrad_session_", "psigrad_api_x", "\0", "\ud800", "x" * 100_000])
+def test_a_token_that_is_none_is_nobody(db, ann, token):
+    with pytest.raises(Unknown):
+        people.who(db, token)
+
+
+def test_sessions_end_by_the_clock_idle_or_not(db, ann, clock):
+    clock.advance(24 * 3600 - 1)
+    people.who(db, ann.token)
+    clock.advance(24 * 3600 - 1)
+    people.who(db, ann.token)
+    clock.advance(24 * 3600)
+    with pytest.raises(Unknown):
+        people.who(db, ann.token)
+    login = people.log_in(db, "Ann", PASSWORD)
+    for _ in range(30 * 2 - 1):
+        clock.advance(12 * 3600)
+        people.who(db, login.token)
+    clock.advance(12 * 3600)
+    with pytest.raises(Unknown):
+        people.who(db, login.token)
+
+
+def test_wrong_names_and_wrong_passwords_get_the_same_sentence(db, ann):
+    said = set()
+    for name, password in (("Ann", "not her password"), ("Nobody", PASSWORD), ("local", PASSWORD)):
+        with pytest.raises(Unknown) as error:
+            people.log_in(db, name, password)
+        said.add(str(error.value))
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("name", ["\0", "\ud800", "x" * 100_000, "'; DROP TABLE users; --", "local\u202e"])
+def test_a_name_that_is_none_is_a_wrong_name(db, ann, name):
+    with pytest.raises(Unknown, match="wrong"):
+        people.log_in(db, name, PASSWORD)
+
+
+@pytest.mark.parametrize("number", [-1, 0, 2**31, 2**63, 10**40])
+def test_a_number_of_nothing_is_missing_however_large(db, owner, project, number):
+    for call in (
+        lambda: projects.info(db, owner, number),
+        lambda: desk.next_task(db, owner, number),
+        lambda: desk.skip(db, owner, number, "a key of mine"),
+        lambda: invites.revoke(db, owner, number),
+        lambda: people.revoke_token(db, owner, number),
+        lambda: people.disable(db, owner, number),
+        lambda: projects.set_role(db, owner, project, number, "viewer"),
+    ):
+        with pytest.raises(Missing):
+            call()
+
+
+def test_the_name_of_the_person_at_the_machine_cannot_be_taken(db, project, owner):
+    with pytest.raises(Conflict, match="at this machine"):
+        invites.accept(db, invites.invite(db, owner, project, "viewer"), "Local", PASSWORD)
+    assert [user["name"] for user in people.everyone(db, owner)] == ["local"]
+
+
+def test_guessing_is_stopped_and_others_are_not(db, owner, project, ann, clock):
+    for n in range(10):
+        with pytest.raises(Unknown):
+            people.log_in(db, "ann", f"guess number {n}")
+    with pytest.raises(TooMany):
+        people.log_in(db, "Ann", PASSWORD)
+    bob = invites.accept(db, invites.invite(db, owner, project, "viewer"), "Bob", PASSWORD)
+    assert people.log_in(db, "Bob", PASSWORD).person == bob.person
+    clock.advance(900)
+    people.log_in(db, "Ann", PASSWORD)
+
+
+def test_a_changed_password_ends_every_session(db, ann):
+    with pytest.raises(Forbidden, match="old password is wrong"):
+        people.change_password(db, ann.person, "not her password", "another good password")
+    people.change_password(db, ann.person, PASSWORD, "another good password")
+    with pytest.raises(Unknown):
+        people.who(db, ann.token)
+    with pytest.raises(Unknown):
+        people.log_in(db, "Ann", PASSWORD)
+    people.log_in(db, "Ann", "another good password")
+
+
+def test_who_is_disabled_is_out_at_once(db, owner, ann, project):
+    _, token = people.make_token(db, ann.person, "script")
+    people.disable(db, owner, ann.person.id)
+    for value in (ann.token, token):
+        with pytest.raises(Unknown):
+            people.who(db, value)
+    with pytest.raises(Unknown):
+        people.log_in(db, "Ann", PASSWORD)
+    with pytest.raises(Missing):
+        desk.next_task(db, ann.person, project)
+    with pytest.raises(Conflict, match="yourself"):
+        people.disable(db, owner, owner.id)
+
+
+# API tokens
+
+
+def test_an_api_token_does_no_more_than_its_role_and_only_where_it_may(db, owner, project):
+    other = projects.create(db, owner, Settings("other"))
+    _, viewer = people.make_token(db, owner, "reader", "viewer", project_id=project)
+    program = people.who(db, viewer)
+    assert projects.progress(db, program, project).tasks == 0
+    for call in (
+        lambda: desk.next_task(db, program, project),
+        lambda: projects.close(db, program, project),
+        lambda: projects.create(db, program, Settings("more")),
+        lambda: invites.invite(db, program, project, "admin"),
+        lambda: people.make_token(db, program, "more"),
+        lambda: people.disable(db, program, 1),
+    ):
+        with pytest.raises(Forbidden):
+            call()
+    with pytest.raises(Missing):
+        projects.progress(db, program, other)
+
+
+def test_an_api_token_can_be_listed_revoked_and_runs_out(db, owner, project, ann, clock):
+    _number, token = people.make_token(db, ann.person, "short", lasts_ms=1000)
+    lasting, other = people.make_token(db, ann.person, "long")
+    clock.advance(0.999)
+    people.who(db, token)
+    clock.advance(0.001)
+    with pytest.raises(Unknown):
+        people.who(db, token)
+    assert [t["name"] for t in people.tokens(db, ann.person)] == ["short", "long"]
+    assert token not in str(people.tokens(db, ann.person))
+    with pytest.raises(Missing):
+        people.revoke_token(db, owner, lasting)
+    people.revoke_token(db, ann.person, lasting)
+    with pytest.raises(Unknown):
+        people.who(db, other)
+
+
+def test_nothing_that_is_stored_can_be_used_to_log_in(db, where, owner, project, ann):
+    secrets = [
+        PASSWORD,
+        ann.token,
+        ann.csrf,
+        people.make_token(db, ann.person, "s")[1],
+        invites.invite(db, owner, project, "viewer"),
+    ]
+    with db.session(write=False) as session:
+        tables = session.execute(text("SELECT * FROM users")).all() + session.execute(text("SELECT * FROM sessions")).all()
+        tables += session.execute(text("SELECT * FROM api_tokens")).all() + session.execute(text("SELECT * FROM invites")).all()
+        tables += session.execute(text("SELECT * FROM audit")).all()
+    assert not any(value in str(tables) or value.split("_")[-1] in str(tables) for value in secrets)
+    assert "scrypt$" in str(tables)
+
+
+def test_passwords_are_hashed_at_full_cost_and_salted(monkeypatch):
+    monkeypatch.undo()
+    one, two = secret.hash_password(PASSWORD), secret.hash_password(PASSWORD)
+    assert one != two and one.startswith("scrypt$15$8$3$")
+    assert secret.check_password(PASSWORD, one) and not secret.check_password(PASSWORD + "x", one)
+    assert not secret.check_password(PASSWORD, None)
+
+
+def test_a_password_is_the_same_however_its_letters_were_typed():
+    assert secret.check_password("passwo\u0308rter", secret.hash_password("passw\u00f6rter"))
+
+
+# Roles
+
+
+def everything(db, person, project, user):
+    """Every call on a project, by what it takes."""
+    return {
+        "see": [lambda: projects.info(db, person, project)],
+        "label": [
+            lambda: desk.next_task(db, person, project),
+            lambda: desk.mine(db, person, project),
+            lambda: desk.undo(db, person, project, "undo-undo"),
+        ],
+        "results": [
+            lambda: projects.progress(db, person, project),
+            lambda: results.agreement(db, person, project),
+            lambda: results.ranking(db, person, project),
+            lambda: export.preference(db, person, project),
+            lambda: export.unpaired(db, person, project),
+            lambda: export.dump(db, person, project),
+        ],
+        "manage": [
+            lambda: projects.change(db, person, project, {"lease_s": 60}),
+            lambda: projects.close(db, person, project, False),
+            lambda: projects.members(db, person, project),
+            lambda: projects.set_role(db, person, project, user, "viewer"),
+            lambda: invites.invite(db, person, project, "viewer"),
+            lambda: invites.pending(db, person, project),
+            lambda: intake.add_rows(db, person, project, [{"prompt": "p", "completions": ["x", "y"]}]),
+            lambda: intake.add_file(db, person, project, "/etc/passwd"),
+            lambda: intake.add_run(db, person, project, "/etc"),
+        ],
+        "administer": [
+            lambda: projects.create(db, person, Settings(f"of {person.name}")),
+            lambda: invites.invite(db, person, None, "admin"),
+            lambda: people.disable(db, person, user),
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "role, may",
+    [
+        ("viewer", {"see", "results"}),
+        ("labeller", {"see", "label"}),
+        ("admin", {"see", "results", "label", "manage"}),
+        (None, set()),
+    ],
+)
+def test_each_role_may_what_it_may_and_nothing_else(db, owner, project, role, may):
+    person = invites.accept(db, invites.invite(db, owner, project, role or "viewer"), "Pat", PASSWORD).person
+    other = invites.accept(db, invites.invite(db, owner, project, "viewer"), "Other", PASSWORD).person
+    if role is None:
+        projects.set_role(db, owner, project, person.id, None)
+    for needed, calls in everything(db, person, project, other.id).items():
+        for call in calls:
+            try:
+                call()
+                refused = False
+            except (Forbidden, Missing):
+                refused = True
+            except (Conflict, ValueError):  # allowed, and there is nothing to do or to read
+                refused = False
+            assert refused == (needed not in may), needed
+
+
+def test_a_role_is_looked_up_each_time_and_not_believed(db, owner, project, ann):
+    forged = Person(ann.person.id, "Ann", admin=True)
+    with pytest.raises(Forbidden):
+        projects.close(db, forged, project)
+    with pytest.raises(Forbidden):
+        projects.create(db, forged, Settings("mine"))
+    projects.set_role(db, owner, project, ann.person.id, "viewer")
+    with pytest.raises(Forbidden):
+        desk.next_task(db, ann.person, project)
+
+
+def test_what_was_done_is_in_the_audit(db, owner, project, ann):
+    projects.close(db, owner, project)
+    with db.session(write=False) as session:
+        done = session.scalars(select(Audit.action).order_by(Audit.id)).all()
+    assert done == ["project created", "invited", "invite accepted", "project closed"]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"name": ""}, "1 to 120"),
+        ({"kind": "pairs"}, "did you mean 'pair'"),
+        ({"overlap": 0}, "1 to 1000"),
+        ({"lease_s": 1}, "10 seconds"),
+        ({"strengths": 10}, "0 to 9"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, said):
+    with pytest.raises(Refusal, match=said):
+        Settings(**{"name": "p"} | settings)
+
+
+def test_changing_what_cannot_change_is_refused(db, owner, project):
+    for changes in ({"kind": "ranking"}, {"seed": 5}, {"colour": "red"}):
+        with pytest.raises(Refusal, match="can't be changed"):
+            projects.change(db, owner, project, changes)
+    projects.create(db, owner, Settings("two"))
+    with pytest.raises(Conflict, match="There is a project 'two'"):
+        projects.change(db, owner, project, {"name": "two"})
+    with pytest.raises(Conflict, match="There is a project 'two'"):
+        projects.create(db, owner, Settings(" two "))

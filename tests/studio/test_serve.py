@@ -1,0 +1,97 @@
+"""`psigrad studio` as a command: where it listens, what it prints, how it ends, and its mistakes in sentences."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import closing
+
+import pytest
+
+from psigrad import cli
+from psigrad.errors import UserError
+from psigrad.studio import serve
+from psigrad.studio.settings import StudioSettings
+
+
+def test_it_prints_an_address_that_opens_and_stops_on_ctrl_c(tmp_path):
+    command = [sys.executable, "-m", "psigrad", "studio", str(tmp_path), "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        address = re.search(r"http://127\.0\.0\.1:\d+/enter\?key=\S+", process.stdout.readline()).group()
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        assert b"Grid world" in opener.open(address).read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_it_listens_on_this_machine_only():
+    with closing(serve.listen()) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+
+
+def test_the_first_free_port_is_taken_and_a_port_in_use_is_said_so(capsys):
+    with closing(serve.listen()) as first, closing(serve.listen()) as second:
+        port = first.getsockname()[1]
+        assert second.getsockname()[1] != port
+        with pytest.raises(UserError, match=f"port {port} cannot be used"):
+            serve.listen(port)
+        assert cli.main(["studio", "--port", str(port)]) == 2
+        assert "name another with --port" in capsys.readouterr().err
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "fastapi" else found(name, *a))
+    assert cli.main(["studio"]) == 2
+    assert capsys.readouterr().err == (
+        "psigrad: The studio needs what is not installed: fastapi; run: pip install 'psigrad[studio]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/nowhere/at/all"], "does not exist"),
+        (["a", "b"], "takes one"),
+        (["--port", "99999"], "expected 1 to 65535"),
+        (["--port", "x"], "invalid int value"),
+        (["--opne"], "no flag --opne"),
+    ],
+)
+def test_mistakes_are_sentences(arguments, said, capsys):
+    assert cli.main(["studio", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+
+
+def test_help_names_what_there_is(capsys):
+    assert cli.main(["studio", "--help"]) == 0
+    assert "--no-open" in capsys.readouterr().out
+
+
+def test_names_under_which_it_answers():
+    assert StudioSettings(port=8420).hosts == {"127.0.0.1:8420", "localhost:8420"}
+    assert "127.0.0.1" in StudioSettings(port=80).hosts
+    assert StudioSettings().key != StudioSettings().key and len(StudioSettings().key) >= 40
+
+
+def test_a_browser_is_opened_only_where_there_is_a_screen():
+    assert serve._has_screen("darwin", {}) and serve._has_screen("linux", {"DISPLAY": ":0"})
+    assert not serve._has_screen("linux", {}) and serve._has_screen("win32", {})
+
+
+def test_a_socket_that_was_just_closed_can_be_used_again():
+    with closing(serve.listen()) as listening:
+        port = listening.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = listening.accept()
+        accepted.close()
+        client.close()
+    with closing(serve.listen(port)) as again:
+        assert again.getsockname()[1] == port
