@@ -15,7 +15,7 @@ help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make test       install, then lint, type-check and run the whole test suite"
 	@echo "make test-long  the tests that take longer"
-	@echo "make bench      psigrad beside TRL on the same work, and the tabular solvers beside pymdptoolbox (half an hour)"
+	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict on the mathematics"
 	@echo "make install    the environment alone, in $(VENV)"
@@ -43,6 +43,7 @@ test-long: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py
 	$(RUN) benchmarks/tabular.py
+	$(RUN) benchmarks/control.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -6,6 +6,7 @@ what a killed process left open is submitted again with the same key by the next
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -21,11 +22,13 @@ from psigrad.studio.labels.refusals import Busy, Conflict
 
 
 class Ledger:
-    """One file for each person, a line in one write: a killed process leaves whole lines."""
+    """One file for each person, a line in one write. A kill can tear the write of a line that crosses a page."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if not path.read_bytes().endswith(b"\n"):
+            os.write(self.file, b"\n")
 
     def write(self, **row: object) -> None:
         os.write(self.file, (json.dumps(row) + "\n").encode())
@@ -38,7 +41,12 @@ class Ledger:
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The whole lines. A torn one is of a call that wasn't made yet, or of an answer that will be asked for again."""
+    rows = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def submit(db: database.Database, person: Person, project: int, ledger: Ledger, row: dict) -> None:

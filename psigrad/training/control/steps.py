@@ -30,6 +30,7 @@ class FlatOptimizer:
     def __init__(self, flat: nn.Parameter, kind: Literal["adam", "rmsprop"], epsilon: float, max_grad_norm: float) -> None:
         self.flat, self.kind, self.epsilon, self.max_grad_norm = flat, kind, epsilon, max_grad_norm
         self.mean, self.square = torch.zeros_like(flat, requires_grad=False), torch.zeros_like(flat, requires_grad=False)
+        self._scratch = torch.empty_like(self.mean)
         self.steps = self.nonfinite = 0
 
     @torch.no_grad()
@@ -51,15 +52,25 @@ class FlatOptimizer:
         if 0 < self.max_grad_norm < norm:
             gradient.mul_(self.max_grad_norm / norm)
         self.steps += 1
+        # a weight behind a dead unit gets no gradient, its moments decay below 1e-38, and there arithmetic takes a hundred times as
+        # long
+        torch.set_flush_denormal(True)
+        try:
+            self._apply(gradient, rate)
+        finally:
+            torch.set_flush_denormal(False)
+        return norm
+
+    def _apply(self, gradient: Tensor, rate: float) -> None:
         if self.kind == "adam":
             self.mean.lerp_(gradient, 1 - _BETA1)
             self.square.mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
-            spread = self.square.sqrt().mul_(1 / math.sqrt(1 - _BETA2**self.steps)).add_(self.epsilon)
+            spread = torch.sqrt(self.square, out=self._scratch).mul_(1 / math.sqrt(1 - _BETA2**self.steps)).add_(self.epsilon)
             self.flat.addcdiv_(self.mean, spread, value=-rate / (1 - _BETA1**self.steps))
         else:
             self.square.mul_(_SMOOTHING).addcmul_(gradient, gradient, value=1 - _SMOOTHING)
-            self.flat.addcdiv_(gradient, self.square.sqrt().add_(self.epsilon), value=-rate)
-        return norm
+            spread = torch.sqrt(self.square, out=self._scratch).add_(self.epsilon)
+            self.flat.addcdiv_(gradient, spread, value=-rate)
 
     def tensors(self) -> dict[str, Tensor]:
         """What must survive a stop besides the weights."""

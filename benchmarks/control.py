@@ -1,0 +1,252 @@
+"""CartPole-v1 beside Stable-Baselines3: steps per second at the same settings and at each library's best, and seconds to solve
+it.
+
+python benchmarks/control.py [--rounds N] [--only ppo a2c dqn]
+
+First both libraries get the same weights, observations, actions and rewards, and their gradients are compared (psigrad's own
+rollout through SB3's own buffer and `train`). Then they run in turn, each in a process of its own with one thread, and the
+medians and the ratios of neighbouring runs are printed and written to benchmarks/results/control.json. "solve" is the time of
+training (without that of evaluating) to the first of the evaluations, every 2048 steps, whose mean return over 100 episodes is
+475 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results" / "control.json"
+SECONDS = 4.0
+# rl-zoo3's settings, in SB3's names
+ZOO: dict[str, dict[str, Any]] = {
+    "ppo": {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "ent_coef": 0.0}
+    | {"learning_rate": 1e-3, "clip_range": 0.2},
+    "a2c": {"n_steps": 5, "learning_rate": 7e-4, "ent_coef": 0.0},
+    "dqn": {"learning_rate": 2.3e-3, "batch_size": 64, "buffer_size": 100_000, "learning_starts": 1000, "gamma": 0.99}
+    | {"target_update_interval": 10, "train_freq": 256, "gradient_steps": 128}
+    | {"exploration_fraction": 0.16, "exploration_final_eps": 0.04},
+}
+# What was found to be fastest here and to solve the task; SB3 is run with it as well, and its faster one counts as its best.
+BEST: dict[str, dict[str, Any]] = {
+    "ppo": {**ZOO["ppo"], "n_envs": 64, "n_epochs": 4, "batch_size": 512, "learning_rate": 3e-3},
+    "a2c": {**ZOO["a2c"], "n_envs": 64, "n_steps": 8, "learning_rate": 3e-3},
+}
+
+
+def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
+    """psigrad's method with the settings."""
+    from psigrad.recipes import control
+
+    values = {"n_envs": 1 if algorithm == "dqn" else 8, **given, "tuned": False, "total_timesteps": 100_000}
+    if values.get("batch_size") == values["n_envs"] * values.get("n_steps", 0):
+        values["batch_size"] = 0  # the whole rollout
+    if algorithm == "a2c":
+        values |= {"optimizer": "rmsprop"}
+    if algorithm == "dqn":
+        values |= {"net_arch": (256, 256), "activation": "relu", "max_grad_norm": 10.0}
+    from psigrad.recipes.setup import prepare_torch
+
+    made = control.settings(algorithm, "CartPole-v1", {**values, "seed": seed, "threads": 1})
+    prepare_torch(made.run)  # as `psigrad control` does
+    method = control.build(made)
+    method.restart()
+    return method
+
+
+def theirs(algorithm: str, given: dict[str, Any], seed: int) -> Any:
+    """SB3's model with the settings."""
+    import stable_baselines3
+    from stable_baselines3.common.env_util import make_vec_env
+
+    values = dict(given)
+    count = values.pop("n_envs", 1 if algorithm == "dqn" else 8)
+    extra = {"policy_kwargs": {"net_arch": [256, 256]}} if algorithm == "dqn" else {}
+    kind = getattr(stable_baselines3, algorithm.upper())
+    return kind("MlpPolicy", make_vec_env("CartPole-v1", count), device="cpu", seed=seed, **extra, **values)
+
+
+class Turns:
+    """A library's training as something that can be gone on with, and its policy."""
+
+    def __init__(self, library: str, algorithm: str, given: dict[str, Any], seed: int) -> None:
+        self.library = library
+        self.model: Any = (ours if library == "psigrad" else theirs)(algorithm, given, seed)
+        self.begun = False
+
+    def go_on(self, steps: int) -> int:
+        """At least `steps` more; how many there were."""
+        if self.library == "psigrad":
+            start = self.model.timesteps
+            while self.model.timesteps < start + steps:
+                self.model.iterate(False)
+            return int(self.model.timesteps - start)
+        start = self.model.num_timesteps
+        self.model.learn(steps, reset_num_timesteps=not self.begun)
+        self.begun = True
+        return int(self.model.num_timesteps - start)
+
+    def act(self, observation: Any) -> Any:
+        """Likeliest actions."""
+        if self.library == "psigrad":
+            return self.model.network.act(observation, None)
+        return self.model.predict(observation, deterministic=True)[0]
+
+
+def speed(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
+    """Steps per second, updates included, after a warm-up."""
+    turns = Turns(library, algorithm, given, seed)
+    chunk = 2048
+    turns.go_on(chunk)
+    steps, start = 0, time.perf_counter()
+    while time.perf_counter() - start < SECONDS:
+        steps += turns.go_on(chunk)
+    return {"steps_per_second": steps / (time.perf_counter() - start)}
+
+
+def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
+    """Seconds and steps to the first evaluation of 475 or more."""
+    from psigrad.rollout import vector
+    from psigrad.rollout.collect import play
+
+    turns, envs = Turns(library, algorithm, given, seed), vector.make("CartPole-v1", 100)
+    steps, seconds = 0, 0.0
+    while steps < 300_000:
+        start = time.perf_counter()
+        steps += turns.go_on(2048)
+        seconds += time.perf_counter() - start
+        if np.mean(play(envs, turns.act, 100, 1)[0]) >= 475:
+            return {"seconds": seconds, "steps": steps}
+    return {"seconds": float("inf"), "steps": steps}
+
+
+def agree(algorithm: str) -> float:
+    """Largest difference between the two libraries' gradients on the same rollout, relative to the gradient's norm."""
+    from stable_baselines3.common.logger import Logger
+
+    given = {**ZOO[algorithm], "n_steps": 64, "ent_coef": 0.01, "max_grad_norm": 1e9}
+    method = ours(algorithm, {**given, "n_epochs": 1, "batch_size": 0}, 0)
+    with torch.no_grad():
+        method.network.flat.add_(torch.randn(method.network.flat.shape, generator=torch.Generator().manual_seed(0)), alpha=0.1)
+    named = method.network.towers.named()
+    found: list[torch.Tensor] = []
+    method.optimizer.step = lambda gradient, rate: found.append(gradient.clone()) or 0.0
+    from psigrad.rollout import vector
+    from psigrad.rollout.collect import Collector
+
+    method.collector = Collector(vector.make("CartPole-v1", 8, "serial"), method.collector.normalizer)
+    method.restart()
+    rollout = method._collect()
+    method._learn(rollout, False)
+    sb3 = {**given, "n_epochs": 1, "batch_size": 64 * 8} if algorithm == "ppo" else given
+    model = theirs(algorithm, {**sb3, "learning_rate": 0.0}, 0)
+    model.set_logger(Logger(None, []))
+    policy = model.policy
+    layers = {0: ("mlp_extractor.policy_net.0", "mlp_extractor.policy_net.2", "action_net")}
+    layers[1] = ("mlp_extractor.value_net.0", "mlp_extractor.value_net.2", "value_net")
+    places = {
+        f"{k}.{i}.{part}": f"{name}.{part}" for k in (0, 1) for i, name in enumerate(layers[k]) for part in ("weight", "bias")
+    }
+    with torch.no_grad():
+        for mine, its in places.items():
+            policy.get_parameter(its).copy_(named[mine])
+    _fill(model, rollout)
+    model.train()
+    method.network.flat.data.copy_(found[0])  # so that the gradient's parts go by the weights' names
+    gradient = method.network.towers.named()
+    pairs = [(policy.get_parameter(its).grad, gradient[mine]) for mine, its in places.items()]
+    norm = torch.stack([(b**2).sum() for _, b in pairs]).sum().sqrt()
+    return float(max((a - b).abs().max() for a, b in pairs) / norm)
+
+
+def _fill(model: Any, rollout: Any) -> None:
+    """SB3's buffer with the same steps [64, 8]."""
+    count, steps = 8, 64
+    assert len(rollout.row) == count * steps  # rows come environment by environment, each environment's adding up to 64 steps
+    shape = (count, steps)
+    obs = rollout.observation.reshape(*shape, -1)
+    action, reward = rollout.action.reshape(shape), rollout.reward.reshape(shape)
+    starts = (rollout.column == 0).reshape(shape)
+    buffer, policy = model.rollout_buffer, model.policy
+    buffer.reset()
+    for t in range(steps):
+        with torch.no_grad():
+            value, logp, _ = policy.evaluate_actions(torch.from_numpy(obs[:, t]), torch.from_numpy(action[:, t]))
+        buffer.add(obs[:, t], action[:, t, None], reward[:, t], starts[:, t], value.flatten(), logp)
+    last_rows = np.cumsum(np.bincount(np.flatnonzero(rollout.column == 0) // steps, minlength=count)) - 1
+    with torch.no_grad():
+        after = policy.predict_values(torch.from_numpy(rollout.after[last_rows]))
+    buffer.compute_returns_and_advantage(after, rollout.terminated[last_rows])
+    assert not rollout.truncated.any()  # SB3 folds those into the reward
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=["ppo", "a2c", "dqn"])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.one:
+        task = json.loads(given.one)
+        print(json.dumps({"speed": speed, "solve": solve}[task.pop("measure")](**task)))
+        return
+    lines = []
+    for algorithm in given.only:
+        if algorithm != "dqn":
+            difference = agree(algorithm)
+            print(f"{algorithm}: gradients agree to {difference:.1e}")
+            assert difference < 1e-5, "the libraries compute different gradients; no ratio means anything"
+        for case, settings in (("same settings", ZOO), ("best settings", BEST)):
+            if algorithm in settings:
+                lines.append(_speeds(algorithm, case, settings[algorithm], given.rounds))
+        lines.append(_solves(algorithm, given.rounds))
+    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    RESULTS.write_text(json.dumps({"machine": machine, "lines": lines}, indent=1) + "\n")
+    print(f"\nwritten: {RESULTS}")
+
+
+def _speeds(algorithm: str, case: str, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
+    pairs = [[_run(library, algorithm, settings, i, "speed") for library in ("psigrad", "sb3")] for i in range(rounds)]
+    a, b = ([pair[k]["steps_per_second"] for pair in pairs] for k in (0, 1))
+    return _line(algorithm, case, "steps/s", a, b, [x / y for x, y in zip(a, b, strict=True)])
+
+
+def _solves(algorithm: str, rounds: int) -> dict[str, Any]:
+    best = BEST.get(algorithm, ZOO[algorithm])
+    pairs = [
+        (_run("psigrad", algorithm, best, i, "solve"), _run("sb3", algorithm, ZOO[algorithm], i, "solve")) for i in range(rounds)
+    ]
+    a, b = ([pair[k]["seconds"] for pair in pairs] for k in (0, 1))
+    return _line(algorithm, "to solve, best against rl-zoo's", "seconds", a, b, [y / x for x, y in zip(a, b, strict=True)])
+
+
+def _run(library: str, algorithm: str, given: dict[str, Any], seed: int, measure: str) -> dict[str, float]:
+    task = {"library": library, "algorithm": algorithm, "given": given, "seed": seed, "measure": measure}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--one", json.dumps(task)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _line(algorithm: str, case: str, unit: str, a: list[float], b: list[float], ratios: list[float]) -> dict[str, Any]:
+    line = {"algorithm": algorithm, "case": case, "unit": unit, "psigrad": statistics.median(a), "sb3": statistics.median(b)}
+    line |= {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "rounds": len(ratios)}
+    print(json.dumps(line), flush=True)
+    return line
+
+
+if __name__ == "__main__":
+    main()
