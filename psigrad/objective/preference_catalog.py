@@ -12,13 +12,16 @@ from psigrad.objective.preference import (
     Preference,
     apo_down,
     apo_zero,
+    bco_pair,
     hinge,
     log_odds,
     log_ratio,
     logistic,
     mean_log_ratio,
     mean_logp,
+    nca_pair,
     robust,
+    sppo_hard,
     squared,
 )
 
@@ -102,9 +105,11 @@ def resolve(spec: str | Mapping[str, Any] | Preference | KahnemanTversky) -> Pre
     return replace(start, **{"name": f"{start.name} (changed)" if changes else start.name, **changes})
 
 
+# Links without a preset of their own: {"preset": "dpo", "link": "nca_pair"}.
+_MORE = (bco_pair, nca_pair, sppo_hard)
 _PARTS: dict[str, dict[str, Any]] = {
     "score": {part.__name__: part for part in (log_ratio, mean_log_ratio, mean_logp, log_odds)},
-    "link": {part.__name__: part for part in (logistic, robust, hinge, squared, apo_zero, apo_down)},
+    "link": {part.__name__: part for part in (logistic, robust, hinge, squared, apo_zero, apo_down, *_MORE)},
 }
 
 

@@ -293,3 +293,32 @@ def test_calibration_of_a_model_that_knows_its_chances_and_of_one_that_boasts():
     honest = calibration(observed)
     assert honest.error < 0.01 and sum(honest.counts) == 40000
     assert calibration(observed * 3).error > 0.05
+
+
+def test_the_links_without_a_preset_are_their_formulas():
+    h, g = torch.tensor([0.7]), torch.tensor([-0.4])
+    by_hand_of = {
+        "nca_pair": -math.log(sigmoid(0.7)) - 0.5 * math.log(sigmoid(-0.7)) - 0.5 * math.log(sigmoid(0.4)),
+        "bco_pair": -math.log(sigmoid(0.7)) - math.log(sigmoid(0.4)),
+        "sppo_hard": ((0.7 - 0.5) / 0.1) ** 2 + ((-0.4 + 0.5) / 0.1) ** 2,
+    }
+    for name, expected in by_hand_of.items():
+        assert float(resolve({"preset": "dpo", "link": name}).link(h, g, 0.1)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sure_completion_has_a_finite_odds_ratio():
+    pairs = some_pairs()
+    sure = replace(pairs, logp_chosen=torch.zeros(7, dtype=torch.float64, requires_grad=True))
+    loss = resolve("orpo").loss(sure, 7, 10)
+    loss.value.backward()
+    assert torch.isfinite(loss.value) and torch.isfinite(sure.logp_chosen.grad).all()
+
+
+def test_what_would_broadcast_unseen_or_divide_by_nothing_is_refused():
+    pairs = some_pairs()
+    with pytest.raises(ValueError, match=r"\[N\]"):
+        replace(pairs, margin=torch.ones(7, 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="no tokens"):
+        replace(pairs, tokens_chosen=torch.zeros_like(pairs.tokens_chosen))
+    with pytest.raises(ValueError, match="weights"):
+        replace(resolve("dpo"), preference=0.0)

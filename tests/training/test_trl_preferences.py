@@ -111,7 +111,11 @@ LOSSES = {
     "apo_zero": {"loss_type": ["apo_zero"]},
     "apo_down": {"loss_type": ["apo_down"]},
     "ln_dpo": {"loss_type": ["sigmoid_norm"], "beta": 2.0},
+    "nca_pair": {"loss_type": ["nca_pair"]},
+    "bco_pair": {"loss_type": ["bco_pair"]},
+    "sppo_hard": {"loss_type": ["sppo_hard"]},
 }
+LINKS = ("nca_pair", "bco_pair", "sppo_hard")
 
 
 @pytest.mark.parametrize("conversational", [False, True], ids=["plain", "chat"])
@@ -137,7 +141,8 @@ def test_preference_losses_and_gradients_are_trls(name, conversational, tokenize
         # TRL counts the line break that the template writes behind the turn; the policy never chose it
         made = [pairs.Pair(p.prompt, *(pairs.Answer(a.ids, [True] * len(a.ids)) for a in (p.chosen, p.rejected))) for p in made]
         known = reference_logps(reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 100)
-    close(our_loss(Preferring(model, resolve(name), made, known), hf, budget=60), peer)
+    loss = resolve({"preset": "dpo", "link": name} if name in LINKS else name)
+    close(our_loss(Preferring(model, loss, made, known), hf, budget=60), peer)
 
 
 def test_negative_control_another_beta_is_noticed(tokenizer, hf, tmp_path):

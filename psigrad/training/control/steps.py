@@ -52,8 +52,8 @@ class FlatOptimizer:
         if 0 < self.max_grad_norm < norm:
             gradient.mul_(self.max_grad_norm / norm)
         self.steps += 1
-        # a weight behind a dead unit gets no gradient, its moments decay below 1e-38, and there arithmetic takes a hundred times as
-        # long
+        # a weight behind a dead unit gets no gradient, its moments decay below 1e-38, and there arithmetic takes a hundred
+        # times as long
         torch.set_flush_denormal(True)
         try:
             self._apply(gradient, rate)
