@@ -139,7 +139,7 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
     ]
     if len(runs) == 1 and len(runs[0].rewards) > 1:
         pictures.insert(1, (_SPREAD, picture(_SPREAD.title, partial(_spread, run=runs[0]))))
-    if len(runs) == 1 and len(_phase_rows(runs[0])) > 1:
+    if len(runs) == 1 and len(_phase_rows(runs[0])) > 1 and kind_of(runs[0].config) != "control":
         pictures.append((_TIME, picture(_TIME.title, partial(_phases, run=runs[0]))))
     return pictures
 

@@ -215,7 +215,7 @@ def _rollouts(path: Path) -> tuple[dict[int, list[float]], Counter[tuple[str, st
         if row.get("kind") == "eval":
             if row.get("k", 0) == 0:
                 places.setdefault(row["step"], []).append(at)
-        elif math.isfinite(reward := number(row.get("reward"))):
+        elif row.get("kind") != "episode" and math.isfinite(reward := number(row.get("reward"))):
             rewards.setdefault(row["step"], []).append(reward)
         if row.get("status") in ("failed", "unscored"):
             troubles[row["status"], clip(row.get("reason", ""), 200)] += 1

@@ -61,18 +61,20 @@ def rage(servers: list[Server], kills: int, step: int, seed: int) -> int:
     while caught < kills:
         alive = [s for s in servers if s.process.poll() is None]
         assert alive, "everything was labelled before the kills were over: give more tasks"
-        victim = draw.choice(alive)
-        target = victim.written() + draw.randrange(1, step)
-        while victim.written() < target and victim.process.poll() is None:
+        victims = draw.sample(alive, draw.randint(1, len(alive)))
+        target = victims[0].written() + draw.randrange(1, step)
+        while victims[0].written() < target and victims[0].process.poll() is None:
             time.sleep(0.0005)
-        victim.process.send_signal(signal.SIGKILL)
-        _, complaints = victim.process.communicate()
-        if victim.process.returncode == 0:
-            continue
-        assert victim.process.returncode == -signal.SIGKILL, complaints
-        died += 1
-        caught += victim.open_ends() > 0
-        victim.start()
+        for victim in victims:
+            victim.process.send_signal(signal.SIGKILL)
+        for victim in victims:
+            _, complaints = victim.process.communicate()
+            if victim.process.returncode == 0:
+                continue
+            assert victim.process.returncode == -signal.SIGKILL, complaints
+            died += 1
+            caught += victim.open_ends() > 0
+            victim.start()
     return died
 
 
