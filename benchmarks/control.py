@@ -201,7 +201,6 @@ def main() -> None:
         task = json.loads(given.one)
         print(json.dumps({"speed": speed, "solve": solve}[task.pop("measure")](**task)))
         return
-    lines = []
     for algorithm in given.only:
         if algorithm != "dqn":
             difference = agree(algorithm)
@@ -209,11 +208,17 @@ def main() -> None:
             assert difference < 1e-5, "the libraries compute different gradients; no ratio means anything"
         for case, settings in (("same settings", ZOO), ("best settings", BEST)):
             if algorithm in settings:
-                lines.append(_speeds(algorithm, case, settings[algorithm], given.rounds))
-        lines.append(_solves(algorithm, given.rounds))
-    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
-    RESULTS.write_text(json.dumps({"machine": machine, "lines": lines}, indent=1) + "\n")
+                _keep(_speeds(algorithm, case, settings[algorithm], given.rounds))
+        _keep(_solves(algorithm, given.rounds))
     print(f"\nwritten: {RESULTS}")
+
+
+def _keep(line: dict[str, Any]) -> None:
+    """Write a line in place of the last one of its case, so that a long run that is cut keeps what it has measured."""
+    found = json.loads(RESULTS.read_text())["lines"] if RESULTS.exists() else []
+    lines = [old for old in found if (old["algorithm"], old["case"]) != (line["algorithm"], line["case"])]
+    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    RESULTS.write_text(json.dumps({"machine": machine, "lines": [*lines, line]}, indent=1) + "\n")
 
 
 def _speeds(algorithm: str, case: str, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
