@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +102,7 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Method:
     """The method with its environments, fresh weights and optimiser. Raises `UserError` on mistakes of the user."""
     algorithm = resolve(config)
     envs = envs or vector.make(config.env, config.n_envs, config.vectorization, **config.env_kwargs)
-    if isinstance(config.env, str) is False and envs.count != config.n_envs:
+    if envs.count != config.n_envs:  # a vector environment was given
         config = replace(config, n_envs=envs.count)
     has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
     network = ActorCritic(
@@ -191,6 +190,3 @@ def load_policy(folder: Path, env: Any = None) -> Method:
 def seeded(seed: int) -> np.random.Generator:
     """Chance for acting."""
     return np.random.Generator(np.random.SFC64(seed))
-
-
-warnings.filterwarnings("ignore", message=".*Overriding environment.*", module="gymnasium")

@@ -16,6 +16,7 @@ from psigrad import seeds
 from psigrad.config import ControlConfig
 from psigrad.errors import UserError
 from psigrad.models.actor_critic import ActorCritic, Output, Recorded
+from psigrad.models.distributions import Array
 from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals, ratio
 from psigrad.objective.advantage import needs_of
 from psigrad.objective.aggregate import fixed_length, sequence_sum, token_mean
@@ -135,7 +136,10 @@ class OnPolicy:
     def _collect(self) -> Rollout:
         seed = self.config.run.seed
         rng = np.random.Generator(np.random.SFC64(seeds.derive(seed, "act", self.iterations)))
-        act = lambda observation: self.network.act(observation, rng)  # noqa: E731
+
+        def act(observation: Array) -> Array:
+            return self.network.act(observation, rng)
+
         if self.config.n_steps:
             return self.collector.steps(act, self.config.n_steps)
         fresh = seeds.derive(seed, "episodes", self.iterations)
