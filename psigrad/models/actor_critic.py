@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from psigrad.errors import UserError
 from psigrad.models.distributions import Array, Categorical, Distribution
 from psigrad.models.networks import Activation, Tape, Towers
 
@@ -137,11 +138,14 @@ class ActorCritic:
         save_file({name: x.contiguous() for name, x in self.towers.named().items()}, folder / WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, in place."""
-        found = load_file(folder / WEIGHTS)
+        """The inverse of `save`, in place. Raises `UserError` where the weights are of another network."""
+        found, own = load_file(folder / WEIGHTS), self.towers.named()
+        # shapes too: a copy would broadcast unseen
+        if {name: x.shape for name, x in found.items()} != {name: x.shape for name, x in own.items()}:
+            raise UserError(f"The weights in {folder} are of another network: give the environment and net_arch they came from.")
         with torch.no_grad():
-            for name, own in self.towers.named().items():
-                own.copy_(found[name])
+            for name, x in own.items():
+                x.copy_(found[name])
 
 
 class Recorded:

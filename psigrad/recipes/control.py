@@ -12,7 +12,7 @@ import numpy as np
 
 from psigrad.config import ControlConfig, Run
 from psigrad.errors import UserError, nearest
-from psigrad.models.actor_critic import ActorCritic
+from psigrad.models.actor_critic import ActorCritic, is_discrete
 from psigrad.objective import PolicyGradient, catalog, control_catalog
 from psigrad.objective.advantage import needs_of
 from psigrad.recipes import setup, tuned
@@ -105,6 +105,11 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Method:
     if envs.count != config.n_envs:  # a vector environment was given
         config = replace(config, n_envs=envs.count)
     has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
+    of_actions = isinstance(algorithm, PolicyGradient) and "action_value" in needs_of(algorithm.psi)
+    if of_actions and not is_discrete(envs.distribution):
+        raise UserError(
+            f"{name_of(algorithm)} values each numbered action and this environment's are continuous; choose a2c or ppo."
+        )
     network = ActorCritic(
         envs.size,
         envs.distribution,
@@ -112,7 +117,7 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Method:
         config.network.activation,
         config.network.critic,
         config.network.n_critics if has_critic else 0,
-        of_actions=isinstance(algorithm, PolicyGradient) and "action_value" in needs_of(algorithm.psi),
+        of_actions=of_actions,
     )
     normalizer = Normalizer(envs.size, envs.count, config.gamma, config.normalize_observations, config.normalize_rewards)
     collector = Collector(envs, normalizer)
@@ -178,10 +183,7 @@ def load_policy(folder: Path, env: Any = None) -> Method:
     if env is not None:
         config = replace(config, env=env)
     method = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)))
-    try:
-        method.network.load(folder)
-    except RuntimeError as error:
-        raise UserError(f"The policy in {folder} was trained on another environment's spaces ({error}).") from error
+    method.network.load(folder)
     method.collector.normalizer.restore(normalizer)
     method.timesteps = timesteps
     return method

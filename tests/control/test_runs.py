@@ -128,6 +128,7 @@ def test_flags_beat_tuned_settings_and_tuned_settings_beat_defaults(tmp_path):
         (["ppo", "--env", "CartPol-v1"], "CartPol"),
         (["ppo", "--n-envs", "0"], "n_envs"),
         (["dqn", "--env", "Pendulum-v1"], "continuous"),
+        (["q_actor_critic", "--env", "Pendulum-v1"], "continuous"),
         (["ppo", "--clip-range", "-1"], "clip_range"),
         (["a2c", "--clip-range", "0.1"], "clip"),
         (["ppo", "--max-steps", "5"], "total_timesteps"),
@@ -158,6 +159,8 @@ def test_an_agent_learns_predicts_saves_and_loads(tmp_path):
     again.learn(64)
     with pytest.raises(UserError, match="shape"):
         agent.predict(np.zeros(3))
+    with pytest.raises(UserError, match="another network"):
+        PPO.load(tmp_path / "saved", env="Acrobot-v1")
     with pytest.raises(UserError, match="holds no policy"):
         PPO.load(tmp_path)
 
