@@ -18,13 +18,30 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from psigrad.native.kernels import Heads, Kernels, Spans
+
 IMPLEMENTATION = "psigrad"
 
 
+class Attending(Protocol):
+    """What a layout needs to know of a fused layer. `window` is 0 where a token sees all before it."""
+
+    index: int
+    heads: Heads
+    window: int
+    native: Kernels
+
+
 class Layout(Protocol):
-    """Who attends to whom. `attend` maps q [1, H, S, D], k and v [1, H_kv, S, D] to the output [1, S, H, D]."""
+    """Who attends to whom: `attend` inside transformers' modules, `mix` inside a fused layer.
+
+    `attend` maps q [1, H, S, D], k and v [1, H_kv, S, D] to the output [1, S, H, D]. `mix` maps rotated queries and keys
+    [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and, in training, the log-normaliser of the scores [S, H].
+    """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -160,6 +177,20 @@ class PackedLayout:
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return _Take.apply(torch.cat(parts), self.inverse, self.order)[None]
 
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The same for the kernels, which take a sequence without a prefix for a prefix that nothing continues."""
+        prefixes, sequences = _spans(self.prefix_rows), _spans(self.sequence_rows)
+        if not prefixes:
+            return Spans(sequences, [[] for _ in sequences])
+        members: list[list[tuple[int, int]]] = [[] for _ in prefixes]
+        for prefix, span in zip(self.sequence_prefix.tolist(), sequences, strict=True):
+            members[prefix].append(span)
+        return Spans(prefixes, members)
+
     def _mask(self, window: int | None) -> Tensor:
         """`sequence_mask`, built once for all layers."""
         if window not in self._masks:
@@ -169,6 +200,13 @@ class PackedLayout:
     @cached_property
     def _masks(self) -> dict[int | None, Tensor]:
         return {}
+
+
+def _spans(rows: Tensor) -> list[tuple[int, int]]:
+    """(start, length) of each row of consecutive positions."""
+    if not rows.numel():
+        return [(0, 0)] * len(rows)
+    return list(zip(rows[:, 0].clamp(min=0).tolist(), (rows >= 0).sum(1).tolist(), strict=True))
 
 
 def _view(x: Tensor, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError
 from psigrad.models import attention
+from psigrad.models.fused import Decoder, Unlike
 from psigrad.models.packing import ForwardInputs, Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -30,8 +31,12 @@ class Lora:
     target_modules: tuple[str, ...] = ("all-linear",)
 
 
-def forward(hf: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
+def forward(
+    hf: PreTrainedModel, decoder: Decoder | None, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout
+) -> Tensor:
     """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
+    if decoder is not None:
+        return decoder(input_ids, position_ids, layout)
     return hf.base_model(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -41,10 +46,10 @@ def forward(hf: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout
     ).last_hidden_state
 
 
-def target_hidden(hf: PreTrainedModel, inputs: ForwardInputs) -> Tensor:
+def target_hidden(hf: PreTrainedModel, decoder: Decoder | None, inputs: ForwardInputs) -> Tensor:
     """Hidden states [M, E] that predict the targets, packed or padded."""
     if inputs.layout is not None:
-        hidden = forward(hf, inputs.input_ids, inputs.position_ids, inputs.layout)
+        hidden = forward(hf, decoder, inputs.input_ids, inputs.position_ids, inputs.layout)
     else:
         hidden = hf.base_model(
             input_ids=inputs.input_ids,
@@ -125,6 +130,22 @@ def choose_attention(hf: PreTrainedModel, run: Callable[[bool], Tensor]) -> str:
         failure = f"its numbers differ by {gap:.1g} from the padded ones"
     hf.set_attn_implementation(own)
     return f"{type(hf).__name__} does not run packed: {failure}"
+
+
+def fuse(hf: PreTrainedModel, recompute: bool, run: Callable[[Decoder | None], Tensor]) -> tuple[Decoder | None, str]:
+    """The fused decoder where it reproduces the model's own modules, else None and why.
+
+    `run(decoder)` gives the model's numbers on `PROBE`.
+    """
+    try:
+        decoder = Decoder(hf, recompute)
+    except Unlike as reason:
+        return None, str(reason)
+    with torch.no_grad():
+        gap = float((run(decoder) - run(None)).abs().max())
+    if gap < (1e-3 if hf.dtype == torch.float32 else 0.25):
+        return decoder, ""
+    return None, f"the fused forward differs by {gap:.1g} from the model's own"
 
 
 def _probe(hf: PreTrainedModel, run: Callable[[bool], Tensor], implementation: str, packed: bool) -> tuple[Tensor | None, str]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from psigrad.errors import UserError
 from psigrad.models import attention, backbone
 from psigrad.models.backbone import DTYPES, Lora
+from psigrad.models.fused import Decoder
 from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
@@ -32,6 +33,7 @@ class LanguageModel:
 
     `hf` is the transformers model (with LoRA layers inside when `adapter` is set, the peft wrapper that saves and merges them).
     `why_padded` is empty where the packed forward reproduces the model; else it says why the padded one runs instead.
+    `decoder` runs the packed forward in fused kernels where they reproduce the model; `why_unfused` says why not.
     `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
     """
 
@@ -41,6 +43,8 @@ class LanguageModel:
     why_padded: str = ""
     train_mode: bool = False
     value_head: nn.Linear | None = None
+    decoder: Decoder | None = None
+    why_unfused: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +72,15 @@ class LanguageModel:
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
         return own | head
 
+    def _fuse(self, recompute: bool = False) -> None:
+        """Use the fused decoder if it reproduces the model."""
+
+        def run(decoder: Decoder | None) -> Tensor:
+            self.decoder = decoder
+            return self.evaluate(backbone.PROBE, packed=True).logp
+
+        self.decoder, self.why_unfused = backbone.fuse(self.hf, recompute, run)
+
     def add_value_head(self, folder: Path | None = None) -> None:
         """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""
         head = nn.Linear(self.hf.get_output_embeddings().in_features, 1)
@@ -79,7 +92,7 @@ class LanguageModel:
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
         """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
-        return backbone.forward(self.hf, input_ids, position_ids, layout)
+        return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
@@ -142,7 +155,7 @@ class LanguageModel:
         """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""
         if self.value_head is None:
             raise ValueError("This model has no value head; call add_value_head() first.")
-        hidden = backbone.target_hidden(self.hf, inputs)
+        hidden = backbone.target_hidden(self.hf, self.decoder, inputs)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
         return (hidden, self.head, values) if inputs.layout is not None else (*self._target_hidden(inputs), values)
 
@@ -171,7 +184,9 @@ class LanguageModel:
         """A copy that never learns: the reference of full fine-tuning."""
         twin = copy.deepcopy(self.hf)
         twin.requires_grad_(False)
-        return LanguageModel(twin.eval(), self.tokenizer, why_padded=self.why_padded)
+        decoder = None if self.decoder is None else Decoder(twin)
+        reasons = {"why_padded": self.why_padded, "why_unfused": self.why_unfused}
+        return LanguageModel(twin.eval(), self.tokenizer, decoder=decoder, **reasons)
 
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form, and the value head beside; a LoRA model saves its adapter only."""
@@ -230,5 +245,7 @@ def prepare(
         model.adapter = backbone.with_lora(hf, lora, adapter, "CAUSAL_LM")
     if gradient_checkpointing:
         backbone.recompute_activations(hf)
+    if not model.why_padded:
+        model._fuse(gradient_checkpointing)
     model.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
     return model

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from psigrad.errors import UserError
 from psigrad.models import backbone
 from psigrad.models.backbone import DTYPES, Lora
+from psigrad.models.fused import Decoder
 from psigrad.models.packing import Groups, Ids, Rows, pack, pad
 
 # In a process reward model's config.json: what ends a step.
@@ -28,8 +29,8 @@ class ScalarModel:
     """A transformers `…ForSequenceClassification` with one label, under its tokenizer.
 
     Formula: V(s_t) = w · h_t, with h_t the hidden state behind the tokens before step t; the score of a text is V behind its last
-    token. `why_padded` says why the packed forward is not used, where it is not. Models whose head is not a plain `score` layer
-    (BERT's kin) can only score whole texts.
+    token. `why_padded` says why the packed forward is not used, where it is not, and `why_unfused` why the fused decoder is not.
+    Models whose head is not a plain `score` layer (BERT's kin) can only score whole texts.
     """
 
     hf: PreTrainedModel
@@ -37,6 +38,8 @@ class ScalarModel:
     adapter: nn.Module | None = None
     why_padded: str = ""
     train_mode: bool = False
+    decoder: Decoder | None = None
+    why_unfused: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -51,12 +54,21 @@ class ScalarModel:
         """The parameters that learn, by name, in the model's order."""
         return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
 
+    def _fuse(self, recompute: bool = False) -> None:
+        """Use the fused decoder if it reproduces the model."""
+
+        def run(decoder: Decoder | None) -> Tensor:
+            self.decoder = decoder
+            return self.values(backbone.PROBE, packed=True)
+
+        self.decoder, self.why_unfused = backbone.fuse(self.hf, recompute, run)
+
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
         """V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
         self.hf.train(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
-        values = self.hf.score(backbone.target_hidden(self.hf, forward))[:, 0]
+        values = self.hf.score(backbone.target_hidden(self.hf, self.decoder, forward))[:, 0]
         return forward.targets.unpack(values.to(torch.promote_types(values.dtype, torch.float32)))
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
@@ -81,7 +93,8 @@ class ScalarModel:
         """A copy that never learns."""
         twin = copy.deepcopy(self.hf)
         twin.requires_grad_(False)
-        return ScalarModel(twin.eval(), self.tokenizer, why_padded=self.why_padded)
+        decoder = None if self.decoder is None else Decoder(twin)
+        return ScalarModel(twin.eval(), self.tokenizer, why_padded=self.why_padded, decoder=decoder, why_unfused=self.why_unfused)
 
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter and head only."""
@@ -150,6 +163,8 @@ def prepare(
         model.adapter = backbone.with_lora(hf, lora, adapter, "SEQ_CLS")
     if gradient_checkpointing:
         backbone.recompute_activations(hf)
+    if not model.why_padded:
+        model._fuse(gradient_checkpointing)
     model.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
     return model
 

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from psigrad.models.attention import PackedLayout
+from psigrad.models.attention import Attending, PackedLayout
+from psigrad.native.kernels import Heads
 
-GROWTH = 64  # tokens by which the slots grow
+GROWTH = 64  # tokens by which the slots grow at least
 
 
 class KVCache:
     """Per layer, keys and values [slots, H_kv, capacity, D]; slots 0 … active - 1 are in use and hold `lengths` tokens each."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, longest: int) -> None:
+        """`longest` is what a slot may come to hold, in tokens."""
+        self.slots, self.longest = slots, longest
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
 
@@ -27,7 +29,8 @@ class KVCache:
         """The layer's keys and values with room for `tokens` per slot; `k` [·, H_kv, ·, D] tells heads, width and type."""
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
-            grown = tuple(k.new_zeros(self.slots, k.shape[1], tokens + GROWTH, k.shape[3]) for _ in range(2))
+            capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
+            grown = tuple(k.new_zeros(self.slots, k.shape[1], capacity, k.shape[3]) for _ in range(2))
             if have is not None:
                 for old, new in zip(have, grown, strict=True):
                     new[:, :, : old.shape[2]] = old
@@ -64,12 +67,21 @@ class Prefill:
         cache.lengths = torch.cat([cache.lengths.to(lengths.device), lengths])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        return self.prompts.attend(layer, q, k, v, scale, window)
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        heads = layer.heads
+        self._keep(layer.index, *(_heads(x[:, -heads.keys * heads.dim :], heads) for x in (rotated, qkv)))
+        return self.prompts.mix(layer, rotated, qkv)
+
+    def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
-        stored = self.cache.room(layer, k, width)
+        stored = self.cache.room(layer, k.transpose(0, 1)[None], width)
         for new, old in zip((k, v), stored, strict=True):
-            old[self.first : self.first + len(self.copies), :, :width] = new[0].transpose(0, 1)[rows].transpose(1, 2)
-        return self.prompts.attend(layer, q, k, v, scale, window)
+            old[self.first : self.first + len(self.copies), :, :width] = new[rows].transpose(1, 2)
 
 
 class Decode:
@@ -102,3 +114,13 @@ class Decode:
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, dim)
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        heads = layer.heads
+        keys, values = self.cache.room(layer.index, _heads(qkv[:, -heads.keys * heads.dim :], heads)[:, :, None], self.width)
+        return layer.native.decode(rotated, qkv, keys, values, self.places, heads, layer.window), self.places
+
+
+def _heads(x: Tensor, heads: Heads) -> Tensor:
+    """[S, H_kv·D] -> [S, H_kv, D]."""
+    return x.unflatten(1, (heads.keys, heads.dim))

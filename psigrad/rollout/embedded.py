@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -42,6 +42,19 @@ class EmbeddedSampler:
                     self.progress(batch.sequences.size)
         return batch.completions()
 
+    @torch.inference_mode()
+    def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
+        """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
+        check_room(self.model, [request], params)
+        self.model.hf.eval()
+        batch = _Batch(self.model, [request], params, 1)
+        batch.admit()
+        for place in range(params.max_tokens):
+            yield int(batch.ids[0, place])
+            if not batch.sequences.size:
+                return
+            batch.decode()
+
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:
     """Refuse empty prompts and prompts that would run past the model's positions."""
@@ -70,7 +83,8 @@ class _Batch:
             for start in range(firsts[r], firsts[r + 1], max_batch)
         )
         self.firsts = firsts
-        self.cache = KVCache(min(max_batch, len(self.seeds)))
+        longest = max(len(r.prompt_ids) for r in requests) + params.max_tokens
+        self.cache = KVCache(min(max_batch, len(self.seeds)), longest)
         self.sequences = np.zeros(0, dtype=np.int64)
         self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)

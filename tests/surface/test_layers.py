@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "psigrad"
 # From top to bottom: a room may import from those behind it.
 ROOMS = (
-    *("cli", "flags", "studio", "control", "recipes", "report", "training", "rollout", "rewards", "models", "data"),
+    *("cli", "flags", "studio", "control", "recipes", "report", "training", "rollout", "rewards", "models", "native", "data"),
     *("objective", "tabular"),
 )
 LEAVES = ("config", "errors", "seeds")
@@ -23,7 +23,7 @@ ALONE = ("objective", "tabular")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 ALLOWED["recipes"] |= {"tabular"}
 ALLOWED["studio"] |= {"tabular"}
-ALLOWED |= {"report": {"report", *LEAVES}, "objective": {"objective"}, "tabular": {"tabular"}, "rewards": {"rewards", *LEAVES}}
+ALLOWED |= {"native": {"native"}, "report": {"report", *LEAVES}, "objective": {"objective"}, "tabular": {"tabular"}, "rewards": {"rewards", *LEAVES}}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}}
 

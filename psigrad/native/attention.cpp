@@ -1,0 +1,254 @@
+// Attention over packed sequences that share prefixes, its gradient, and one step of decoding from a cache.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 24;  // queries at once
+
+// G groups: a prefix (start, length) and members[first[g] .. first[g + 1]) of (start, length) that continue it. A prefix attends to
+// itself, a member to its prefix and itself; column = position.
+struct Plan {
+    const int64_t *prefixes, *members, *first;
+    int64_t groups, heads, kv_heads, dim, window;
+    float scale;
+};
+
+// Rows of one kind in a table of several: queries and keys stand beside one another in a row.
+template <class T>
+struct Rows {
+    T* at;
+    int64_t row;
+    T* head(int64_t r, int64_t h, int64_t dim) const { return at + r * row + h * dim; }
+};
+
+// What one unit of work (a group, a key head) keeps: keys and values of the prefix and the current member.
+struct Room {
+    int64_t dim, wide, ld;
+    std::vector<float> keys_t, values_t, keys, values, query, up, scores, slopes, dkeys, dvalues, out;
+    Room(int64_t dim, int64_t columns, bool gradient) : dim(dim), wide(padded(dim)), ld(padded(columns)) {
+        keys_t.assign(dim * ld, 0), values.assign(ld * wide, 0), query.assign(BLOCK * wide, 0);
+        scores.resize(BLOCK * ld), out.resize(BLOCK * wide);
+        if (!gradient) return;
+        keys.assign(ld * wide, 0), values_t.assign(dim * ld, 0), up.assign(BLOCK * wide, 0), slopes.resize(BLOCK * ld);
+        dkeys.assign(ld * wide, 0), dvalues.assign(ld * wide, 0);
+    }
+    template <class T>
+    void take(Rows<const T> k, Rows<const T> v, int64_t head, int64_t start, int64_t length, int64_t column, bool gradient) {
+        copy(gradient ? keys.data() : nullptr, keys_t.data(), k, head, start, length, column);
+        copy(values.data(), gradient ? values_t.data() : nullptr, v, head, start, length, column);
+    }
+    // into [column, wide] and, transposed, into [dim, column]
+    template <class T>
+    void copy(float* plain, float* turned, Rows<const T> from, int64_t head, int64_t start, int64_t length, int64_t column) {
+        for (int64_t j = 0; j < length; j += LANES) {  // a few rows at a time: their lines stay in the cache while they are turned
+            int64_t count = std::min(LANES, length - j);
+            const T* rows = from.head(start + j, head, dim);
+            if (plain)
+                for (int64_t i = 0; i < count; i++)
+                    for (int64_t d = 0; d < dim; d++) plain[(column + j + i) * wide + d] = get(rows[i * from.row + d]);
+            if (turned)
+                for (int64_t d = 0; d < dim; d++)
+                    for (int64_t i = 0; i < count; i++) turned[d * ld + column + j + i] = get(rows[i * from.row + d]);
+        }
+    }
+};
+
+int64_t longest(const Plan& p, int64_t g) {
+    int64_t most = 0;
+    for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) most = std::max(most, p.members[2 * m + 1]);
+    return p.prefixes[2 * g + 1] + most;
+}
+
+// Every query block of a group under one key head: run(head, start, base, first, count), after its keys have been taken.
+template <class Take, class Run, class Done>
+void walk(const Plan& p, int64_t g, int64_t kv, Take take, Run run, Done done) {
+    int64_t share = p.heads / p.kv_heads, prefix = p.prefixes[2 * g + 1];
+    auto blocks = [&](int64_t start, int64_t length, int64_t base) {
+        for (int64_t h = kv * share; h < (kv + 1) * share; h++)
+            for (int64_t i = 0; i < length; i += BLOCK) run(h, start, base, i, std::min(BLOCK, length - i));
+    };
+    take(p.prefixes[2 * g], prefix, 0);
+    blocks(p.prefixes[2 * g], prefix, 0);
+    for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) {
+        int64_t start = p.members[2 * m], length = p.members[2 * m + 1];
+        take(start, length, prefix);
+        blocks(start, length, prefix);
+        done(start, length, prefix);
+    }
+    done(p.prefixes[2 * g], prefix, 0);
+}
+
+template <class T>
+void block_of(float* to, Rows<const T> from, int64_t start, int64_t count, int64_t head, int64_t dim, int64_t wide, float scale) {
+    for (int64_t i = 0; i < count; i++) {
+        const T* x = from.head(start + i, head, dim);
+        for (int64_t d = 0; d < dim; d++) to[i * wide + d] = get(x[d]) * scale;
+    }
+}
+
+int64_t lowest(const Plan& p, int64_t column) { return p.window > 0 ? std::max<int64_t>(0, column - p.window + 1) : 0; }
+
+template <class T>
+void forward(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Plan& p, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
+        int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
+        Room room(p.dim, longest(p, g), false);
+        auto take = [&](int64_t start, int64_t length, int64_t column) { room.take(k, v, kv, start, length, column, false); };
+        auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
+            int64_t columns = base + first + count;
+            block_of(room.query.data(), q, start + first, count, h, p.dim, room.wide, p.scale);
+            multiply(count, padded(columns), p.dim, room.query.data(), room.wide, 1, room.keys_t.data(), room.ld, room.scores.data(), room.ld, false);
+            float sums[BLOCK];
+            for (int64_t i = 0; i < count; i++) {
+                float* s = room.scores.data() + i * room.ld;
+                int64_t end = base + first + i + 1, low = lowest(p, end - 1);
+                float top = s[low], sum = 0;
+#pragma omp simd reduction(max : top)
+                for (int64_t j = low; j < end; j++) top = s[j] > top ? s[j] : top;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t j = low; j < end; j++) s[j] = exponential(s[j] - top), sum += s[j];
+                std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
+                sums[i] = 1.0f / sum;
+                normaliser[(start + first + i) * p.heads + h] = top + std::log(sum);
+            }
+            multiply(count, room.wide, columns, room.scores.data(), room.ld, 1, room.values.data(), room.wide, room.out.data(), room.wide, false);
+            for (int64_t i = 0; i < count; i++) {
+                T* to = out + ((start + first + i) * p.heads + h) * p.dim;
+                for (int64_t d = 0; d < p.dim; d++) put(to[d], room.out[i * room.wide + d] * sums[i]);
+            }
+        };
+        walk(p, g, kv, take, run, [](int64_t, int64_t, int64_t) {});
+    }
+}
+
+template <class T>
+void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, const float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Plan& p, int threads) {
+    Rows<const T> dy{dout, p.heads * p.dim}, y{out, p.heads * p.dim};
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
+        int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
+        Room room(p.dim, longest(p, g), true);
+        auto take = [&](int64_t start, int64_t length, int64_t column) { room.take(k, v, kv, start, length, column, true); };
+        auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
+            int64_t columns = base + first + count;
+            float *s = room.scores.data(), *ds = room.slopes.data();
+            block_of(room.query.data(), q, start + first, count, h, p.dim, room.wide, p.scale);
+            block_of(room.up.data(), dy, start + first, count, h, p.dim, room.wide, 1.0f);
+            multiply(count, padded(columns), p.dim, room.query.data(), room.wide, 1, room.keys_t.data(), room.ld, s, room.ld, false);
+            multiply(count, padded(columns), p.dim, room.up.data(), room.wide, 1, room.values_t.data(), room.ld, ds, room.ld, false);
+            for (int64_t i = 0; i < count; i++, s += room.ld, ds += room.ld) {
+                int64_t row = start + first + i, end = base + first + i + 1, low = lowest(p, end - 1);
+                const T* o = y.head(row, h, p.dim);
+                const float* u = room.up.data() + i * room.wide;
+                float dot = 0, z = normaliser[row * p.heads + h];
+                for (int64_t d = 0; d < p.dim; d++) dot += u[d] * get(o[d]);
+#pragma omp simd
+                for (int64_t j = low; j < end; j++) {
+                    s[j] = exponential(s[j] - z);
+                    ds[j] = s[j] * (ds[j] - dot);
+                }
+                std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
+                std::fill(ds, ds + low, 0.0f), std::fill(ds + end, ds + columns, 0.0f);
+            }
+            s = room.scores.data(), ds = room.slopes.data();
+            multiply(columns, room.wide, count, s, 1, room.ld, room.up.data(), room.wide, room.dvalues.data(), room.wide, true);
+            multiply(columns, room.wide, count, ds, 1, room.ld, room.query.data(), room.wide, room.dkeys.data(), room.wide, true);
+            multiply(count, room.wide, columns, ds, room.ld, 1, room.keys.data(), room.wide, room.out.data(), room.wide, false);
+            for (int64_t i = 0; i < count; i++) {
+                T* to = dq.head(start + first + i, h, p.dim);
+                for (int64_t d = 0; d < p.dim; d++) put(to[d], room.out[i * room.wide + d] * p.scale);
+            }
+        };
+        auto done = [&](int64_t start, int64_t length, int64_t column) {
+            for (int64_t j = 0; j < length; j++) {
+                T *to_key = dk.head(start + j, kv, p.dim), *to_value = dv.head(start + j, kv, p.dim);
+                float *a = room.dkeys.data() + (column + j) * room.wide, *b = room.dvalues.data() + (column + j) * room.wide;
+                for (int64_t d = 0; d < p.dim; d++) put(to_key[d], a[d]), put(to_value[d], b[d]), a[d] = b[d] = 0;
+            }
+        };
+        walk(p, g, kv, take, run, done);
+    }
+}
+
+// Rows of a cache as the products take them: float, and a multiple of 16 wide.
+template <class T>
+const float* widened(const T* rows, int64_t count, int64_t dim, int64_t wide, std::vector<float>& room) {
+    room.assign(count * wide, 0.0f);
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t d = 0; d < dim; d++) room[j * wide + d] = get(rows[j * dim + d]);
+    return room.data();
+}
+inline const float* products(const float* rows, int64_t count, int64_t dim, int64_t wide, std::vector<float>& room) {
+    return dim == wide ? rows : widened(rows, count, dim, wide, room);
+}
+inline const float* products(const bfloat16* rows, int64_t count, int64_t dim, int64_t wide, std::vector<float>& room) {
+    return widened(rows, count, dim, wide, room);
+}
+
+// The next slot's rows, asked for while this one's are used: each slot is a stream too short for the processor to foresee.
+template <class T>
+void fetch(const T* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+}
+
+template <class T>
+void one_step(T* out, Rows<const T> q, Rows<const T> k, Rows<const T> v, T* keys, T* values, const int64_t* places, int64_t batch, int64_t capacity, const Plan& p, int threads) {
+    int64_t share = p.heads / p.kv_heads, wide = padded(p.dim);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> query(wide), sums(wide), scores, key_room, value_room;
+#pragma omp for schedule(static)
+        for (int64_t unit = 0; unit < batch * p.kv_heads; unit++) {
+            int64_t b = unit / p.kv_heads, kv = unit % p.kv_heads, low = lowest(p, places[b]), length = places[b] + 1 - low;
+            T *own_keys = keys + unit * capacity * p.dim, *own_values = values + unit * capacity * p.dim;
+            std::copy_n(k.head(b, kv, p.dim), p.dim, own_keys + places[b] * p.dim);
+            std::copy_n(v.head(b, kv, p.dim), p.dim, own_values + places[b] * p.dim);
+            const float* key_rows = products(own_keys + low * p.dim, length, p.dim, wide, key_room);
+            const float* value_rows = products(own_values + low * p.dim, length, p.dim, wide, value_room);
+            scores.resize(length);
+            for (int64_t h = kv * share; h < (kv + 1) * share; h++) {
+                block_of(query.data(), q, b, 1, h, p.dim, wide, p.scale);
+                float top = -INFINITY, sum = 0;
+                for (int64_t j = 0; j < length; j++) {
+                    fetch(own_keys + (capacity + j) * p.dim, p.dim);
+                    fetch(own_values + (capacity + j) * p.dim, p.dim);
+                    scores[j] = inner(query.data(), key_rows + j * wide, wide);
+                    top = scores[j] > top ? scores[j] : top;
+                }
+#pragma omp simd reduction(+ : sum)
+                for (int64_t j = 0; j < length; j++) scores[j] = exponential(scores[j] - top), sum += scores[j];
+                multiply(1, wide, length, scores.data(), length, 1, value_rows, wide, sums.data(), wide, false);
+                T* to = out + (b * p.heads + h) * p.dim;
+                for (int64_t d = 0; d < p.dim; d++) put(to[d], sums[d] / sum);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out[S, heads, dim], normaliser[S, heads] = log sum exp of the scaled scores; q, k, v are rows of tables of these widths
+void attention(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, const int64_t* prefixes, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
+    Plan p{prefixes, members, first, groups, heads, kv_heads, dim, window, scale};
+    BOTH(half, forward<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, p, threads))
+}
+
+// gradient[S, row] = d[q | k | v]
+void attention_gradient(int half, void* gradient, int64_t row, const void* dout, const void* out, const float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, const int64_t* prefixes, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
+    Plan p{prefixes, members, first, groups, heads, kv_heads, dim, window, scale};
+    BOTH(half, backward<T>({(T*)gradient, row}, {(T*)gradient + heads * dim, row}, {(T*)gradient + (heads + kv_heads) * dim, row}, (const T*)dout, (const T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, p, threads))
+}
+
+// out[batch, heads, dim] of one new token per slot, whose key and value enter the caches [slots, kv_heads, capacity, dim] at places
+void decode(int half, void* out, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* places, int64_t batch, int64_t capacity, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
+    Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
+    BOTH(half, one_step<T>((T*)out, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, (T*)keys, (T*)values, places, batch, capacity, p, threads))
+}
+}

@@ -1,0 +1,108 @@
+// Types, conversions and the small matrix product that all kernels share. Arithmetic is float32 whatever is stored.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));  // 16 floats: one AVX-512 register, two of AVX2
+constexpr int64_t LANES = 16;
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline float get(float x) { return x; }
+inline float get(bfloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline void put(float& to, float x) { to = x; }
+inline void put(bfloat16& to, float x) {  // to the nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to.bits = x != x ? 0x7fc0 : uint16_t(rounded);
+}
+
+inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// exp to about 1e-7 of its value, vectorised by the compiler; NaN stays NaN.
+inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t power = (int32_t(n) + 127) << 23;
+    float scale;
+    memcpy(&scale, &power, 4);
+    return p * scale;
+}
+
+// The inner product of n floats, n a multiple of 16.
+inline float inner(const float* a, const float* b, int64_t n) {
+    vec even{}, odd{};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        even += *(const vec*)(a + i) * *(const vec*)(b + i);
+        odd += *(const vec*)(a + i + LANES) * *(const vec*)(b + i + LANES);
+    }
+    if (i < n) even += *(const vec*)(a + i) * *(const vec*)(b + i);
+    even += odd;
+    float lanes[LANES], sum = 0;
+    *(vec*)lanes = even;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < LANES; j++) sum += lanes[j];
+    return sum;
+}
+
+// C[M, 16 NR] (+)= A[M, K] B[K, 16 NR]: A by any strides, B and C by rows.
+template <int MR, int NR>
+inline void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+    vec sum[MR][NR];
+    for (int i = 0; i < MR; i++)
+        for (int j = 0; j < NR; j++) sum[i][j] = add ? *(const vec*)(c + i * c_row + j * LANES) : vec{};
+    for (int64_t p = 0; p < k; p++) {
+        vec row[NR];
+        for (int j = 0; j < NR; j++) row[j] = *(const vec*)(b + p * b_row + j * LANES);
+        for (int i = 0; i < MR; i++) {
+            float x = a[i * a_row + p * a_col];
+            for (int j = 0; j < NR; j++) sum[i][j] += x * row[j];
+        }
+    }
+    for (int i = 0; i < MR; i++)
+        for (int j = 0; j < NR; j++) *(vec*)(c + i * c_row + j * LANES) = sum[i][j];
+}
+
+template <int NR>
+inline void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+    int64_t i = 0;
+    for (; i + 6 <= m; i += 6) tile<6, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
+    for (; i + 2 <= m; i += 2) tile<2, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
+    for (; i < m; i++) tile<1, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
+}
+
+// C[M, N] (+)= A[M, K] B[K, N], N a multiple of 16.
+inline void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+    int64_t j = 0;
+    for (; j + 64 <= n; j += 64) column_tiles<4>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
+    for (; j + 32 <= n; j += 32) column_tiles<2>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
+    for (; j < n; j += LANES) column_tiles<1>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
+}
+
+// Runs a call with T as the stored type.
+#define BOTH(half, call)    \
+    if (half) {             \
+        using T = bfloat16; \
+        call;               \
+    } else {                \
+        using T = float;    \
+        call;               \
+    }

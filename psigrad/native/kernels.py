@@ -1,0 +1,160 @@
+"""The kernels as functions of tensors. float32 or bfloat16 in memory, float32 within; every tensor contiguous in its rows."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psigrad.native.build import bind, library
+
+_HALF = {torch.float32: 0, torch.bfloat16: 1}
+_SIGNATURES = {
+    "rms_norm": "tpppiift",
+    "rms_norm_gradient": "tpppppiift",
+    "rotary": "tppppppiiiiift",
+    "rotary_gradient": "tpppppppiiiiift",
+    "swiglu": "tppiit",
+    "swiglu_gradient": "tppppiit",
+    "attention": "tpppppiiipppiiiiift",
+    "attention_gradient": "tpippppppiiipppiiiiift",
+    "decode": "tppppiiipppiiiiiift",
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key heads, the width of one, the epsilon of their norms, and the factor of the scores."""
+
+    queries: int
+    keys: int
+    dim: int
+    eps: float
+    scale: float
+
+    @property
+    def row(self) -> int:
+        """The width of [q | k | v]."""
+        return (self.queries + 2 * self.keys) * self.dim
+
+
+class Spans:
+    """Where packed sequences lie: `prefixes` (start, length), and per prefix the `members` (start, length) that continue it.
+
+    A prefix attends to itself causally, a member to its prefix and causally to itself.
+    """
+
+    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int]]]) -> None:
+        flat = [m for group in members for m in group]
+        counts = torch.tensor([0, *(len(group) for group in members)])
+        self.prefixes = torch.tensor(prefixes, dtype=torch.int64).reshape(-1, 2)
+        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 2)
+        self.first = counts.cumsum(0)
+        self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
+
+
+@functools.cache
+def kernels() -> Kernels | str:
+    """The kernels, compiled if need be, or why there are none."""
+    loaded = library()
+    return loaded if isinstance(loaded, str) else Kernels(loaded)
+
+
+class Kernels:
+    """The functions of the compiled library."""
+
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        self._call = bind(loaded, _SIGNATURES)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
+        out = torch.empty_like(x)
+        self._call.rms_norm(_HALF[x.dtype], out.data_ptr(), x.data_ptr(), weight.data_ptr(), *x.shape, eps, torch.get_num_threads())
+        return out
+
+    def rms_norm_gradient(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> Tensor:
+        """Adds the gradient of x to `dx`, returns that of the weight [E], float32."""
+        dw = torch.zeros(weight.shape)
+        pointers = (dx.data_ptr(), dw.data_ptr(), x.data_ptr(), weight.data_ptr(), dy.data_ptr())
+        self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, torch.get_num_threads())
+        return dw
+
+    def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
+        """Normalised and rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32 [S, D]."""
+        out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
+        self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
+        return out
+
+    def rotary_gradient(
+        self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
+    ) -> Tensor:
+        """Turns d[q' | k' | v] [S, row] into d[q | k | v] in place, returns the gradients of the norms' weights [2, D]."""
+        dw = torch.zeros(2, heads.dim)
+        half = _HALF[qkv.dtype]
+        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
+        return dw
+
+    def swiglu(self, both: Tensor) -> Tensor:
+        """silu(gate) · up of [S, gate | up]."""
+        rows, width = both.shape[0], both.shape[1] // 2
+        out = both.new_empty(rows, width)
+        self._call.swiglu(_HALF[both.dtype], out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
+        return out
+
+    def swiglu_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient [S, gate | up], and `swiglu(both)` once more."""
+        gradient, out = torch.empty_like(both), torch.empty_like(dy)
+        pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
+        self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
+        return gradient, out
+
+    def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
+        """Output [S, H·D] and log-normaliser [S, H] of rotated queries and keys and the values in `qkv`; `window` 0 is none."""
+        out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
+        normaliser = torch.empty(len(qkv), heads.queries)
+        given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
+        self._call.attention(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *given)
+        return out, normaliser
+
+    def attention_gradient(
+        self, dout: Tensor, out: Tensor, normaliser: Tensor, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int
+    ) -> Tensor:
+        """d[q' | k' | v] [S, row]."""
+        gradient = torch.empty_like(qkv)
+        given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
+        pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
+        self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
+        return gradient
+
+    def decode(
+        self, rotated: Tensor, qkv: Tensor, keys: Tensor, values: Tensor, places: Tensor, heads: Heads, window: int
+    ) -> Tensor:
+        """Output [B, H·D] of a new token per slot; its key and value enter the caches [slots, H_kv, capacity, D] at `places`."""
+        out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
+        caches = (keys.data_ptr(), values.data_ptr(), places.data_ptr(), len(qkv), keys.shape[2])
+        self._call.decode(_HALF[qkv.dtype], out.data_ptr(), *_tables(rotated, qkv, heads), *caches, *_shape(heads, window))
+        return out
+
+
+def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:
+    """Pointers to queries, keys and values, then the widths of their rows."""
+    size, width = qkv.element_size(), (heads.queries + heads.keys) * heads.dim
+    start = rotated.data_ptr()
+    pointers = (start, start + heads.queries * heads.dim * size, qkv.data_ptr() + width * size)
+    return (*pointers, width, width, heads.row)
+
+
+def _shape(heads: Heads, window: int) -> tuple[int | float, ...]:
+    return (heads.queries, heads.keys, heads.dim, window, heads.scale, torch.get_num_threads())
+
+
+def _rotary(
+    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
+) -> tuple[int | float | None, ...]:
+    weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+    tables = (qkv.data_ptr(), *weights, cosine.data_ptr(), sine.data_ptr())
+    return (*tables, len(qkv), heads.queries, heads.keys, heads.dim, heads.row, heads.eps, torch.get_num_threads())

@@ -1,0 +1,271 @@
+"""The fused decoder against transformers' own modules, which are its oracle and its fallback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from psigrad.models import scalar_model
+from psigrad.models.fused import Decoder, compute_dtype
+from psigrad.models.language_model import Lora, prepare
+from psigrad.models.packing import Groups, Rows
+from psigrad.native.build import library
+from psigrad.native.kernels import Heads, Spans, kernels
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.types import Request, SamplingParams
+
+COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+# Heads of 8, 12, 16 and 20 numbers: wider and narrower than a register.
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON, hidden_size=64, attention_bias=True),
+    "mistral": MistralConfig(**COMMON, hidden_size=48, sliding_window=5),
+    "qwen2": Qwen2Config(**COMMON, hidden_size=80),
+    "qwen3": Qwen3Config(**COMMON, hidden_size=40, head_dim=8),
+    "qwen3 of equal heads": Qwen3Config(**{**COMMON, "num_key_value_heads": 4}, hidden_size=40, head_dim=64),
+}
+
+
+def made(config, tokenizer, dtype=torch.float32):
+    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), 0, 1
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(config)
+    for name, p in hf.named_parameters():  # biases of 0 and norms of 1 would hide mistakes
+        if "bias" in name or "norm" in name:
+            torch.nn.init.normal_(p, mean=0.0 if "bias" in name else 1.0, std=0.3)
+    return prepare(hf.to(dtype), tokenizer)
+
+
+@pytest.fixture(params=CONFIGS)
+def fused(request, tokenizer):
+    model = made(CONFIGS[request.param], tokenizer)
+    assert model.decoder is not None, model.why_unfused
+    return model
+
+
+def both(model, run):
+    """`run()` fused, then by transformers' modules."""
+    decoder, ours = model.decoder, run()
+    model.decoder = None
+    theirs = run()
+    model.decoder = decoder
+    return ours, theirs
+
+
+def some_groups() -> Groups:
+    """Three prompts with completions of unlike lengths, longer than one block of queries, one of a single token, one empty."""
+    draw = torch.Generator().manual_seed(3)
+
+    def text(n):
+        return torch.randint(2, 40, (n,), generator=draw).tolist()
+
+    return Groups([text(7), text(1), text(31)], [[text(5), text(1), text(70)], [text(26), []], [text(3), text(25)]])
+
+
+def some_rows() -> Rows:
+    groups = some_groups()
+    rows = [[*p, *c] for p, cs in zip(groups.prompts, groups.completions, strict=True) for c in cs]
+    return Rows(rows, [[i > 2 for i in range(len(row))] for row in rows])
+
+
+@pytest.mark.parametrize("inputs", [some_groups(), some_rows()], ids=["groups", "rows"])
+def test_log_probs_and_every_gradient_equal_those_of_transformers(fused, inputs):
+    parameters = fused.trainable()
+
+    def run():
+        logp = fused.evaluate(inputs).logp
+        weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
+        return logp.detach(), torch.autograd.grad((logp * weights).sum(), list(parameters.values()))
+
+    (ours, our_gradient), (theirs, their_gradient) = both(fused, run)
+    assert torch.allclose(ours, theirs, atol=2e-5, rtol=0)
+    whole = torch.cat([g.flatten() for g in their_gradient]).norm()
+    for name, a, b in zip(parameters, our_gradient, their_gradient, strict=True):
+        # a key's bias shifts all scores of a query alike, so its exact gradient is 0 and both sides hold rounding only
+        assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name
+
+
+def test_the_sampler_draws_the_same_tokens(fused):
+    requests = [Request(tuple(p), (3 * i, 3 * i + 1, 3 * i + 2)) for i, p in enumerate(some_groups().prompts)]
+    sampler = EmbeddedSampler(fused, max_batch=5)
+    ours, theirs = both(fused, lambda: sampler.sample(requests, SamplingParams(max_tokens=90)))
+    for a, b in zip((c for group in ours for c in group), (c for group in theirs for c in group), strict=True):
+        assert a.ids == b.ids
+        assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=5e-5, rtol=0)
+
+
+def test_a_scalar_model_is_fused_too(tokenizer):
+    config = CONFIGS["qwen3"]
+    config.vocab_size, config.num_labels = len(tokenizer), 1
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    model = scalar_model.prepare(AutoModelForSequenceClassification.from_config(config), tokenizer)
+    assert model.decoder is not None
+    ours, theirs = both(model, lambda: model.scores(some_groups()).detach())
+    assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
+    assert model.frozen_copy().decoder is not None
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["multiplied in float32", "multiplied in bfloat16"])
+def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, native, monkeypatch):
+    monkeypatch.setattr("psigrad.models.fused._fast_bfloat16", lambda: native)
+    exact = made(CONFIGS["qwen3 of equal heads"], tokenizer)
+    model = made(CONFIGS["qwen3 of equal heads"], tokenizer, torch.bfloat16)
+    assert model.decoder is not None and model.decoder.dtype == (torch.bfloat16 if native else torch.float32)
+    parameters = list(model.trainable().values())
+
+    def run(model, parameters):
+        logp = model.evaluate(some_groups()).logp
+        return logp.detach(), torch.cat([g.float().flatten() for g in torch.autograd.grad(logp.sum(), parameters)])
+
+    (ours, gradient), (theirs, their_gradient) = both(model, lambda: run(model, parameters))
+    right, right_gradient = run(exact, list(exact.trainable().values()))
+    assert float((ours - right).abs().max()) < 1.5 * float((theirs - right).abs().max()) + 0.02
+    error = float((gradient - right_gradient).norm() / right_gradient.norm())
+    assert error < 1.2 * float((their_gradient - right_gradient).norm() / right_gradient.norm()) + 0.005
+
+
+def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monkeypatch):
+    monkeypatch.setattr("psigrad.models.fused._fast_bfloat16", lambda: False)
+    model = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
+    before = model.evaluate(some_groups()).logp.detach()
+    with torch.no_grad():
+        for p in model.hf.model.layers.parameters():
+            p.mul_(1.5)
+    ours, theirs = both(model, lambda: model.evaluate(some_groups()).logp.detach())
+    assert float((ours - before).abs().max()) > 0.1
+    assert float((ours - theirs).abs().max()) < 0.25
+
+
+def test_activation_checkpointing_gives_the_same_gradient_bit_for_bit(tokenizer):
+    gradients = []
+    for recompute in (False, True):
+        model = made(CONFIGS["qwen3"], tokenizer)
+        model.decoder.recompute = recompute
+        model.evaluate(some_groups()).logp.sum().backward()
+        gradients.append([p.grad for p in model.trainable().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_frozen_weights_receive_no_gradient(tokenizer):
+    model = made(CONFIGS["llama"], tokenizer)
+    kept = [p for name, p in model.hf.named_parameters() if "layers.1.mlp" in name]
+    for p in model.hf.parameters():
+        p.requires_grad_(any(p is k for k in kept))
+    model.evaluate(some_groups()).logp.sum().backward()
+    assert all(p.grad is not None for p in kept)
+    assert all(p.grad is None for p in model.hf.parameters() if not p.requires_grad)
+    ours = [p.grad.clone() for p in kept]
+    for p in kept:
+        p.grad = None
+    model.decoder = None
+    model.evaluate(some_groups()).logp.sum().backward()
+    assert all(torch.allclose(a, p.grad, atol=1e-4) for a, p in zip(ours, kept, strict=True))
+
+
+def test_what_is_not_finite_stays_so(tokenizer):
+    model = made(CONFIGS["qwen3"], tokenizer)
+    with torch.no_grad():
+        model.hf.model.layers[0].mlp.gate_proj.weight[3, 4] = torch.nan
+    assert bool(model.evaluate(some_groups()).logp.isnan().any())
+
+
+def test_results_do_not_depend_on_the_number_of_threads_but_for_rounding(fused):
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            logp = fused.evaluate(some_groups()).logp
+            found.append(torch.cat([g.flatten() for g in torch.autograd.grad(logp.sum(), list(fused.trainable().values()))]))
+    finally:
+        torch.set_num_threads(threads)
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-5
+    assert torch.equal(found[1], found[2])
+
+
+def test_negative_control_a_decoder_that_computes_something_else_is_not_used(tokenizer, monkeypatch):
+    def wrong(self, *arguments, **more):
+        init(self, *arguments, **more)
+        for layer in self.layers:
+            layer.eps = 0.1
+
+    init = Decoder.__init__
+    monkeypatch.setattr(Decoder, "__init__", wrong)
+    model = made(CONFIGS["qwen3"], tokenizer)
+    assert model.decoder is None and "differs" in model.why_unfused
+
+
+def test_other_models_adapters_and_precisions_say_why_they_are_not_fused(tokenizer):
+    gemma = made(GemmaConfig(**COMMON, hidden_size=32, head_dim=8), tokenizer)
+    assert gemma.decoder is None and "GemmaModel" in gemma.why_unfused
+    double = made(CONFIGS["qwen3"], tokenizer, torch.float64)
+    assert double.decoder is None and "float64" in double.why_unfused
+    adapted = prepare(made(CONFIGS["qwen3"], tokenizer).hf, tokenizer, lora=Lora(2))
+    assert adapted.decoder is None and "linear" in adapted.why_unfused.lower()
+
+
+@pytest.fixture
+def forgetful(monkeypatch):
+    """What was compiled is looked for anew, now and after the test."""
+    for cached in (library, kernels):
+        cached.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cached in (library, kernels):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("PSIGRAD_NATIVE", "0", "PSIGRAD_NATIVE=0"), ("CXX", "/bin/false", "/bin/false"), ("CXX", "/nowhere/g++", "/nowhere/g++")],
+)
+def test_without_kernels_the_modules_do_the_work(name, value, reason, tokenizer, tmp_path, monkeypatch, forgetful):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(name, value)
+    model = made(CONFIGS["qwen3"], tokenizer)
+    assert model.decoder is None and reason in model.why_unfused
+    assert bool(model.evaluate(some_groups()).logp.isfinite().all())
+
+
+def test_the_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch, forgetful):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not isinstance(library(), str)
+    (made_once,) = (tmp_path / "psigrad" / "native").iterdir()
+    before = made_once.stat().st_mtime_ns
+    library.cache_clear()
+    assert not isinstance(library(), str)
+    assert [made_once] == list(made_once.parent.iterdir()) and made_once.stat().st_mtime_ns == before
+
+
+def test_the_type_of_the_products_follows_the_processor(monkeypatch):
+    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("psigrad.models.fused._fast_bfloat16", lambda fast=fast: fast)
+        assert compute_dtype(torch.bfloat16) == expected
+        assert compute_dtype(torch.float32) == torch.float32
+
+
+def test_a_window_and_a_long_prefix_equal_a_direct_softmax():
+    native = kernels()
+    assert not isinstance(native, str), native
+    heads = Heads(queries=2, keys=1, dim=20, eps=1e-6, scale=0.3)
+    prefix, member = 61, 50
+    torch.manual_seed(0)
+    qkv = torch.randn(prefix + member, heads.row)
+    rotated = qkv[:, : 3 * heads.dim].clone()
+    for window in (0, 1, 17, 64):
+        out, _ = native.attention(rotated, qkv, Spans([(0, prefix)], [[(prefix, member)]]), heads, window)
+        q, k, v = rotated[:, : 2 * 20].view(-1, 2, 20), rotated[:, 40:], qkv[:, 60:]
+        scores = torch.einsum("ihd,jd->hij", q, k) * heads.scale
+        distance = torch.arange(len(qkv))[:, None] - torch.arange(len(qkv))[None]
+        seen = (distance >= 0) & ((distance < window) | (window == 0))
+        expected = torch.einsum("hij,jd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
+        assert torch.allclose(out, expected, atol=1e-5), window
