@@ -33,13 +33,20 @@ class Attending(Protocol):
 
 
 class Layout(Protocol):
-    """Who attends to whom: `attend` inside transformers' modules, `mix` inside a fused layer.
+    """Who attends to whom inside transformers' modules.
 
-    `attend` maps q [1, H, S, D], k and v [1, H_kv, S, D] to the output [1, S, H, D]. `mix` maps rotated queries and keys
-    [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and, in training, the log-normaliser of the scores [S, H].
+    `attend` maps q [1, H, S, D], k and v [1, H_kv, S, D] to the output [1, S, H, D].
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
+
+
+class FusedLayout(Protocol):
+    """Who attends to whom inside fused layers.
+
+    `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and, in training, the
+    log-normaliser of the scores [S, H].
+    """
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
 

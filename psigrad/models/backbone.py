@@ -32,7 +32,11 @@ class Lora:
 
 
 def forward(
-    hf: PreTrainedModel, decoder: Decoder | None, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout
+    hf: PreTrainedModel,
+    decoder: Decoder | None,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: attention.Layout | attention.FusedLayout,
 ) -> Tensor:
     """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
     if decoder is not None:

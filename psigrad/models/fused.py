@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from psigrad.models.attention import Layout, PackedLayout
+from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.native.kernels import Heads, Kernels, kernels
 
 KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -97,7 +97,7 @@ class Layer:
             biases[place] = bias
         return now[:7], now[7:9], (now[9], now[10]) if self.has_head_norms else None, biases
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], layout: Layout) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output, and what `backward` needs besides x."""
         (q, k, v, o, gate, up, down), norms, head_norms, biases = self.unpacked()
         normed = self.native.rms_norm(x, norms[0], self.eps)
@@ -234,7 +234,7 @@ class Decoder:
         self.dtype = self.layers[0].weights.dtype
         self.eps = float(base.norm.variance_epsilon)
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: FusedLayout) -> Tensor:
         """Hidden states [B, S, E]; ids and positions are [B, S]."""
         shape = input_ids.shape
         x = self.base.embed_tokens(input_ids).flatten(0, 1).to(self.dtype)

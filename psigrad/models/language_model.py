@@ -90,7 +90,7 @@ class LanguageModel:
             head.load_state_dict(load_file(folder / f"{VALUE_HEAD}.safetensors"))
         self.value_head = head.to(self.device)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout | attention.FusedLayout) -> Tensor:
         """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
         return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout)
 

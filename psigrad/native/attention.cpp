@@ -175,19 +175,32 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
     }
 }
 
-// Rows of a cache as the products take them: float, and a multiple of 16 wide.
+// A slot's own keys and values [slots, kv_heads, capacity, dim], and each group's prompt as rows [length, kv_heads, dim].
 template <class T>
-const float* widened(const T* rows, int64_t count, int64_t dim, int64_t wide, std::vector<float>& room) {
+struct Cache {
+    T *keys, *values;
+    const int64_t* places;  // [slots] where the new token of a slot goes
+    int64_t capacity;
+    const T *const *prompt_keys, *const *prompt_values;
+    const int64_t *prompt_lengths, *members, *first;  // slots members[first[g] .. first[g + 1]) continue prompt g
+    int64_t groups;
+};
+
+// Rows as the products take them: float, and a multiple of 16 wide; `row` is set to their distance.
+template <class T>
+const float* widened(const T* rows, int64_t count, int64_t dim, int64_t& row, std::vector<float>& room) {
+    int64_t wide = padded(dim);
     room.assign(count * wide, 0.0f);
     for (int64_t j = 0; j < count; j++)
-        for (int64_t d = 0; d < dim; d++) room[j * wide + d] = get(rows[j * dim + d]);
+        for (int64_t d = 0; d < dim; d++) room[j * wide + d] = get(rows[j * row + d]);
+    row = wide;
     return room.data();
 }
-inline const float* products(const float* rows, int64_t count, int64_t dim, int64_t wide, std::vector<float>& room) {
-    return dim == wide ? rows : widened(rows, count, dim, wide, room);
+inline const float* products(const float* rows, int64_t count, int64_t dim, int64_t& row, std::vector<float>& room) {
+    return dim == padded(dim) ? rows : widened(rows, count, dim, row, room);
 }
-inline const float* products(const bfloat16* rows, int64_t count, int64_t dim, int64_t wide, std::vector<float>& room) {
-    return widened(rows, count, dim, wide, room);
+inline const float* products(const bfloat16* rows, int64_t count, int64_t dim, int64_t& row, std::vector<float>& room) {
+    return widened(rows, count, dim, row, room);
 }
 
 // The next slot's rows, asked for while this one's are used: each slot is a stream too short for the processor to foresee.
@@ -196,37 +209,76 @@ void fetch(const T* row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
 }
 
+// One group under one key head: the queries of all its slots pass over the prompt's rows together.
 template <class T>
-void one_step(T* out, Rows<const T> q, Rows<const T> k, Rows<const T> v, T* keys, T* values, const int64_t* places, int64_t batch, int64_t capacity, const Plan& p, int threads) {
-    int64_t share = p.heads / p.kv_heads, wide = padded(p.dim);
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> query(wide), sums(wide), scores, key_room, value_room;
-#pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < batch * p.kv_heads; unit++) {
-            int64_t b = unit / p.kv_heads, kv = unit % p.kv_heads, low = lowest(p, places[b]), length = places[b] + 1 - low;
-            T *own_keys = keys + unit * capacity * p.dim, *own_values = values + unit * capacity * p.dim;
-            std::copy_n(k.head(b, kv, p.dim), p.dim, own_keys + places[b] * p.dim);
-            std::copy_n(v.head(b, kv, p.dim), p.dim, own_values + places[b] * p.dim);
-            const float* key_rows = products(own_keys + low * p.dim, length, p.dim, wide, key_room);
-            const float* value_rows = products(own_values + low * p.dim, length, p.dim, wide, value_room);
-            scores.resize(length);
-            for (int64_t h = kv * share; h < (kv + 1) * share; h++) {
-                block_of(query.data(), q, b, 1, h, p.dim, wide, p.scale);
-                float top = -INFINITY, sum = 0;
-                for (int64_t j = 0; j < length; j++) {
-                    fetch(own_keys + (capacity + j) * p.dim, p.dim);
-                    fetch(own_values + (capacity + j) * p.dim, p.dim);
-                    scores[j] = inner(query.data(), key_rows + j * wide, wide);
-                    top = scores[j] > top ? scores[j] : top;
-                }
-#pragma omp simd reduction(+ : sum)
-                for (int64_t j = 0; j < length; j++) scores[j] = exponential(scores[j] - top), sum += scores[j];
-                multiply(1, wide, length, scores.data(), length, 1, value_rows, wide, sums.data(), wide, false);
-                T* to = out + (b * p.heads + h) * p.dim;
-                for (int64_t d = 0; d < p.dim; d++) put(to[d], sums[d] / sum);
+struct Step {
+    const Plan& p;
+    const Cache<T>& c;
+    int64_t wide = padded(p.dim), share = p.heads / p.kv_heads, ld = 0;
+    std::vector<float> queries, scores, sums, key_room, value_room;
+
+    void run(T* out, Rows<const T> q, Rows<const T> k, Rows<const T> v, int64_t g, int64_t kv) {
+        const int64_t *slots = c.members + c.first[g], count = c.first[g + 1] - c.first[g], prompt = c.prompt_lengths[g], rows = count * share;
+        int64_t longest = 0;
+        for (int64_t m = 0; m < count; m++) longest = std::max(longest, c.places[slots[m]] + 1);
+        ld = padded(prompt + longest);
+        queries.assign(rows * wide, 0.0f), scores.resize(rows * ld), sums.resize(rows * wide);
+        for (int64_t m = 0; m < count; m++)
+            for (int64_t h = 0; h < share; h++) block_of(queries.data() + (m * share + h) * wide, q, slots[m], 1, kv * share + h, p.dim, wide, p.scale);
+        int64_t row = p.kv_heads * p.dim;
+        const float* keys = products(c.prompt_keys[g] + kv * p.dim, prompt, p.dim, row, key_room);
+        for (int64_t j = 0; j < prompt; j++)
+            for (int64_t r = 0; r < rows; r++) scores[r * ld + j] = inner(queries.data() + r * wide, keys + j * row, wide);
+        for (int64_t m = 0; m < count; m++) own_scores(k, v, slots[m], m, kv, prompt);
+        for (int64_t m = 0; m < count; m++)
+            for (int64_t h = 0; h < share; h++) normalise(scores.data() + (m * share + h) * ld, prompt + c.places[slots[m]] + 1);
+        row = p.kv_heads * p.dim;
+        const float* values = products(c.prompt_values[g] + kv * p.dim, prompt, p.dim, row, value_room);
+        multiply(rows, wide, prompt, scores.data(), ld, 1, values, row, sums.data(), wide, false);
+        for (int64_t m = 0; m < count; m++) {
+            int64_t own = p.dim, length = c.places[slots[m]] + 1;
+            const float* mine = products(c.values + (slots[m] * p.kv_heads + kv) * c.capacity * p.dim, length, p.dim, own, value_room);
+            multiply(share, wide, length, scores.data() + m * share * ld + prompt, ld, 1, mine, own, sums.data() + m * share * wide, wide, true);
+            for (int64_t h = 0; h < share; h++) {
+                T* to = out + (slots[m] * p.heads + kv * share + h) * p.dim;
+                for (int64_t d = 0; d < p.dim; d++) put(to[d], sums[(m * share + h) * wide + d]);
             }
         }
+    }
+
+    void own_scores(Rows<const T> k, Rows<const T> v, int64_t slot, int64_t m, int64_t kv, int64_t prompt) {
+        int64_t start = (slot * p.kv_heads + kv) * c.capacity * p.dim, length = c.places[slot] + 1, row = p.dim;
+        std::copy_n(k.head(slot, kv, p.dim), p.dim, c.keys + start + (length - 1) * p.dim);
+        std::copy_n(v.head(slot, kv, p.dim), p.dim, c.values + start + (length - 1) * p.dim);
+        const float* keys = products(c.keys + start, length, p.dim, row, key_room);
+        for (int64_t j = 0; j < length; j++) {
+            fetch(c.values + start + j * p.dim, p.dim);
+            fetch(c.keys + start + (c.capacity * p.kv_heads + j) * p.dim, p.dim);
+            for (int64_t h = 0; h < share; h++) scores[(m * share + h) * ld + prompt + j] = inner(queries.data() + (m * share + h) * wide, keys + j * row, wide);
+        }
+    }
+
+    void normalise(float* s, int64_t length) const {
+        int64_t low = lowest(p, length - 1);
+        float top = s[low], sum = 0;
+#pragma omp simd reduction(max : top)
+        for (int64_t j = low; j < length; j++) top = s[j] > top ? s[j] : top;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = low; j < length; j++) s[j] = exponential(s[j] - top), sum += s[j];
+        std::fill(s, s + low, 0.0f);
+        sum = 1.0f / sum;
+#pragma omp simd
+        for (int64_t j = low; j < length; j++) s[j] *= sum;
+    }
+};
+
+template <class T>
+void one_step(T* out, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Cache<T>& c, const Plan& p, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        Step<T> step{p, c};
+#pragma omp for schedule(dynamic)
+        for (int64_t unit = 0; unit < c.groups * p.kv_heads; unit++) step.run(out, q, k, v, unit / p.kv_heads, unit % p.kv_heads);
     }
 }
 
@@ -246,9 +298,9 @@ void attention_gradient(int half, void* gradient, int64_t row, const void* dout,
     BOTH(half, backward<T>({(T*)gradient, row}, {(T*)gradient + heads * dim, row}, {(T*)gradient + (heads + kv_heads) * dim, row}, (const T*)dout, (const T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, p, threads))
 }
 
-// out[batch, heads, dim] of one new token per slot, whose key and value enter the caches [slots, kv_heads, capacity, dim] at places
-void decode(int half, void* out, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* places, int64_t batch, int64_t capacity, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
+// out[slots, heads, dim] of one new token per slot, whose key and value enter its own cache [slots, kv_heads, capacity, dim]
+void decode(int half, void* out, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
-    BOTH(half, one_step<T>((T*)out, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, (T*)keys, (T*)values, places, batch, capacity, p, threads))
+    BOTH(half, one_step<T>((T*)out, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, places, capacity, (const T* const*)prompt_keys, (const T* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
 }
 }

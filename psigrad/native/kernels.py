@@ -22,7 +22,7 @@ _SIGNATURES = {
     "swiglu_gradient": "tppppiit",
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
-    "decode": "tppppiiipppiiiiiift",
+    "decode": "tppppiiipppipppppiiiiift",
 }
 
 
@@ -57,6 +57,26 @@ class Spans:
         self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Sequences being decoded, B slots in G groups that share a prompt. All integers are int64."""
+
+    keys: Tensor
+    """[slots, H_kv, capacity, D] of each slot's own tokens."""
+    values: Tensor
+    places: Tensor
+    """[B] where each slot's new token goes."""
+    prompt_keys: Tensor
+    """[G] addresses of the prompts' keys, rows of H_kv·D numbers."""
+    prompt_values: Tensor
+    prompt_lengths: Tensor
+    """[G]"""
+    members: Tensor
+    """[B] slots, group by group."""
+    first: Tensor
+    """[G + 1] where each group begins in `members`."""
+
+
 @functools.cache
 def kernels() -> Kernels | str:
     """The kernels, compiled if need be, or why there are none."""
@@ -73,7 +93,9 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
         out = torch.empty_like(x)
-        self._call.rms_norm(_HALF[x.dtype], out.data_ptr(), x.data_ptr(), weight.data_ptr(), *x.shape, eps, torch.get_num_threads())
+        self._call.rms_norm(
+            _HALF[x.dtype], out.data_ptr(), x.data_ptr(), weight.data_ptr(), *x.shape, eps, torch.get_num_threads()
+        )
         return out
 
     def rms_norm_gradient(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> Tensor:
@@ -130,13 +152,13 @@ class Kernels:
         self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
         return gradient
 
-    def decode(
-        self, rotated: Tensor, qkv: Tensor, keys: Tensor, values: Tensor, places: Tensor, heads: Heads, window: int
-    ) -> Tensor:
-        """Output [B, H·D] of a new token per slot; its key and value enter the caches [slots, H_kv, capacity, D] at `places`."""
+    def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, heads: Heads, window: int) -> Tensor:
+        """Output [B, H·D] of a new token per slot, which sees its prompt and its own slot; its key and value enter the slot."""
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
-        caches = (keys.data_ptr(), values.data_ptr(), places.data_ptr(), len(qkv), keys.shape[2])
-        self._call.decode(_HALF[qkv.dtype], out.data_ptr(), *_tables(rotated, qkv, heads), *caches, *_shape(heads, window))
+        own = (slots.keys.data_ptr(), slots.values.data_ptr(), slots.places.data_ptr(), slots.keys.shape[2])
+        groups = (slots.prompt_keys, slots.prompt_values, slots.prompt_lengths, slots.members, slots.first)
+        given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
+        self._call.decode(_HALF[qkv.dtype], out.data_ptr(), *_tables(rotated, qkv, heads), *given)
         return out
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from psigrad.models.attention import Attending, PackedLayout
-from psigrad.native.kernels import Heads
+from psigrad.models.attention import PackedLayout
 
 GROWTH = 64  # tokens by which the slots grow at least
 
@@ -29,24 +30,23 @@ class KVCache:
         """The layer's keys and values with room for `tokens` per slot; `k` [·, H_kv, ·, D] tells heads, width and type."""
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
-            capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
-            grown = tuple(k.new_zeros(self.slots, k.shape[1], capacity, k.shape[3]) for _ in range(2))
-            if have is not None:
-                for old, new in zip(have, grown, strict=True):
-                    new[:, :, : old.shape[2]] = old
-            self.layers[layer] = grown
+            self.layers[layer] = grown(have, k.new_zeros, (self.slots, k.shape[1], k.shape[3]), tokens, self.longest)
         return self.layers[layer]
+
+    def prefill(self, prompts: PackedLayout, copies: Tensor) -> Prefill:
+        """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
+        return Prefill(self, prompts, copies)
+
+    def decode(self) -> Decode:
+        """The layout of one decoding step: a new token for every active slot."""
+        return Decode(self)
 
     def remove(self, finished: Tensor) -> Tensor:
         """Give up the slots where `finished` [active] is True; the last sequences move into the holes.
 
         Returns the order [active after] in which the remaining sequences now stand.
         """
-        left = int((~finished).sum())
-        order = torch.arange(left, device=finished.device)
-        holes = finished[:left].nonzero()[:, 0]
-        movers = left + (~finished[left:]).nonzero()[:, 0]
-        order[holes] = movers
+        order, holes, movers = moves(finished)
         if holes.numel():
             longest = int(self.lengths[movers].max())
             for pair in self.layers.values():
@@ -54,6 +54,28 @@ class KVCache:
                     x[holes, :, :longest] = x[movers, :, :longest]
         self.lengths = self.lengths[order]
         return order
+
+
+def grown(
+    have: tuple[Tensor, Tensor] | None, zeros: Callable[..., Tensor], shape: tuple[int, int, int], tokens: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [slots, H_kv, capacity, D] that hold what `have` holds, with room for at least `tokens`."""
+    slots, heads, dim = shape
+    capacity = min(longest, tokens + max(GROWTH, tokens // 2))
+    keys, values = (zeros(slots, heads, capacity, dim) for _ in range(2))
+    for old, new in zip(have or (), (keys, values), strict=False):
+        new[:, :, : old.shape[2]] = old
+    return keys, values
+
+
+def moves(finished: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The order [active after] in which the remaining sequences stand, the holes, and who moves into each."""
+    left = int((~finished).sum())
+    order = torch.arange(left, device=finished.device)
+    holes = finished[:left].nonzero()[:, 0]
+    movers = left + (~finished[left:]).nonzero()[:, 0]
+    order[holes] = movers
+    return order, holes, movers
 
 
 class Prefill:
@@ -69,11 +91,6 @@ class Prefill:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window)
-
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        heads = layer.heads
-        self._keep(layer.index, *(_heads(x[:, -heads.keys * heads.dim :], heads) for x in (rotated, qkv)))
-        return self.prompts.mix(layer, rotated, qkv)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
@@ -95,6 +112,11 @@ class Decode:
         self._masks: dict[int | None, Tensor] = {}
         cache.lengths = cache.lengths + 1
 
+    @property
+    def positions(self) -> Tensor:
+        """[active] of the new tokens."""
+        return self.places
+
     def mask(self, window: int | None) -> Tensor:
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
@@ -114,13 +136,3 @@ class Decode:
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, dim)
-
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        heads = layer.heads
-        keys, values = self.cache.room(layer.index, _heads(qkv[:, -heads.keys * heads.dim :], heads)[:, :, None], self.width)
-        return layer.native.decode(rotated, qkv, keys, values, self.places, heads, layer.window), self.places
-
-
-def _heads(x: Tensor, heads: Heads) -> Tensor:
-    """[S, H_kv·D] -> [S, H_kv, D]."""
-    return x.unflatten(1, (heads.keys, heads.dim))

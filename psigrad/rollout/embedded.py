@@ -12,8 +12,9 @@ from psigrad.errors import UserError
 from psigrad.models.attention import PackedLayout
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, pack
-from psigrad.rollout.cache import Decode, KVCache, Prefill
+from psigrad.rollout.cache import KVCache
 from psigrad.rollout.distribution import draw
+from psigrad.rollout.shared_cache import SharedCache
 from psigrad.rollout.types import Completion, Request, SamplingParams
 
 
@@ -83,8 +84,11 @@ class _Batch:
             for start in range(firsts[r], firsts[r + 1], max_batch)
         )
         self.firsts = firsts
+        slots = min(max_batch, len(self.seeds))
         longest = max(len(r.prompt_ids) for r in requests) + params.max_tokens
-        self.cache = KVCache(min(max_batch, len(self.seeds)), longest)
+        self.cache: KVCache | SharedCache = KVCache(slots, longest)
+        if model.decoder is not None:
+            self.cache = SharedCache(slots, params.max_tokens)
         self.sequences = np.zeros(0, dtype=np.int64)
         self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
@@ -104,7 +108,7 @@ class _Batch:
         inputs = pack(Groups([self.requests[r].prompt_ids for r, _ in groups], [[] for _ in groups]), self.model.device)
         assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
         copies = torch.tensor([i for i, (_, members) in enumerate(groups) for _ in members], device=self.model.device)
-        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, Prefill(self.cache, inputs.layout, copies))
+        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, self.cache.prefill(inputs.layout, copies))
         logits = self.model.head(hidden[0].index_select(0, inputs.prefix_ends)).index_select(0, copies)
         new = np.concatenate([members for _, members in groups])
         before = self.sequences.size
@@ -114,9 +118,9 @@ class _Batch:
     def decode(self) -> None:
         """One token for every sequence in the batch."""
         last = self.ids[self.sequences, self.counts[self.sequences] - 1]
-        step = Decode(self.cache)
+        step = self.cache.decode()
         tokens = torch.from_numpy(last).to(self.model.device)[:, None]
-        hidden = self.model.forward(tokens, step.places[:, None], step)
+        hidden = self.model.forward(tokens, step.positions[:, None], step)
         self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
 
     def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:

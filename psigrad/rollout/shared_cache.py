@@ -1,0 +1,150 @@
+"""Keys and values for the fused decoder: a prompt's are kept once for its whole group, each slot holds its own tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from psigrad.models.attention import Attending, PackedLayout
+from psigrad.native.kernels import Heads, Slots
+from psigrad.rollout.cache import grown, moves
+
+
+@dataclass
+class Page:
+    """The prompts of one prefill: each layer's keys and values as rows [S, H_kv·D], and where each prompt lies in them."""
+
+    spans: list[tuple[int, int]]
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The active slots by the prompt that they continue."""
+
+    prompts: list[tuple[Page, int]]
+    lengths: Tensor
+    """[G] of the prompts."""
+    members: Tensor
+    """[active] slots, group by group."""
+    first: Tensor
+    """[G + 1] where each group begins in `members`."""
+
+    def pointers(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[G] addresses of each prompt's keys, and of its values."""
+        tables = [page.layers[layer] for page, _ in self.prompts]
+        starts = [page.spans[i][0] for page, i in self.prompts]
+        return _addresses([k for k, _ in tables], starts), _addresses([v for _, v in tables], starts)
+
+
+class SharedCache:
+    """As `KVCache`; slots 0 … active - 1 are in use, slot i continues prompt `prompt[i]` by `lengths[i]` tokens."""
+
+    def __init__(self, slots: int, longest: int) -> None:
+        """`longest` is what a slot may come to hold behind its prompt, in tokens."""
+        self.slots, self.longest = slots, longest
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.prompts: dict[int, tuple[Page, int]] = {}
+        self.prompt = torch.zeros(0, dtype=torch.long)
+        self.lengths = torch.zeros(0, dtype=torch.long)
+        self._met = 0
+        self._arranged: Arrangement | None = None
+
+    @property
+    def active(self) -> int:
+        return self.lengths.numel()
+
+    def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
+        """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
+        spans = [(start, length) for start, length in prompts.spans.prefixes.tolist()]
+        page = Page(spans)
+        self.prompts |= {self._met + i: (page, i) for i in range(len(spans))}
+        self.prompt = torch.cat([self.prompt, self._met + copies])
+        self.lengths = torch.cat([self.lengths, torch.zeros_like(copies)])
+        self._met += len(spans)
+        self._arranged = None
+        return SharedPrefill(prompts, page)
+
+    def decode(self) -> SharedDecode:
+        """The layout of one decoding step: a new token for every active slot."""
+        return SharedDecode(self)
+
+    def remove(self, finished: Tensor) -> Tensor:
+        """As `KVCache.remove`; prompts that nobody continues are let go."""
+        order, holes, movers = moves(finished)
+        if holes.numel():
+            longest = int(self.lengths[movers].max())
+            for pair in self.layers.values():
+                for x in pair:
+                    x[holes, :, :longest] = x[movers, :, :longest]
+        self.lengths, self.prompt = self.lengths[order], self.prompt[order]
+        alive = set(self.prompt.tolist())
+        self.prompts = {number: place for number, place in self.prompts.items() if number in alive}
+        self._arranged = None
+        return order
+
+    def room(self, layer: int, like: Tensor, heads: Heads, tokens: int) -> tuple[Tensor, Tensor]:
+        """The layer's own keys and values [slots, H_kv, capacity, D], with room for `tokens` per slot."""
+        have = self.layers.get(layer)
+        if have is None or have[0].shape[2] < tokens:
+            self.layers[layer] = grown(have, like.new_zeros, (self.slots, heads.keys, heads.dim), tokens, self.longest)
+        return self.layers[layer]
+
+    def arrangement(self) -> Arrangement:
+        """The active slots by prompt, worked out when they change."""
+        if self._arranged is None:
+            numbers, counts = torch.unique(self.prompt, return_counts=True)
+            prompts = [self.prompts[number] for number in numbers.tolist()]
+            lengths = torch.tensor([page.spans[i][1] for page, i in prompts])
+            first = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+            self._arranged = Arrangement(prompts, lengths, self.prompt.argsort(stable=True), first)
+        return self._arranged
+
+
+@dataclass(frozen=True)
+class SharedPrefill:
+    """Packed prompts that also leave their keys and values in a page."""
+
+    prompts: PackedLayout
+    page: Page
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        width = layer.heads.keys * layer.heads.dim
+        self.page.layers[layer.index] = (rotated[:, -width:].contiguous(), qkv[:, -width:].contiguous())
+        return self.prompts.mix(layer, rotated, qkv)
+
+
+class SharedDecode:
+    """One new token per active slot, which sees its prompt and its own slot."""
+
+    def __init__(self, cache: SharedCache) -> None:
+        self.cache, self.arranged, self.places = cache, cache.arrangement(), cache.lengths
+        cache.lengths = cache.lengths + 1
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[active] of the new tokens."""
+        per_slot = torch.empty_like(self.places)
+        counts = self.arranged.first.diff()
+        per_slot[self.arranged.members] = self.arranged.lengths.repeat_interleave(counts)
+        return per_slot + self.places
+
+    @cached_property
+    def _tokens(self) -> int:
+        return int(self.places.max()) + 1
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.room(layer.index, qkv, layer.heads, self._tokens)
+        arranged = self.arranged
+        slots = Slots(
+            keys, values, self.places, *arranged.pointers(layer.index), arranged.lengths, arranged.members, arranged.first
+        )
+        return layer.native.decode(rotated, qkv, slots, layer.heads, layer.window), self.places
+
+
+def _addresses(tables: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    return torch.tensor([x.data_ptr() + start * x.stride(0) * x.element_size() for x, start in zip(tables, starts, strict=True)])
