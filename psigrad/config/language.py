@@ -99,6 +99,8 @@ class OnlineConfig:
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
+    record_tokens: CountOrZero = 4
+    """Prompts of each step whose completions are written to rollouts.jsonl token by token: log-probs, entropy, advantage."""
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ class Optim:
     """Shape of the decay after warm-up."""
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up."""
+    rehearse: bool = False
+    """Before the first step, one forward and backward pass over the longest samples, whose gradients are thrown away: memory
+    that does not suffice shows at once."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ class Sampling:
     """Keep tokens with at least this share of the most probable token's probability."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, besides the model's EOS."""
-    sampler: Literal["embedded", "transformers"] = "embedded"
-    """Who samples: psigrad's own sampler or transformers' generate."""
+    sampler: Literal["embedded", "transformers", "vllm"] = "embedded"
+    """Who samples: psigrad's own sampler, transformers' generate, or vLLM in this process."""
+    vllm_memory: Annotated[float, Gt(0), Lt(1)] = 0.4
+    """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
     max_decode_batch: Count = 256
     """Sequences decoded at once; more wait and enter as others finish."""
 

@@ -58,7 +58,7 @@ class Weights:
     def now(self) -> list[Tensor]:
         """The tensors, in the order they were given in."""
         if all(p.dtype == self.dtype for p in self.given):
-            return [p.detach() for p in self.given]
+            return self.given
         marks = [(p.data_ptr(), p._version) for p in self.given]
         if self._marks != marks:
             self._marks, self._cast = marks, [p.detach().to(self.dtype) for p in self.given]

@@ -22,7 +22,7 @@ from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.judges import evaluator_for, judge_for
 from psigrad.recipes.setup import Result
 from psigrad.rewards import resolve
-from psigrad.training import loop
+from psigrad.training import loop, rehearsal
 from psigrad.training.online import Critic, Online
 from psigrad.training.state import Learner, State
 from psigrad.training.update import Optimizer
@@ -70,11 +70,13 @@ def run(config: OnlineConfig) -> Result:
             params=setup.sampling_params(config.sampling, model, rows),
             total_steps=config.run.max_steps or math.ceil(len(prompts) / config.prompts_per_step),
             journal=journal,
-            exact_sampling=not model.why_padded and config.model.dtype == "float32",
+            exact_sampling=not model.why_padded and config.model.dtype == "float32" and config.sampling.sampler != "vllm",
             evaluator=evaluator,
             critic=critic,
             episodes=episodes,
         )
+        if config.optim.rehearse:
+            rehearsal.online(job)
         loop.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
 

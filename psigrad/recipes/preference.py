@@ -27,7 +27,7 @@ from psigrad.objective.preference import KahnemanTversky, Preference
 from psigrad.recipes import setup
 from psigrad.recipes.judges import evaluator_for, judge_for
 from psigrad.recipes.setup import Result
-from psigrad.training import offline
+from psigrad.training import offline, rehearsal
 from psigrad.training.journal import Journal
 from psigrad.training.lessons import Lesson
 from psigrad.training.lessons.preference import Judging, Preferring, mismatched, reference_logps
@@ -69,6 +69,8 @@ def run(config: PreferenceConfig) -> Result:
             journal=journal,
             generated=generated,
         )
+        if config.optim.rehearse:
+            rehearsal.offline(job)
         offline.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
 

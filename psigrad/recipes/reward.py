@@ -16,7 +16,7 @@ from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import setup
 from psigrad.recipes.setup import Result
-from psigrad.training import offline
+from psigrad.training import offline, rehearsal
 from psigrad.training.journal import Journal
 from psigrad.training.lessons import Lesson
 from psigrad.training.lessons.reward import Comparing, Stepping
@@ -53,6 +53,8 @@ def run(config: RewardConfig) -> Result:
             total_steps=config.run.max_steps or math.ceil(len(lesson) / config.batch_size),
             journal=journal,
         )
+        if config.optim.rehearse:
+            rehearsal.offline(job)
         offline.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
 

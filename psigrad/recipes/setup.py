@@ -277,7 +277,11 @@ def prompts_of(rows: Sequence[Row], model: LanguageModel, max_prompt_length: int
 
 
 def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
-    """The sampler asked for; models that cannot run packed are sampled by transformers."""
+    """The sampler asked for; models that cannot run packed are sampled by transformers unless vLLM was asked for."""
+    if sampling.sampler == "vllm":
+        from psigrad.rollout.vllm_backend import VLLMSampler
+
+        return VLLMSampler(model, sampling.max_decode_batch, memory=sampling.vllm_memory)
     if sampling.sampler == "transformers" or model.why_padded:
         return TransformersSampler(model, sampling.max_decode_batch)
     return EmbeddedSampler(model, sampling.max_decode_batch)

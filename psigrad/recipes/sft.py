@@ -11,7 +11,7 @@ from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.judges import evaluator_for, judge_for
 from psigrad.recipes.setup import Result
-from psigrad.training import offline
+from psigrad.training import offline, rehearsal
 from psigrad.training.lessons.supervised import Supervised
 from psigrad.training.offline import Generated, Offline
 from psigrad.training.state import Learner, State
@@ -50,5 +50,7 @@ def run(config: SFTConfig) -> Result:
             journal=journal,
             generated=generated,
         )
+        if config.optim.rehearse:
+            rehearsal.offline(job)
         offline.train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)

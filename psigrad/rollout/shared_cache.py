@@ -36,9 +36,15 @@ class Arrangement:
 
     def pointers(self, layer: int) -> tuple[Tensor, Tensor]:
         """[G] addresses of each prompt's keys, and of its values."""
-        tables = [page.layers[layer] for page, _ in self.prompts]
-        starts = [page.spans[i][0] for page, i in self.prompts]
-        return _addresses([k for k, _ in tables], starts), _addresses([v for _, v in tables], starts)
+        if layer not in self._pointers:
+            tables = [page.layers[layer] for page, _ in self.prompts]
+            starts = [page.spans[i][0] for page, i in self.prompts]
+            self._pointers[layer] = (_addresses([k for k, _ in tables], starts), _addresses([v for _, v in tables], starts))
+        return self._pointers[layer]
+
+    @cached_property
+    def _pointers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
 
 
 class SharedCache:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,6 +48,21 @@ class TransformersSampler:
             [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
         )
         return [[next(done) for _ in request.seeds] for request in requests]
+
+    @torch.inference_mode()
+    def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
+        """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
+        check_room(self.model, [request], params)
+        self.model.hf.eval()
+        stops = {*self.model.eos_token_ids, *params.stop_token_ids}
+        seed, cache = np.array(request.seeds, dtype=np.uint64), None
+        ids = torch.tensor([request.prompt_ids], device=self.model.device)
+        for place in range(params.max_tokens):
+            out = self.model.hf(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = draw(out.logits[:, -1], params, seed, np.array([place])).ids[:, None], out.past_key_values
+            yield int(ids)
+            if int(ids) in stops:
+                return
 
     def _generate(self, batch: list[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:
         stops = sorted({*self.model.eos_token_ids, *params.stop_token_ids})

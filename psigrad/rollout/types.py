@@ -59,7 +59,7 @@ class SamplingParams:
 
 
 class Sampler(Protocol):
-    """Who samples. The embedded sampler, transformers' generate and the scripted fake all are one."""
+    """Who samples. The embedded sampler, transformers' generate, vLLM and the scripted fake all are one."""
 
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
         """The completions of each request, in the order of the requests and of their seeds."""

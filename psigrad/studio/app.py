@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
@@ -10,32 +11,44 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from psigrad.errors import UserError
-from psigrad.studio import grid
+from psigrad.studio import chat, grid
+from psigrad.studio.desk import entrance, routes
+from psigrad.studio.desk.store import Store
 from psigrad.studio.door import Door
-from psigrad.studio.security import ENTER, Guard, error_body
+from psigrad.studio.labels.refusals import Refusal
+from psigrad.studio.runs.routes import router as runs_router
+from psigrad.studio.security import ENTER, Guard, Guests, error_body
 from psigrad.studio.settings import StudioSettings
 from psigrad.studio.shell import Page, page_router, static_router
 
 
-def pages(settings: StudioSettings) -> list[Page]:
+def pages(settings: StudioSettings, labels: Store) -> list[Page]:
     """Every page, in the order of the navigation. The first is where a visitor arrives."""
-    return [Page("grid", "Grid", grid.router(settings))]
+    return [
+        Page("grid", "Grid", grid.router(settings)),
+        Page("runs", "Runs", runs_router(settings, labels)),
+        Page("label", "Label", routes.router(labels), guests=True),
+        Page("chat", "Chat", chat.router(settings, labels)),
+    ]
 
 
 def create_app(settings: StudioSettings, door: Door | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
     """The application of these settings. `door` and `shown` are for tests; by default a new door, and every page."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     door = door or Door(settings.key, settings.session_seconds)
-    shown = pages(settings) if shown is None else list(shown)
+    app.state.labels = labels = Store(settings)
+    app.state.ending = threading.Event()
+    shown = pages(settings, labels) if shown is None else list(shown)
     app.include_router(static_router())
+    app.include_router(entrance.router(labels))
     for page in shown:
         app.include_router(page_router(page, shown))
         app.include_router(page.router)
-    home = f"/{shown[0].name}"
+    home, guests = f"/{shown[0].name}", [page.name for page in shown if page.guests]
 
     @app.get("/")
-    async def first_page() -> Response:
-        return RedirectResponse(home, 303)
+    async def first_page(request: Request) -> Response:
+        return RedirectResponse(home if request.state.owner or not guests else f"/{guests[0]}", 303)
 
     @app.get(ENTER)
     async def enter() -> Response:
@@ -48,7 +61,8 @@ def create_app(settings: StudioSettings, door: Door | None = None, shown: Sequen
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(UserError, _mistaken)
-    app.add_middleware(Guard, settings=settings, door=door)
+    invited = Guests(frozenset(guests), labels.recognise, routes.IMPORT)
+    app.add_middleware(Guard, settings=settings, door=door, invited=invited)
     return app
 
 
@@ -68,4 +82,6 @@ def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _mistaken(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        return JSONResponse(error_body(type(error).__name__.lower(), str(error)), error.status)
     return JSONResponse(error_body("mistake", str(error)), 422)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +21,22 @@ CONNECTIONS = 256
 
 
 class Server(uvicorn.Server):
-    """A server that calls `ready` when it answers."""
+    """A server that calls `ready` when it answers, and sets `ending` when it stops, for answers that would go on."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: threading.Event) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._ending = ready, ending
 
     async def startup(self, *arguments: Any, **named: Any) -> None:
         """Start listening, then say so."""
         await super().startup(*arguments, **named)
         if self.started:
             self._ready()
+
+    async def shutdown(self, *arguments: Any, **named: Any) -> None:
+        """Say that it is over, then wait for what is being answered."""
+        self._ending.set()
+        await super().shutdown(*arguments, **named)
 
 
 def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = lambda: None) -> Server:
@@ -49,7 +55,8 @@ def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = l
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
-    return Server(config, ready)
+    state = getattr(app, "state", None)
+    return Server(config, ready, getattr(state, "ending", None) or threading.Event())
 
 
 def protocol(header_seconds: float) -> type[H11Protocol]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,22 +19,62 @@ from psigrad.errors import UserError
 from psigrad.studio.settings import LOOPBACK, StudioSettings
 
 FIRST_PORT, PORTS = 8420, 20
-NEEDED = ("fastapi", "uvicorn")
+NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?")
 
 
-def studio(runs: str = "", *, port: int = 0, open_browser: bool = True, say: Callable[[str], None] | None = None) -> None:
+def studio(
+    runs: str = "",
+    *,
+    port: int = 0,
+    open_browser: bool = True,
+    say: Callable[[str], None] | None = None,
+    checkpoints: Sequence[str] = (),
+    model_memory: float = 8.0,
+    database: str = "",
+    allow_host: Sequence[str] = (),
+) -> None:
     """Serve the studio on this machine until Ctrl-C. `port` 0 takes the first free one from 8420 on.
 
-    Raises `UserError` where the runs folder or the port cannot be used, or the extra is not installed.
+    The chat page offers `checkpoints` beside the models of the runs, and keeps `model_memory` GB of weights. Labels are kept in
+    `database`, a path or a postgresql:// URL. `allow_host` are names by which a reverse proxy asks.
+
+    Raises `UserError` where a folder, the database or the port cannot be used, or the extra is not installed.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"The studio needs what is not installed: {', '.join(missing)}; run: pip install 'psigrad[studio]'")
     if runs and not Path(runs).is_dir():
         raise UserError(f"The runs folder {runs!r} does not exist; name the folder that holds your runs, or none for `runs`.")
+    for folder in checkpoints:
+        if not Path(folder).is_dir():
+            raise UserError(f"The checkpoint {folder!r} is no folder; name one that holds a model.")
+    if not 0 < model_memory < 1e6:
+        raise UserError(f"model_memory is {model_memory}; expected gigabytes above 0.")
+    for name in allow_host:
+        if not _HOST.fullmatch(name):
+            raise UserError(
+                f"The host {name!r} is no name in small letters; expected one as in labels.example.org, without http://."
+            )
+    if database:
+        _try(database)
     listening = listen(port)
-    settings = replace(StudioSettings(port=listening.getsockname()[1]), runs=Path(runs or "runs"))
+    settings = replace(
+        StudioSettings(port=listening.getsockname()[1]),
+        runs=Path(runs or "runs"),
+        checkpoints=tuple(Path(folder) for folder in checkpoints),
+        model_bytes=int(model_memory * 2**30),
+        database=database,
+        allowed_hosts=tuple(allow_host),
+    )
     serve(settings, listening, open_browser=open_browser, say=say or partial(print, flush=True))
+
+
+def _try(where: str) -> None:
+    """Whether the labels can be opened is told at the start, and not to the first labeller."""
+    from psigrad.studio.labels import database
+
+    database.connect(where).close()
 
 
 def listen(port: int = 0) -> socket.socket:

@@ -23,6 +23,8 @@ class Page:
     """Names the folder in static/ and the address /<name>."""
     title: str
     router: APIRouter
+    guests: bool = False
+    """Whether people who were invited, and have no key, may open it and ask what stands under /api/<name>/."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def page_router(page: Page, pages: Sequence[Page]) -> APIRouter:
 
     @router.get(f"/{page.name}")
     async def document(request: Request) -> HTMLResponse:
-        return HTMLResponse(_document(page, pages, body, request.state.csrf))
+        shown = pages if request.state.owner else [p for p in pages if p.guests]
+        return HTMLResponse(_document(page, shown, body, request.state.csrf))
 
     return router
 
@@ -145,6 +148,7 @@ _LOCKED = (
 <img src="/static/mark.svg" alt="" width="40" height="40">
 <h1>This page stays closed</h1>
 <p>[message]</p>
+<p class="soft">Were you invited to label? <a href="/join">Log in with your name and password</a>.</p>
 </main>
 </body>
 </html>

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,18 +20,20 @@ from psigrad.objective.penalty import adapted, kl_penalty
 from psigrad.rollout.types import Trajectory
 from psigrad.training.online import Online
 from psigrad.training.state import State
+from psigrad.training.token_figures import TokenFigures
 from psigrad.training.update import Optimizer, learning_rate, step_together
 
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a collected batch: its metrics, the algorithm's new state, and the advantage of each row (mean over its
-    tokens).
+    """What came of a collected batch: its metrics, the algorithm's new state, the advantage of each row (mean over its tokens),
+    and what the first rows looked like token by token.
     """
 
     metrics: dict[str, Any]
     algorithm: dict[str, float]
     advantages: list[float]
+    tokens: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,16 @@ def update(
     config = run.config
     single_pass = config.num_iterations * config.num_minibatches == 1
     if algorithm.needs_reference and not algorithm.needs_exact_kl:
-        batch = replace(batch, logp_ref=log_probs(run, run.reference, batch, groups))
+        batch = replace(batch, logp_ref=log_probs(run, run.reference, batch, groups, reference=True))
+    tally = Tally()
     if not (single_pass or run.exact_sampling):
-        batch = replace(batch, logp_old=log_probs(run, run.model, batch, groups))
+        again = log_probs(run, run.model, batch, groups)
+        tally.gap(again, batch)  # here, as below the sampler's are gone
+        batch = replace(batch, logp_old=again)
     if algorithm.needs_critic:
         batch = replace(batch, value=values(run, batch, groups))
     prepared = algorithm.prepare(batch, state.algorithm)
-    tally = Tally()
+    seen = TokenFigures(sum(map(len, groups[: config.record_tokens])), prepared)
     for iteration in range(config.num_iterations):
         for part in _minibatches(run, batch.group, state.step, iteration):
             wanted = prepared.needs_gradient.cpu() & part
@@ -82,14 +87,14 @@ def update(
             totals = algorithm.totals(prepared, rows.to(batch.mask.device))
             tally.steps += 1
             losses = [
-                lambda micro=micro, totals=totals: _loss(run, algorithm, prepared, micro, totals, single_pass, tally)
+                lambda micro=micro, totals=totals: _loss(run, algorithm, prepared, micro, totals, single_pass, tally, seen)
                 for micro in micro_batches(groups, wanted, config.micro_batch_tokens)
             ]
             tally.stepped(step_together(_optimizers(run, state.step, lr), losses))
     _check_gap(run, tally.mean_gap, state.step + 1)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
     own = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
-    return Update({**own, **tally.result()}, _adapted(algorithm, prepared.state, tally), advantage)
+    return Update({**own, **tally.result()}, _adapted(algorithm, prepared.state, tally), advantage, seen.rows())
 
 
 def _optimizers(run: Online, step: int, lr: float) -> list[tuple[Optimizer, float]]:
@@ -115,7 +120,14 @@ def _minibatches(run: Online, group: Tensor, step: int, iteration: int) -> list[
 
 
 def _loss(
-    run: Online, algorithm: PolicyGradient, prepared: Prepared, micro: Micro, totals: Totals, single_pass: bool, tally: Tally
+    run: Online,
+    algorithm: PolicyGradient,
+    prepared: Prepared,
+    micro: Micro,
+    totals: Totals,
+    single_pass: bool,
+    tally: Tally,
+    seen: TokenFigures,
 ) -> Tensor:
     """One micro-batch's share of the loss of an optimiser step."""
     rows = micro.rows.to(prepared.batch.mask.device)
@@ -130,7 +142,8 @@ def _loss(
         evaluation = replace(evaluation, value=run.critic.model.values(micro.inputs))
     part = prepared.select(rows)
     evaluation = _widened(evaluation, part.batch.mask.shape[1])
-    if tally.steps == 1:
+    seen.see(rows, evaluation)
+    if tally.steps == 1 and (single_pass or run.exact_sampling):
         tally.gap(evaluation.logp.detach(), part.batch)
     if single_pass:
         # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
@@ -141,14 +154,20 @@ def _loss(
 
 
 @torch.no_grad()
-def log_probs(run: Online, model: LanguageModel | None, batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
-    """[N, T] log-probs of every row under `model` (a LoRA model that is its own reference runs without its adapter)."""
+def log_probs(
+    run: Online,
+    model: LanguageModel | None,
+    batch: Batch,
+    groups: Sequence[Sequence[Trajectory]],
+    *,
+    reference: bool = False,
+) -> Tensor:
+    """[N, T] log-probs of every row under `model`; as the `reference` a LoRA model runs without its adapter."""
     if model is None:
         raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
     out = torch.zeros_like(batch.logp_old)
     for micro in micro_batches(groups, batch.present.cpu(), run.config.micro_batch_tokens):
-        own_reference = model is run.reference and model.adapter is not None
-        with model.without_adapter() if own_reference else torch.no_grad():
+        with model.without_adapter() if reference and model.adapter is not None else torch.no_grad():
             logp = model.evaluate(micro.inputs, temperature=run.params.temperature).logp
         out[micro.rows.to(out.device), : logp.shape[1]] = logp.to(out.dtype)
     return out

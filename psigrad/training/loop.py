@@ -22,6 +22,7 @@ from psigrad.training.learn import Update
 from psigrad.training.metrics import collection_metrics
 from psigrad.training.online import Online
 from psigrad.training.state import State
+from psigrad.training.token_figures import log_probs_of
 from psigrad.training.update import learning_rate
 
 
@@ -133,8 +134,21 @@ def _evaluate(run: Online, state: State) -> None:
 
 
 def _record(run: Online, collected: Collected, update: Update, number: int) -> None:
-    """rollouts.jsonl gets every completion of the step; those that were trained on with their advantage."""
+    """rollouts.jsonl gets every completion of the step; those that were trained on with their advantage, and the first groups
+    token by token.
+    """
     rows: dict[int, Any] = {p.index: p.row for p in run.prompts}
     used = [t for group in collected.groups for t in group]
     advantage = {id(t): a for t, a in zip(used, update.advantages, strict=False)}
-    run.journal.rollouts([record(t, number, "train", rows[t.row], advantage.get(id(t))) for t in collected.trajectories])
+    shown = {id(t) for group in collected.groups[: run.config.record_tokens] for t in group}
+    tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, update.tokens, strict=False)}
+    run.journal.rollouts(
+        [
+            {
+                **record(t, number, "train", rows[t.row], advantage.get(id(t))),
+                **(log_probs_of(t.completion) if id(t) in shown else {}),
+                **tokens.get(id(t), {}),
+            }
+            for t in collected.trajectories
+        ]
+    )

@@ -24,7 +24,7 @@ ROWS = ("metrics", "timings", "rollouts", "events")
 MAY_CHANGE = frozenset(
     f"run.{name}"
     for name in ("max_steps", "save_steps", "save_total_limit", "report_to", "progress", "report", "resume", "output_dir")
-) | {"reward_timeout", "reward_workers"}
+) | {"reward_timeout", "reward_workers", "record_tokens", "optim.rehearse"}
 
 
 class RunFolderError(UserError):

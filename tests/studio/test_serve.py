@@ -62,6 +62,9 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
         (["--port", "99999"], "expected 1 to 65535"),
         (["--port", "x"], "invalid int value"),
         (["--opne"], "no flag --opne"),
+        (["--allow-host", "http://labels.example.org"], "without http://"),
+        (["--allow-host", "a b"], "is no name"),
+        (["--database", "mysql://x"], "postgresql://"),
     ],
 )
 def test_mistakes_are_sentences(arguments, said, capsys):
@@ -79,6 +82,11 @@ def test_names_under_which_it_answers():
     assert StudioSettings(port=8420).hosts == {"127.0.0.1:8420", "localhost:8420"}
     assert "127.0.0.1" in StudioSettings(port=80).hosts
     assert StudioSettings().key != StudioSettings().key and len(StudioSettings().key) >= 40
+    team = StudioSettings(port=8420, allowed_hosts=("labels.example.org",))
+    assert team.hosts == {"127.0.0.1:8420", "localhost:8420", "labels.example.org"} and team.hosts - team.own_hosts == {
+        "labels.example.org"
+    }
+    assert "https://labels.example.org" in team.origins and "https://127.0.0.1:8420" not in team.origins
 
 
 def test_a_browser_is_opened_only_where_there_is_a_screen():

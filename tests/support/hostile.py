@@ -7,6 +7,7 @@ what the family is about, so that nothing else can be the reason of the refusal.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,9 @@ from live_studio import LiveStudio
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 OPEN = ("/static/", "/enter")
+JOIN = ("/join", "/api/join/")
+"""Where strangers may ask; who has a session is held to its token there too."""
+WHOLE = ("/", "/enter", "/grid", "/api/grid/frames", "/api/label/vote", "/api/join/login")
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,21 @@ def routes(studio: LiveStudio) -> list[str]:
 
 
 def corpus(studio: LiveStudio) -> Iterator[Attack]:
-    """All attacks on all routes by all methods, and those that need no route."""
+    """All attacks on all routes by all methods, and those that need no route.
+
+    The first routes get every variant of every family by every method; each further one a quarter of them, another quarter each time.
+    """
+    turn = itertools.count()
     for path in routes(studio):
         for method in METHODS:
             base = honest(studio, method, path)
-            yield from _names(studio, base)
-            yield from _origins(studio, base)
-            if not path.startswith(OPEN):
-                yield from _sessions(studio, base)
-                if method in CHANGING:
-                    yield from _forged(studio, base)
+            families = [_names(studio, base), _origins(studio, base)]
+            if not path.startswith((*OPEN, *JOIN)):
+                families.append(_sessions(studio, base))
+            if not path.startswith(OPEN) and method in CHANGING:
+                families.append(_forged(studio, base))
+            for family in families:
+                yield from family if path in WHOLE else itertools.islice(family, next(turn) % 4, None, 4)
         for method in ("OPTIONS", "TRACE", "CONNECT", "PROPFIND", "DEBUG"):
             yield Attack("method", f"{method} {path}", honest(studio, method, path).data, frozenset({"method", "http", "path"}))
     yield from _paths(studio)
@@ -157,6 +166,21 @@ def _sessions(studio: LiveStudio, base: Request) -> Iterator[Attack]:
     yield Attack("session", f"{_label(base)} with nothing", base.having("Cookie").data, frozenset({"session"}))
     for shape in (f"{name}={value}; {name}=x", f"{name}=x; {name}={value}", f"psigrad={value}", f"{name.upper()}={value}"):
         yield Attack("session", f"{_label(base)} as {shape[:30]}", base.having("Cookie", shape).data, frozenset({"session"}))
+    desk = f"psigrad-desk-{studio.settings.port}"
+    for token in (
+        "",
+        "x",
+        f"psigrad_session_{'A' * 43}",
+        "psigrad_session_",
+        f"psigrad_session_{'A' * 5000}",
+        value,
+        "' OR 1=1 --",
+    ):
+        request = base.having("Cookie", f"{desk}={token}")
+        yield Attack("session", f"{_label(base)} as a guest with {token[:30]!r}", request.data, frozenset({"session"}))
+    for token in (studio.settings.key, value, "", f"psigrad_api_{'A' * 43}", f"psigrad_session_{'A' * 43}"):
+        bearer = base.having("Authorization", f"Bearer {token}")  # beside a cookie that is good
+        yield Attack("session", f"{_label(base)} with the bearer {token[:20]!r}", bearer.data, frozenset({"session"}))
     bearer = base.having("Cookie").having("Authorization", f"Bearer {studio.settings.key}")
     yield Attack("session", f"{_label(base)} with the key as a bearer", bearer.data, frozenset({"session"}))
 
@@ -268,8 +292,40 @@ def _bodies(studio: LiveStudio) -> Iterator[Attack]:
         chunk = b"%x\r\n" % 65536 + b" " * 65536 + b"\r\n"
         flood = replace(base.having("Content-Length").having("Transfer-Encoding", "chunked"), body=chunk * 8 + b"0\r\n\r\n")
         yield Attack("body", f"POST {path} in endless chunks", flood.data, frozenset({"size"}))
+    yield from _label_bodies(studio)
     with_body = replace(honest(studio, "GET", "/grid").having("Content-Length", "2"), body=b"{}")
     yield Attack("body", "GET with a body", with_body.data, frozenset({"body"}))
+
+
+def _label_bodies(studio: LiveStudio) -> Iterator[Attack]:
+    """What no form of the labels takes."""
+    refused = frozenset({"invalid", "size", "body", "http", "missing", "refusal", "request"})
+    key, most = "a key for tests", studio.settings.body_bytes
+    bodies = {
+        "/api/label/vote": [
+            {"assignment": "1", "key": key, "choice": "left"}, {"assignment": True, "key": key, "choice": "left"}, {"assignment": 2**80, "key": key},
+            {"assignment": -1, "key": key, "choice": "left"}, {"assignment": 1, "key": key, "choice": ["left"]}, {"assignment": 1, "choice": "left"},
+            {"assignment": 1, "key": "x" * 300, "choice": "left"}, {"assignment": 1, "key": key, "ranks": [0] * 500}, {"assignment": 1, "key": key, "ranks": ["1"]},
+            {"assignment": 1, "key": key, "rating": 1.5}, {"assignment": 1, "key": key, "reason": "x" * 20_000}, {"assignment": 1, "key": key, "person": 1},
+            {"assignment": 1, "key": key, "client_ms": -5}, {"assignment": {"$gt": 0}, "key": key}, {"assignment": "1 OR 1=1", "key": key, "choice": "left"},
+            {"assignment": 10**15, "key": key, "choice": "left"}, {"assignment": 10**15, "key": "short", "choice": "left"},
+        ],
+        "/api/label/next": [{"project": "1"}, {"project": 0}, {"project": None}, {"project": [1]}, {"project": 10**15}, {"project": 1, "role": "admin"}],
+        "/api/label/create": [
+            {"name": ""}, {"name": "x" * 500}, {"name": "a\x00b"}, {"name": "x", "kind": "essay"}, {"name": "x", "overlap": 0}, {"name": "x", "lease_s": 1},
+            {"name": "x", "seed": 1}, {"name": "x", "ties": "yes"}, {"name": "\ud800"}, {"name": "x", "strengths": 99}, {"name": "x", "overlap": 10**9},
+        ],
+        "/api/label/role": [{"project": 10**15, "user": 1, "role": "admin"}, {"project": 1, "user": 1}, {"project": 1, "user": "1", "role": "admin"}],
+        "/api/label/invite": [{"role": "owner"}, {"role": "labeller"}, {"project": 10**15, "role": "admin"}, {"role": "admin", "days": 10**6}],
+        "/api/join/accept": [{"token": "x", "name": "n", "password": "p" * 5000}, {"token": "x" * 500, "name": "n", "password": "p"}, {"name": "n"}, {"token": None}],
+        "/api/join/login": [{"name": "n"}, {"name": ["n"], "password": "p"}, {"name": "n", "password": {"$ne": ""}}, {"name": "n" * 5000, "password": "p"}],
+    }  # fmt: skip
+    for path, wrong in bodies.items():
+        base = honest(studio, "POST", path)
+        texts = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b"{" * 50, b"[]" + b" " * most]
+        for body in [*texts, *(json.dumps(content).encode() for content in wrong)]:
+            request = replace(base.having("Content-Length", str(len(body))), body=body)
+            yield Attack("body", f"POST {path}: {body[:60]!r}", request.data, refused)
 
 
 def _wires(studio: LiveStudio) -> Iterator[Attack]:

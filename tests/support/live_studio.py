@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -119,9 +121,10 @@ def _complete(answer: bytes) -> bool:
 
 @contextmanager
 def live_studio(**limits: Any) -> Iterator[LiveStudio]:
-    """A studio with a session, on a port of its own."""
-    listening = listen()
-    settings = replace(StudioSettings(port=listening.getsockname()[1]), **limits)
+    """A studio with a session, on a port of its own. Its labels are gone afterwards unless `database` names a place for them."""
+    listening, folder = listen(), tempfile.mkdtemp(prefix="psigrad-studio-")
+    settings = StudioSettings(port=listening.getsockname()[1], database=f"{folder}/labels.db")
+    settings = replace(settings, **limits)
     door = Door(settings.key, settings.session_seconds)
     app = create_app(settings, door)
     ready = threading.Event()
@@ -137,6 +140,7 @@ def live_studio(**limits: Any) -> Iterator[LiveStudio]:
         serving.should_exit = True
         thread.join(10)
         listening.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def until(holds: Any, seconds: float = 10.0) -> Any:

@@ -20,6 +20,7 @@ import pytest
 
 import psigrad
 from psigrad import cli, flags
+from psigrad.cli import language
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.recipes.load import load, resolve_names, to_dict
@@ -204,7 +205,7 @@ def test_parts_of_the_algorithm_are_overridden_by_dotted_name():
 def test_a_preset_without_a_command_may_be_named_by_an_override():
     name = "reinforce_moving_average"
     config = flags.parse(OnlineConfig, "reinforce", [f"algorithm={name}"], defaults={"algorithm": "reinforce"})
-    cli._agree("reinforce", config.algorithm)
+    language.agree("reinforce", config.algorithm)
     assert config.algorithm == name
 
 

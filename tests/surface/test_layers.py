@@ -23,7 +23,13 @@ ALONE = ("objective", "tabular")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 ALLOWED["recipes"] |= {"tabular"}
 ALLOWED["studio"] |= {"tabular"}
-ALLOWED |= {"native": {"native"}, "report": {"report", *LEAVES}, "objective": {"objective"}, "tabular": {"tabular"}, "rewards": {"rewards", *LEAVES}}
+ALLOWED |= {
+    "native": {"native"},
+    "report": {"report", *LEAVES},
+    "objective": {"objective"},
+    "tabular": {"tabular"},
+    "rewards": {"rewards", *LEAVES},
+}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}}
 

@@ -114,9 +114,10 @@ def test_settings_that_change_no_figure_may_change_and_are_recorded(name, value,
 
 
 def test_what_may_change_are_settings_that_exist():
-    from psigrad.config import OnlineConfig, Run
+    from psigrad.config import OnlineConfig, Optim, Run
 
     fields = {f"run.{name}" for name in Run.__dataclass_fields__} | set(OnlineConfig.__dataclass_fields__)
+    fields |= {f"optim.{name}" for name in Optim.__dataclass_fields__}
     assert fields >= run_folder.MAY_CHANGE
 
 

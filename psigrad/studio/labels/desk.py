@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import and_, exists, or_, select, update
+from sqlalchemy import and_, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from psigrad import seeds
@@ -183,6 +184,31 @@ def skip(session: Session, person: Person, assignment_id: int, key: str, reason:
 
 
 @writes
+def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: Answer, key: str) -> Receipt:
+    """Store an answer to a task that another page of the studio showed, its completions in the order `display` of their places.
+
+    Raises `Conflict` where the person has answered the task already, or it is with somebody else.
+    """
+    task = session.get(Task, task_id)
+    if task is None:
+        raise Missing(f"There is no task {task_id}.")
+    project = _open_project(session, person, task.project_id)
+    digest = _digest("record", task_id, [list(display), asdict(answer)])
+    if (old := _repeated(session, person, key, digest)) is not None:
+        return old
+    row = session.scalar(select(Assignment).where(Assignment.task_id == task_id, Assignment.user_id == person.id))
+    row = row or Assignment(project_id=project.id, task_id=task_id, user_id=person.id)
+    if row.vote_id is not None or _free(session, person, project, task_id) is None:
+        raise Conflict("These completions were compared before, or somebody else has them on their desk; nothing was stored.")
+    row.display, row.shown_at = list(display), now(session)
+    session.add(row)
+    session.flush()
+    stored = _canonical(project, answer, row.display) | _aside(answer.reason, answer.client_ms)
+    _hold(session, person, row, done=True, lease_until=None)
+    return _store(session, row, key, digest, "vote", stored)
+
+
+@writes
 def undo(session: Session, person: Person, project_id: int, key: str) -> Receipt:
     """Take back the person's last standing answer or skip in a project; the task is theirs again, and `next_task` shows it.
 
@@ -217,6 +243,16 @@ def mine(session: Session, person: Person, project_id: int) -> dict[str, int]:
     rows = select(Vote.action).join(Assignment, Assignment.vote_id == Vote.id)
     found = session.scalars(rows.where(Vote.user_id == person.id, Vote.project_id == project_id)).all()
     return {"answered": found.count("vote"), "skipped": found.count("skip")}
+
+
+@reads
+def left(session: Session, person: Person, project_id: int) -> int:
+    """How many tasks `next_task` could give to this person now, one after the other."""
+    people.require(session, person, project_id, "label")
+    theirs = and_(Assignment.task_id == Seat.task_id, Assignment.user_id == person.id, Assignment.vote_id.is_not(None))
+    free = or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session), Seat.user_id == person.id)
+    tasks = select(func.count(Seat.task_id.distinct())).where(Seat.project_id == project_id, Seat.done.is_(False), free)
+    return session.scalar(tasks.where(~exists().where(theirs))) or 0
 
 
 def _mine(session: Session, person: Person, assignment_id: int) -> tuple[Assignment, Project]:

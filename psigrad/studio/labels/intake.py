@@ -116,19 +116,50 @@ def add_run(
     kind: str | None = "train",
     steps: range | None = None,
     across_steps: bool = False,
+    name: str | None = None,
 ) -> Added:
     """Bring in the rollouts of a run. Completions of one prompt are compared within a step, with `across_steps` over all of them.
 
-    `kind` is "train", "eval" or None for both.
+    `kind` is "train", "eval" or None for both. `name` is what the lineage calls the run; None is its folder's name.
     """
     making, path = making or Making(), Path(folder)
-    name = (path if path.is_dir() else path.parent).resolve().name
+    name = name or (path if path.is_dir() else path.parent).resolve().name
     rows = material.rollouts(path, kind, steps)
     batches: Iterable[Iterable[tuple[str, Any]]] = [rows] if across_steps else material.by_step(rows)
     _may_add(database, person, project_id)
     found = [material.gather(batch, run=name, skip_empty=True) for batch in batches]
     groups = [group for each in found for group in each.groups.values()]
     return _store_all(database, person, project_id, groups, making) + Added(unusable=sum(each.unusable for each in found))
+
+
+def add_pair(
+    database: Database, person: Person, project_id: int, prompt: Any, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Added:
+    """Put two completions of one prompt side by side in a project, ahead of what waits there.
+
+    Each is an object with `completion` and what is known of where it came from: `run` and `sampler`; `step`, `row`, `k` and the
+    rest of a rollout's row; `source`. All of it comes back in the lineage of the export. A conversation's prompt is a list of
+    messages; its completions may be strings then. Raises `Refusal` where the project asks for something else than pairs, or
+    the two are equal.
+    """
+    if _kind(database, person, project_id) != "pair":
+        raise Refusal("This project doesn't ask for pairs; send the two completions to one that does.")
+    rows = []
+    for one in (first, second):
+        completion = one.get("completion")
+        if isinstance(prompt, list) and isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        known = {name: one[name] for name in (*material.LINEAGE, "completion") if one.get(name) is not None}
+        rows.append(known | {"prompt": prompt, "completion": completion})
+    if rows[0]["completion"] == rows[1]["completion"]:
+        raise Refusal("The two completions are equal; nobody can choose between them.")
+    placed = ((str(row.get("source") or "pair"), row) for row in rows)
+    return _add_placed(database, person, project_id, placed, Making(priority=1), None, None)
+
+
+@reads
+def _kind(session: Session, person: Person, project_id: int) -> str:
+    return people.require(session, person, project_id, "manage").kind
 
 
 def _add_placed(

@@ -12,6 +12,8 @@ from typing import Any
 from psigrad.data.rows import BadRow, RowError, show, validate
 from psigrad.errors import UserError
 
+ROLLOUTS = "rollouts.jsonl"
+"""The file of a run folder that holds what was sampled."""
 # What a rollout says of itself; each of it goes through to the export.
 ROLLOUT = ("step", "kind", "row", "k", "reward", "advantage", "version", "seed", "finish_reason", "status")
 LINEAGE = ("run", *ROLLOUT, "sampler", "source")
@@ -165,9 +167,9 @@ def rollouts(folder: Path, kind: str | None, steps: range | None) -> Iterator[tu
 
     Completions of conversations are made messages, and the `sampler` of each is its step.
     """
-    file = folder / "rollouts.jsonl" if folder.is_dir() else folder
+    file = folder / ROLLOUTS if folder.is_dir() else folder
     if not file.is_file():
-        raise UserError(f"{folder} has no rollouts.jsonl; name the output_dir of an online run.")
+        raise UserError(f"{folder} has no {ROLLOUTS}; name the output_dir of an online run.")
     for place, row in lines(file):
         if not isinstance(row, Mapping) or not {"step", "prompt", "completion"} <= row.keys():
             raise UserError(f"{place} is no rollout; expected step, prompt and completion.")

@@ -439,6 +439,20 @@ def test_an_undone_task_is_kept_from_others_until_the_lease_is_over(pair, clock)
     assert pair.next(pair.ann) is None
 
 
+def test_what_is_left_is_what_could_still_be_given(pair, clock):
+    pair.pairs(4)
+    assert desk.left(pair.db, pair.ann, pair.project) == 4
+    pair.vote(pair.ann, pair.next(pair.ann), "left")
+    pair.skip(pair.ann, pair.next(pair.ann))
+    assert desk.left(pair.db, pair.ann, pair.project) == 2
+    pair.next(pair.bob)  # the skipped one
+    pair.skip(pair.bob, pair.next(pair.bob))
+    pair.next(pair.bob)
+    assert (desk.left(pair.db, pair.ann, pair.project), desk.left(pair.db, pair.bob, pair.project)) == (1, 2)
+    clock.advance(600)
+    assert (desk.left(pair.db, pair.ann, pair.project), desk.left(pair.db, pair.bob, pair.project)) == (2, 2)
+
+
 def test_a_skip_cannot_be_undone_once_somebody_else_has_the_task(pair):
     pair.pairs(1)
     pair.skip(pair.ann, pair.next(pair.ann))

@@ -11,7 +11,7 @@ from psigrad.data.rows import RowError
 from psigrad.errors import UserError
 from psigrad.studio.labels import intake, material
 from psigrad.studio.labels.intake import Added, Making
-from psigrad.studio.labels.refusals import Refusal
+from psigrad.studio.labels.refusals import Forbidden, Refusal
 from psigrad.studio.labels.schema import Completion, Item, Origin, Prompt, Seat, Task
 from psigrad.training.run_folder import RunFolder, to_line
 
@@ -305,3 +305,33 @@ def test_a_folder_that_is_no_online_run_is_refused(desks, db, tmp_path):
     (tmp_path / "rollouts.jsonl").write_text('{"prompt": "p", "completion": "x"}\n')
     with pytest.raises(UserError, match=r"rollouts.jsonl:1 is no rollout"):
         intake.add_run(db, made.owner, made.project, tmp_path)
+
+
+def test_a_pair_from_another_page_keeps_its_lineage_and_comes_first(desks, db):
+    made = desks()
+    made.pairs(3)
+    about = {"run": "my-run", "step": 5, "row": 2, "sampler": "step 5", "secret": "no column of ours"}
+    first, second = ({**about, "k": k, "completion": text} for k, text in enumerate(("yes", "no")))
+    prompt = [{"role": "user", "content": "well?"}]
+    assert intake.add_pair(db, made.owner, made.project, prompt, first, second).tasks == 1
+    assert intake.add_pair(db, made.owner, made.project, prompt, second, first) == Added(known=1)
+    shown = made.next(made.person("ann"))
+    assert shown.prompt == prompt and [{"role": "assistant", "content": "yes"}] in shown.completions
+    found = [a for a in contents(db, Origin.about) if a.get("run")]
+    assert sorted((a["run"], a["step"], a["row"], a["k"], a["sampler"]) for a in found) == [
+        ("my-run", 5, 2, k, "step 5") for k in range(2)
+    ]
+    assert not any("secret" in columns for columns in contents(db, Prompt.columns))
+
+
+def test_pairs_go_to_projects_of_pairs_and_have_two_texts(desks, db):
+    made, ranked = desks(), desks(kind="ranking")
+    one, other = {"completion": "a"}, {"completion": "b"}
+    with pytest.raises(Refusal, match="doesn't ask for pairs"):
+        intake.add_pair(db, made.owner, ranked.project, "p", one, other)
+    with pytest.raises(Refusal, match="are equal"):
+        intake.add_pair(db, made.owner, made.project, "p", one, dict(one))
+    with pytest.raises(UserError, match="completion"):
+        intake.add_pair(db, made.owner, made.project, "p", one, {})
+    with pytest.raises(Forbidden):
+        intake.add_pair(db, made.person("ann"), made.project, "p", one, other)

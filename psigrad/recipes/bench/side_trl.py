@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
-from workloads import Workload, fixed_batch, reward
+
+from psigrad.recipes.bench.phases import Phases
+from psigrad.recipes.bench.workload import Workload, fixed_batch, read, reward
 
 
 class Gate(TrainerCallback):
@@ -28,12 +31,12 @@ class Gate(TrainerCallback):
         self.done.put(None)
 
 
-def build(work: Workload, folder: Path, dtype: str):
-    """(step, check) of a workload."""
-    from side import Phases
-
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16")
+def build(
+    folder: Path, dtype: str, device: str
+) -> tuple[Callable[[], tuple[int, dict[str, float]]], Callable[[], dict[str, float]]]:
+    """(step, check) of the workload in `folder`."""
+    work, rows = read(folder)
+    trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16", device)
     phases, gate = Phases(), Gate()
     trainer.add_callback(gate)
     if work.kind == "online":
@@ -44,19 +47,21 @@ def build(work: Workload, folder: Path, dtype: str):
     phases.around(trainer.accelerator, "backward", "backward")
     thread = threading.Thread(target=trainer.train, daemon=True)
 
-    def step():
+    def step() -> tuple[int, dict[str, float]]:
         if not thread.is_alive():
             thread.start()
         phases.seconds = {}
         counts[0] = 0
         gate.tickets.put(None)
+        begin = time.perf_counter()
         gate.done.get()
-        return counts[0], phases.seconds
+        seconds = time.perf_counter() - begin
+        return counts[0], {**phases.seconds, "rest": seconds - sum(phases.seconds.values())}
 
-    return step, lambda: _check(work, trainer, rows)
+    return step, lambda: _check(work, trainer)
 
 
-def _settings(work: Workload, folder: Path, bf16: bool) -> dict[str, Any]:
+def _settings(folder: Path, bf16: bool, device: str) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "trl"),
         "max_steps": 100000,
@@ -64,23 +69,23 @@ def _settings(work: Workload, folder: Path, bf16: bool) -> dict[str, Any]:
         "logging_steps": 100000,
         "report_to": [],
         "save_strategy": "no",
-        "use_cpu": True,
+        "use_cpu": device == "cpu",
         "bf16": bf16,
         "gradient_checkpointing": False,
         "disable_tqdm": True,
     }
 
 
-def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: bool):
+def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: bool, device: str) -> tuple[Any, list[int]]:
     """The trainer, and a one-element list in which the tokens of the step are counted."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    settings, counts = _settings(work, folder, bf16), [0]
+    settings, counts = _settings(folder, bf16, device), [0]
     data = Dataset.from_list(rows)
     if work.kind == "online":
         from trl import GRPOConfig, GRPOTrainer
 
-        def counted(completions, completion_ids, **columns):
+        def counted(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
             counts[0] += sum(map(len, completion_ids))
             return reward(completions)
 
@@ -99,22 +104,22 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
     if work.kind == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        arguments = DPOConfig(**settings, per_device_train_batch_size=16, precompute_ref_log_probs=True)
+        arguments = DPOConfig(**settings, per_device_train_batch_size=work.prompts, precompute_ref_log_probs=True)
         return DPOTrainer(model, None, arguments, train_dataset=data, processing_class=tokenizer), counts
     if work.kind == "reward":
         from trl import RewardConfig, RewardTrainer
 
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
-        arguments = RewardConfig(**settings, per_device_train_batch_size=16, disable_dropout=True)
+        arguments = RewardConfig(**settings, per_device_train_batch_size=work.prompts, disable_dropout=True)
         return RewardTrainer(model, arguments, train_dataset=data, processing_class=tokenizer), counts
     from trl import SFTConfig, SFTTrainer
 
-    arguments = SFTConfig(**settings, per_device_train_batch_size=16)
+    arguments = SFTConfig(**settings, per_device_train_batch_size=work.prompts)
     return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer), counts
 
 
-def _check(work: Workload, trainer: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
+def _check(work: Workload, trainer: Any) -> dict[str, float]:
     """Loss and gradient norm on the fixed batch (GRPO) or the first sixteen rows (offline)."""
     model = trainer.model
     model.train()
@@ -122,7 +127,7 @@ def _check(work: Workload, trainer: Any, rows: list[dict[str, Any]]) -> dict[str
         trainer.current_gradient_accumulation_steps = 1  # the trainer sets it when it trains
         loss = trainer._compute_loss(model, _inputs(work, trainer))
     else:
-        collated = trainer.data_collator([trainer.train_dataset[i] for i in range(16)])
+        collated = trainer.data_collator([trainer.train_dataset[i] for i in range(work.prompts)])
         loss = trainer.compute_loss(model, trainer._prepare_inputs(collated), num_items_in_batch=None)
     loss.backward()
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))

@@ -1,0 +1,150 @@
+"""Commands that train, sample, score and measure language models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from psigrad.cli.common import finished
+from psigrad.errors import UserError
+
+
+def train(name: str) -> Callable[[list[str]], int]:
+    """The command of a training method: `flags.METHODS` says which settings it takes."""
+
+    def run(arguments: list[str]) -> int:
+        from importlib import import_module
+
+        from psigrad import flags
+
+        method = flags.METHODS[name]
+        config = flags.parse(method.settings, name, arguments, defaults=method.sets)
+        for setting in {"algorithm", "loss"} & set(method.sets):
+            agree(name, getattr(config, setting), setting)
+        from psigrad.recipes.plan import command
+
+        command.warn(config)
+        return finished(import_module(f"psigrad.recipes.{method.recipe}").run(config))
+
+    return run
+
+
+def score(arguments: list[str]) -> int:
+    """Write what a reward model says of every row."""
+    from psigrad import flags
+
+    defaults = {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"}
+    given = flags.plain("score", arguments, defaults)
+    output = given.pop("output")
+    from psigrad.recipes import reward
+
+    scores = reward.score(given.pop("model"), given.pop("dataset"), **given)
+    lines = "".join(f"{score:.6g}\n" for score in scores)
+    if output:
+        Path(output).write_text(lines)
+        print(f"{len(scores)} scores: {output}")
+    else:
+        print(lines, end="")
+    return 0
+
+
+def sample(arguments: list[str]) -> int:
+    """Write completions of a model as a dataset."""
+    from psigrad import flags
+    from psigrad.config import SampleConfig
+
+    config = flags.parse(SampleConfig, "sample", arguments)
+    from psigrad.recipes import sample
+
+    written = sample.run(config)
+    left_out = f" ({written.ties} prompts whose rewards are all equal left out)" if written.ties else ""
+    print(f"{written.rows} rows: {written.path}{left_out}")
+    return 0
+
+
+def pairs(arguments: list[str]) -> int:
+    """Write the pairs of rankings or ratings."""
+    from psigrad import flags
+
+    given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "scale": 10, "tie": 0.0})
+    from psigrad.recipes import sample
+
+    written, converted = sample.convert(given["dataset"], given["output"], scale=given["scale"], tie=given["tie"])
+    print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
+    return 0
+
+
+def plan(arguments: list[str]) -> int:
+    """Print what a run will take."""
+    from psigrad import flags
+
+    config, asked = flags.planned(arguments)
+    from psigrad.recipes.plan import command
+
+    print(command.run(config, asked))
+    return 0
+
+
+def bench(arguments: list[str]) -> int:
+    """Print what training steps take."""
+    from psigrad import flags
+    from psigrad.config import BenchConfig
+
+    config = flags.parse(BenchConfig, "bench", arguments)
+    from psigrad.recipes.bench import command
+
+    print(command.run(config))
+    return 0
+
+
+def compare(arguments: list[str]) -> int:
+    """Train by several methods and draw the comparison."""
+    from psigrad import flags
+    from psigrad.config import OnlineConfig
+
+    methods, given, rest = flags.listed(arguments, "--seeds", "--pairs")
+    config = flags.parse(OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest)
+    from psigrad.recipes import compare
+
+    seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
+    page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
+    print(f"report  {page}")
+    return 0
+
+
+def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
+    """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
+    from psigrad import flags
+
+    named = given.get("preset", preset) if isinstance(given, dict) else given
+    if isinstance(named, str) and named != preset and named in flags.METHODS:
+        raise UserError(
+            f"The command is {preset} and the settings name the {setting} {named}; type `psigrad {named}`, or take the name out "
+            "of the settings."
+        )
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Sample held-out prompts and print their scores."""
+    from psigrad import flags
+    from psigrad.config import EvalConfig
+
+    config = flags.parse(EvalConfig, "eval", arguments)
+    from psigrad.recipes import evaluate
+    from psigrad.report import terminal
+
+    done = evaluate.run(config)
+    terminal.figures(done.figures)
+    terminal.samples(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
+    return 0
+
+
+def demo(arguments: list[str]) -> int:
+    """Run the demo."""
+    from psigrad import flags
+
+    settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
+    from psigrad.recipes import demo
+
+    return finished(demo.run(**settings))

@@ -1,0 +1,119 @@
+"""Commands that explain and draw, solve grid worlds, play control environments and serve the studio."""
+
+from __future__ import annotations
+
+from psigrad.cli.common import asks_for_help, finished
+from psigrad.errors import UserError
+
+
+def explain(arguments: list[str]) -> int:
+    """Print a formula."""
+    usage = "psigrad explain NAME [OTHER]"
+    if asks_for_help(arguments):
+        print(f"{usage}\n\nThe formula that NAME optimises, term by term, or how OTHER differs from it.")
+        return 0
+    if not 1 <= len(arguments) <= 2:
+        raise UserError(f"explain got {len(arguments)} names and takes one or two; the usage is {usage}.")
+    from psigrad import objective
+
+    print(objective.explain(*arguments))
+    return 0
+
+
+def report(arguments: list[str]) -> int:
+    """Draw a report."""
+    usage = "psigrad report RUN [RUN ...] [--output FILE]"
+    if asks_for_help(arguments):
+        print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
+        return 0
+    from psigrad import flags
+
+    folders, output = flags.names_and_output("report", arguments)
+    if not folders:
+        raise UserError(f"report got no run folder; the usage is {usage}.")
+    from psigrad import report
+
+    print(f"report: {report.write(folders, output)}")
+    return 0
+
+
+def tasks(arguments: list[str]) -> int:
+    """Print the names of reasoning-gym's tasks."""
+    if asks_for_help(arguments):
+        print("psigrad tasks\n\nNames of the procedural tasks of reasoning-gym, one per line.")
+        return 0
+    if arguments:
+        raise UserError(f"tasks got {arguments[0]!r} and takes no arguments; `psigrad tasks` lists every task.")
+    from reasoning_gym.factory import DATASETS
+
+    print("\n".join(sorted(DATASETS)))
+    return 0
+
+
+def grid(arguments: list[str]) -> int:
+    """Solve a grid world in the terminal."""
+    from dataclasses import asdict
+
+    from psigrad import flags
+    from psigrad.recipes import grid
+
+    grid.run(grid.GridSettings(**flags.plain("grid", arguments, asdict(grid.GridSettings()))))
+    return 0
+
+
+def experiment(arguments: list[str]) -> int:
+    """Run an experiment."""
+    from psigrad import flags
+    from psigrad.recipes import experiment
+
+    usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
+    if not arguments or arguments[0].startswith("-"):
+        if not asks_for_help(arguments):
+            raise UserError(f"experiment got no name; the usage is {usage}.")
+        print("\n".join([usage, "", *(f"  {name:<5} {e.purpose}" for name, e in experiment.EXPERIMENTS.items())]))
+        return 0
+    settings = flags.parse(experiment.named(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
+    experiment.run(arguments[0], settings)
+    return 0
+
+
+def studio(arguments: list[str]) -> int:
+    """Serve the studio."""
+    usage = (
+        "psigrad studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--model-memory GB] [--database URL] [--allow-host NAME ...]"
+        " [--port N] [--no-open]"
+    )
+    if asks_for_help(arguments):
+        print(
+            f"{usage}\n\nThe web application: a grid world to play with, runs to watch, completions to label, models to talk to. It binds this machine only."
+        )
+        return 0
+    from psigrad import flags
+
+    folders, listed, rest = flags.listed(arguments, "--checkpoint", "--allow-host")
+    given = flags.plain("studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": ""})
+    if len(folders) > 1:
+        raise UserError(f"studio got {len(folders)} folders and takes one; the usage is {usage}.")
+    from psigrad.studio import serve
+
+    chat = {"checkpoints": listed["--checkpoint"], "model_memory": given["model_memory"]}
+    labels = {"database": given["database"], "allow_host": listed["--allow-host"]}
+    serve.studio("".join(folders), port=given["port"], open_browser=given["open"], **chat, **labels)
+    return 0
+
+
+def control(arguments: list[str]) -> int:
+    """Train on a Gymnasium environment."""
+    from psigrad import flags
+    from psigrad.config import ControlConfig
+    from psigrad.recipes import tuned
+
+    # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
+    first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
+    rest, command = arguments[len(first) :], "control [ALGORITHM]"
+    asked = flags.parse(ControlConfig, command, rest, defaults=first)
+    from psigrad.recipes import control
+
+    known = tuned.settings_for(control.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+    return finished(control.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))

@@ -1,0 +1,43 @@
+"""`psigrad bench`: a user's own model, timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from psigrad.config import BenchConfig
+from psigrad.errors import UserError
+from psigrad.recipes.bench.compare import alone, beside, table
+from psigrad.recipes.bench.workload import Workload, prepare
+
+
+def run(asked: BenchConfig) -> str:
+    """Time it. One JSON line goes to the file `asked.json` where it names one; returns the line and the table for people."""
+    if not asked.model:
+        raise UserError("No model was given; name a folder, a hub model or a configuration with --model.")
+    if asked.kind == "online" and asked.generations < 2:
+        raise UserError(f"generations is {asked.generations} and GRPO compares completions of one prompt; give at least 2.")
+    name = Path(asked.model).name or asked.model
+    work = Workload(
+        name,
+        f"{asked.model}, {asked.prompts} prompts × {asked.generations}",
+        kind=asked.kind,
+        prompts=asked.prompts,
+        generations=asked.generations,
+        prompt_tokens=asked.prompt_tokens,
+        completion_tokens=asked.completion_tokens,
+        beta=asked.beta,
+        iterations=asked.iterations,
+        steps=asked.steps,
+    )
+
+    def make(work: Workload, folder: Path) -> None:
+        prepare(work, asked.model, folder)
+
+    measure = beside if asked.beside else alone
+    found = measure(work, asked.dtype, asked.threads, make=make, device=asked.device)
+    line = json.dumps(found)
+    if asked.json:
+        with open(asked.json, "a") as stream:
+            stream.write(line + "\n")
+    return line + "\n" + table([found])

@@ -1,0 +1,180 @@
+"""Peak memory, item by item."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from psigrad.models.logprobs import CHUNK_ELEMENTS
+from psigrad.recipes.plan.activations import Terms
+from psigrad.recipes.plan.shape import Shape
+from psigrad.recipes.plan.work import Work
+
+# What a process holds before there is a model: Python, torch, transformers (on a GPU: the CUDA context and its libraries).
+BASELINE = {"cpu": 385 << 20, "cuda": 600 << 20}
+# What the allocator holds beyond what is alive at the peak: so many blocks of the size of a head that learns, and this share of
+# what else comes and goes within a step. Measured on W0 to W4 and the curves of docs/performance.md. With the settings of
+# `keep_freed_memory` glibc gives nothing back; the head's gradient, its sums and moments are large, and rarely find a hole.
+SLACK = {"cpu": (3.5, 0.25), "cuda": (0.0, 0.1)}
+# Copies of a chunk of logits that the backward pass of its log-probs holds at once, float32; with entropy two more.
+CHUNKS = 5
+
+Phase = Literal["held", "sample", "train", "load"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one thing: held all through the run, or only while it samples, trains or loads."""
+
+    name: str
+    bytes: float
+    phase: Phase
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model in the run: who, its parameters, those that learn, bytes per weight, and whether the optimiser is an 8-bit one."""
+
+    name: str
+    parameters: int
+    learns: int
+    width: int
+    adapter: int = 0
+    eight_bit: bool = False
+
+    def items(self) -> list[Item]:
+        """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
+        size = self.width * self.parameters + 4 * self.adapter
+        found = [Item(self.name, size, "held", f"{count(self.parameters)} × {self.width} bytes")]
+        learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
+        if not learns:
+            return found
+        half = width < 4
+        # half-precision gradients are copied to float32 before they are applied
+        found.append(Item(f"{self.name}: gradients", learns * (width + 4 * half), "held", count(learns)))
+        moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
+        found.append(
+            Item(
+                f"{self.name}: optimizer", learns * (moments + 4 * half), "held", note + (" and float32 masters" if half else "")
+            )
+        )
+        return found
+
+
+def count(parameters: float) -> str:
+    """5.1 M, 8.19 B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit}"
+    return f"{parameters:.0f}"
+
+
+def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
+    """Keys and values of all slots at their longest; the fused decoder keeps a prompt's once for its group."""
+    length = work.lengths
+    prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
+    tokens = prompts * length.longest_prompt + work.slots * length.longest_completion
+    return policy.layers * 2 * policy.key * tokens * (kept.fused or width)
+
+
+def passing(work: Work, policy: Shape, kept: Terms, *, width: int, recompute: bool, learns_head: bool) -> list[Item]:
+    """What comes and goes within a step."""
+    carried = work.micro_completions * work.lengths.prompt
+    tokens = work.micro_tokens
+    note = f"{tokens} tokens" + (", recomputed layer by layer" if recompute else "")
+    found = [
+        Item("activations", kept.kept(policy.layers, tokens, carried, recompute=recompute), "train", note),
+        Item("backward pass", _backward(policy, tokens, work), "train", "gradients of one layer's activations"),
+        _head(work, policy, learns_head),
+    ]
+    if kept.fused not in (0, width):
+        found.append(Item("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
+    if work.samples:
+        slots = f"{work.slots} sequences"
+        found.append(Item("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
+        # log-probs, and in float64 the probabilities and their cumulative sum
+        found.append(Item("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}"))
+    return found
+
+
+def _backward(policy: Shape, tokens: int, work: Work) -> float:
+    """Gradients that one layer's backward pass holds at once: those of its feed-forward part and of the residual stream."""
+    return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
+
+
+def _head(work: Work, policy: Shape, learns_head: bool) -> Item:
+    """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
+    targets = min(work.micro_tokens, work.micro_completions * work.lengths.completion)
+    elements = min(targets * policy.vocabulary, CHUNK_ELEMENTS)
+    chunks = max(1.0, targets * policy.vocabulary / CHUNK_ELEMENTS)
+    copies = CHUNKS + 2 * work.entropy
+    size = 4.0 * elements * copies
+    if learns_head:  # each chunk's gradient on its way into the sum, and the sum itself where there is a gradient already
+        size += 4.0 * policy.head * (1 + (work.micro_batches > 1 and (chunks > 1 or policy.tied)))
+    return Item(
+        "head", size, "train", f"{count(targets)} targets × {policy.vocabulary}, at most {CHUNK_ELEMENTS >> 20} Mi logits at once"
+    )
+
+
+def load_items(parts: list[Part]) -> list[Item]:
+    """Weights are read from a mapped file, which counts as long as it is mapped."""
+    return [Item("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `head` are the bytes
+    of a head that learns.
+    """
+
+    items: tuple[Item, ...]
+    device: str
+    head: float
+
+    def of(self, phase: Phase) -> float:
+        """Bytes of one phase's items."""
+        return sum(item.bytes for item in self.items if item.phase == phase)
+
+    @property
+    def slack(self) -> float:
+        """What the allocator holds beyond what is alive."""
+        blocks, share = SLACK[self.device]
+        rest = sum(item.bytes for item in self.items if item.phase in ("train", "sample") and item.name != "head")
+        return blocks * self.head + share * rest
+
+    @property
+    def baseline(self) -> float:
+        """The process itself."""
+        return BASELINE[self.device]
+
+    @property
+    def phase(self) -> Phase:
+        """When the peak comes."""
+        phases: tuple[Phase, ...] = ("train", "sample", "load")
+        return max(phases, key=self.of)
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak."""
+        return self.baseline + self.of("held") + self.of(self.phase) + self.slack
+
+
+def roles_of(policy: Part, reference: Shape | None, critic: Shape | None, rewards: list[tuple[str, Shape]]) -> list[Part]:
+    """Every model of the run: the policy, and whichever of reference, critic and reward models there are."""
+    found = [policy]
+    if reference is not None:
+        found.append(Part("reference", reference.parameters, 0, policy.width))
+    if critic is not None:
+        size = critic.scalar_parameters
+        found.append(Part("critic", size, size, policy.width, eight_bit=policy.eight_bit))
+    return found + [Part(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
+
+
+def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:
+    """The count by weights alone, as in lectures: policy and critic three times (weights and AdamW's moments, all of `width`
+    bytes), reference and reward model once; no gradients, no activations.
+    """
+    one = parameters * width
+    return {"policy": 3 * one, "reference": one, **({"critic": 3 * one} if critic else {}), "reward model": one}

@@ -1,0 +1,353 @@
+"""Rules that say when a run goes wrong, as a table. Each looks at one row of figures after the other and remembers a little.
+
+A rule is raised after `patience` rows in a row past its threshold, and taken back after `patience` rows on the good side of a
+second, gentler one; in between it stays as it is, so that a figure that trembles about the threshold raises one alert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+Figures = Mapping[str, float]
+
+
+@dataclass
+class Memory:
+    """What a rule keeps between two rows."""
+
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    start: list[float] = field(default_factory=list)
+    best: float = -math.inf
+    held_back: int = 0
+    _sum: float = 0.0
+    _squares: float = 0.0
+
+    def keep(self, value: float) -> None:
+        """Remember a value, and forget the one 50 before it."""
+        old = self.values[0] if len(self.values) == self.values.maxlen else 0.0
+        self.values.append(value)
+        self._sum += value - old
+        self._squares += value * value - old * old
+
+    def spread(self) -> tuple[float, float]:
+        """Mean and deviation of the values kept."""
+        mean = self._sum / len(self.values)
+        return mean, math.sqrt(max(0.0, self._squares / len(self.values) - mean * mean))
+
+
+Measure = Callable[[Figures, Memory], float | None]
+"""A row's figure, None where the row says nothing; larger is worse."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: raised where the measure is above `above`, taken back where it is at most `until`."""
+
+    name: str
+    title: str
+    says: str
+    measure: Measure
+    above: float
+    until: float
+    patience: int = 1
+    worst: str = "reward"
+    """Which completions of the step to look at: those of the lowest "reward", or the "longest"."""
+    signal: str = ""
+    grave: bool = False
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A rule that was raised at `step`, and taken back at `ended` if it was; its worst `value` stands at `worst_step`."""
+
+    rule: str
+    step: float
+    ended: float | None
+    worst_step: float
+    value: float
+
+
+def _of(name: str, sign: float = 1.0) -> Measure:
+    def measure(figures: Figures, memory: Memory) -> float | None:
+        value = figures.get(name)
+        return None if value is None or not math.isfinite(value) else sign * value
+
+    return measure
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _not_finite(figures: Figures, memory: Memory) -> float | None:
+    """How many figures of a row are no numbers."""
+    return float(sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/")))
+
+
+def _entropy_left(figures: Figures, memory: Memory) -> float | None:
+    """How much of the entropy of the first five rows is gone."""
+    value = figures.get("entropy")
+    learns_by_reward = "reward" in figures or "return" in figures  # imitation is meant to make up its mind
+    if value is None or not math.isfinite(value) or not learns_by_reward:
+        return None
+    if len(memory.start) < 5:
+        memory.start.append(value)
+        return None
+    start = _mean(memory.start)
+    return 1 - value / start if start > 1e-3 else None
+
+
+def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
+    """(norm − mean) / deviation of the last 50 rows before it; the deviation counts as a tenth of the mean at least."""
+    value = figures.get("grad_norm")
+    if value is None or not math.isfinite(value):
+        return None
+    z = None
+    if len(memory.values) >= 20:
+        mean, deviation = memory.spread()
+        z = (value - mean) / max(deviation, 0.1 * abs(mean), 1e-12)
+    memory.keep(value)
+    return z
+
+
+def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
+    """Minus the explained variance, after the ten rows that a critic may need to find its scale."""
+    value = figures.get("explained_variance")
+    if value is None or not math.isfinite(value):
+        return None
+    memory.held_back += 1
+    return -value if memory.held_back > 10 else None
+
+
+def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
+    """Growth of the length over its first five rows, while the held-out metric has not been better for three evaluations."""
+    length, held_out = figures.get("length"), figures.get("held_out")
+    if held_out is not None and math.isfinite(held_out):
+        memory.held_back = 0 if held_out > memory.best + 1e-9 else memory.held_back + 1
+        memory.best = max(memory.best, held_out)
+    if length is None or not math.isfinite(length):
+        return None
+    if len(memory.start) < 5:
+        memory.start.append(length)
+        return None
+    start = _mean(memory.start)
+    return length / start - 1 if memory.held_back >= 3 and start > 0 else 0.0
+
+
+def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
+    """How much the share of cut completions rose over the last 20 rows, in which the reward rose too."""
+    cut, reward = figures.get("truncated"), figures.get("reward")
+    if cut is None or reward is None or not math.isfinite(cut + reward):
+        return None
+    memory.values.extend((cut, reward))
+    if len(memory.values) < 40:
+        return None
+    if cut == 0:
+        return 0.0
+    cuts, rewards = list(memory.values)[-40::2], list(memory.values)[-39::2]
+    rose = _mean(rewards[10:]) - _mean(rewards[:10])
+    return _mean(cuts[10:]) - _mean(cuts[:10]) if rose > 0 else 0.0
+
+
+def _unscored_share(figures: Figures, memory: Memory) -> float | None:
+    unscored, samples = figures.get("unscored"), figures.get("samples")
+    return unscored / samples if unscored is not None and samples and math.isfinite(unscored + samples) else None
+
+
+RULES = (
+    Rule(
+        "not_finite",
+        "Not a number",
+        "A figure is NaN or infinite: gradients, losses or rewards have overflowed.",
+        measure=_not_finite,
+        above=0.5,
+        until=0.5,
+        patience=1,
+        grave=True,
+    ),
+    Rule(
+        "flat_reward",
+        "Rewards do not differ",
+        "Within their groups all rewards are equal, so nothing can be learned.",
+        measure=_of("reward_std", -1.0),
+        above=-1e-6,
+        until=-1e-3,
+        patience=5,
+        signal="reward_std",
+    ),
+    Rule(
+        "dead_groups",
+        "Dead groups",
+        "More than 80 % of the prompts have equal rewards: too easy, too hard, or one answer.",
+        measure=_of("dead_groups"),
+        above=0.8,
+        until=0.6,
+        patience=5,
+        signal="dead_groups",
+    ),
+    Rule(
+        "truncated",
+        "Cut completions",
+        "More than 20 % of the completions reach the length limit; their ends are not judged.",
+        measure=_of("truncated"),
+        above=0.2,
+        until=0.15,
+        patience=3,
+        worst="longest",
+        signal="truncated",
+    ),
+    Rule(
+        "cut_and_rewarded",
+        "Cut more, rewarded more",
+        "Completions are cut more often while the reward rises.",
+        measure=_cut_while_rewarded,
+        above=0.1,
+        until=0.05,
+        patience=2,
+        worst="longest",
+        signal="truncated",
+    ),
+    Rule(
+        "mismatch",
+        "Sampler against trainer",
+        "Their log-probs differ by more than 0.01: training is off-policy unawares.",
+        measure=_of("mismatch"),
+        above=0.01,
+        until=0.005,
+        patience=2,
+        signal="mismatch",
+        grave=True,
+    ),
+    Rule(
+        "entropy",
+        "Entropy is gone",
+        "Less than a tenth of the entropy at the start is left; the policy no longer explores.",
+        measure=_entropy_left,
+        above=0.9,
+        until=0.85,
+        patience=3,
+        signal="entropy",
+    ),
+    Rule(
+        "clipped",
+        "Much is clipped",
+        "More than 30 % of the tokens lose their gradient to the clip: the steps are too large.",
+        measure=_of("clipped"),
+        above=0.3,
+        until=0.2,
+        patience=3,
+        signal="clipped",
+    ),
+    Rule(
+        "critic",
+        "The critic misleads",
+        "Explained variance is below 0: a constant would foresee the returns better.",
+        measure=_below_zero_late,
+        above=0.0,
+        until=-0.1,
+        patience=5,
+        signal="explained_variance",
+    ),
+    Rule(
+        "grad_norm",
+        "A leap of the gradient",
+        "Its norm is more than 4 deviations above that of the last 50 rows.",
+        measure=_grad_norm_z,
+        above=4.0,
+        until=2.0,
+        patience=1,
+        signal="grad_norm",
+    ),
+    Rule(
+        *(
+            "longer",
+            "Longer and no better",
+            "Completions grew by half while the held-out metric stands still: a sign of reward hacking.",
+        ),
+        measure=_longer_for_nothing,
+        above=0.5,
+        until=0.3,
+        patience=3,
+        worst="longest",
+        signal="length",
+    ),
+    Rule(
+        "unscored",
+        "Without a score",
+        "More than 5 % of the completions could not be judged.",
+        measure=_unscored_share,
+        above=0.05,
+        until=0.02,
+        patience=1,
+        worst="unscored",
+        signal="unscored",
+    ),
+    Rule(
+        "silent",
+        "Silent",
+        "A running process has written nothing for two minutes or ten usual steps.",
+        measure=lambda figures, memory: None,
+        above=0.0,
+        until=0.0,
+        grave=True,
+    ),
+)
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+@dataclass
+class _Standing:
+    """How a rule stands."""
+
+    memory: Memory = field(default_factory=Memory)
+    over: int = 0
+    under: int = 0
+    alert: Alert | None = None
+    pending: Alert | None = None
+
+
+class Watch:
+    """All rules over the rows of one run, in order."""
+
+    MOST = 200
+
+    def __init__(self) -> None:
+        self._standing = {rule.name: _Standing() for rule in RULES}
+        self._past: deque[Alert] = deque(maxlen=self.MOST)
+
+    def see(self, step: float, figures: Figures) -> None:
+        """Take in one row of figures."""
+        for rule in RULES:
+            standing = self._standing[rule.name]
+            value = rule.measure(figures, standing.memory)
+            if value is not None:
+                self._judge(rule, standing, step, value)
+
+    def _judge(self, rule: Rule, standing: _Standing, step: float, value: float) -> None:
+        standing.over = standing.over + 1 if value > rule.above else 0
+        standing.under = standing.under + 1 if value <= rule.until else 0
+        if standing.alert is not None:
+            standing.alert = _worse(standing.alert, step, value)
+            if standing.under >= rule.patience:
+                past = standing.alert
+                self._past.append(Alert(past.rule, past.step, step, past.worst_step, past.value))
+                standing.alert = standing.pending = None
+        elif standing.over:
+            begun = standing.pending or Alert(rule.name, step, None, step, value)
+            standing.pending = _worse(begun, step, value)
+            if standing.over >= rule.patience:
+                standing.alert, standing.pending = standing.pending, None
+        else:
+            standing.pending = None
+
+    def alerts(self) -> list[Alert]:
+        """Those that stand, then those that were taken back, the newest first."""
+        standing = [s.alert for s in self._standing.values() if s.alert is not None]
+        return [*sorted(standing, key=lambda a: -a.step), *reversed(self._past)]
+
+
+def _worse(alert: Alert, step: float, value: float) -> Alert:
+    return alert if value <= alert.value else Alert(alert.rule, alert.step, alert.ended, step, value)

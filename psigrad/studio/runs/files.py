@@ -1,0 +1,112 @@
+"""Files that somebody else may be writing: read on from where the last look ended, without ever getting in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+CHUNK = 1 << 20
+LONGEST_LINE = 64 << 20
+_MARK = 256
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, for reading. Raises `OSError` for whatever else there is: a link leads out of the folder, a pipe waits."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FileNotFoundError(f"{path} is no regular file")
+        yield stream
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A line as an object; None where it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def content(path: Path, most: int = 4 << 20) -> bytes:
+    """A small file whole; nothing where it is missing, larger than `most`, or unreadable."""
+    try:
+        with opened(path) as stream:
+            found = stream.read(most + 1)
+    except OSError:
+        return b""
+    return found if len(found) <= most else b""
+
+
+@dataclass
+class Tail:
+    """The lines of a growing file, each once.
+
+    A file that was cut, replaced or rewritten (a resumed run takes its rows back to its checkpoint) starts again from the
+    beginning, and `generation` counts these. A last line without an end is left for the next look.
+    """
+
+    path: Path
+    generation: int = 0
+    offset: int = 0
+    _identity: tuple[int, int] | None = None
+    _mark: bytes = b""
+    _looked: tuple[int, int, int] | None = field(default=None, repr=False)
+
+    def restarted(self) -> bool:
+        """Whether what was read is no longer what the file says; then reading begins again at its start."""
+        try:
+            with opened(self.path) as stream:
+                same = self._same(stream)
+        except OSError:
+            same = self.offset == 0
+        if same:
+            return False
+        self.offset, self._identity, self._mark, self._looked = 0, None, b"", None
+        self.generation += 1
+        return True
+
+    def lines(self, most: int = 1 << 62) -> Iterator[tuple[int, bytes]]:
+        """(offset, line) of whole lines that are new, until about `most` bytes were read."""
+        try:
+            with opened(self.path) as stream:
+                yield from self._read(stream, most)
+        except OSError:
+            return
+
+    def _same(self, stream: BinaryIO) -> bool:
+        status = os.fstat(stream.fileno())
+        looked = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if looked == self._looked or self.offset == 0:
+            return True
+        if self._identity != (status.st_dev, status.st_ino) or status.st_size < self.offset:
+            return False
+        stream.seek(self.offset - len(self._mark))
+        return stream.read(len(self._mark)) == self._mark
+
+    def _read(self, stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
+        status = os.fstat(stream.fileno())
+        self._identity = (status.st_dev, status.st_ino)
+        looked = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if looked == self._looked:
+            return
+        stream.seek(self.offset)
+        taken = 0
+        while taken < most:
+            line = stream.readline(LONGEST_LINE)
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # what is being written now
+                self._looked = looked
+                return
+            at = self.offset
+            self.offset += len(line)
+            taken += len(line)
+            self._mark = line[-_MARK:]
+            if len(line) > 1:
+                yield at, line

@@ -1,0 +1,207 @@
+// The chat page: a conversation with one model, or with two that stay unnamed until one is chosen.
+import { events, get, post } from "../api.js";
+import { notice } from "../dom.js";
+import { Exchange } from "./exchange.js";
+
+const $ = (id) => document.getElementById(id);
+const CHOICES = { 1: "left", 2: "right", 3: "tie", 4: "both_bad" };
+
+const talk = []; // what was said and stands: { role, content }
+let abilities = { template: true, system: false };
+let writing = null; // the answer on its way: { exchange, id, abort }
+let open = null; // the comparison that waits for a choice
+
+const comparing = () => $("compare").checked;
+const chosen = () => [$("first").value, ...(comparing() ? [$("second").value] : [])];
+const named = (select) => select.selectedOptions[0]?.textContent ?? "";
+const say = (text) => { $("status").textContent = text; };
+
+// ---- models
+
+const { models } = await get("/api/chat/models");
+for (const select of [$("first"), $("second")]) {
+  const groups = new Map();
+  for (const { id, name, run } of models) {
+    if (run !== null && !groups.has(run)) {
+      const group = document.createElement("optgroup");
+      group.label = run;
+      groups.set(run, group);
+      select.append(group);
+    }
+    (groups.get(run) ?? select).append(new Option(name, id));
+  }
+}
+// what was trained last, and the run before it
+const finals = models.filter(({ run, step }) => run !== null && step === null);
+const byAge = [...(finals.length > 1 ? finals : models)].sort((a, b) => b.written - a.written);
+$("first").value = byAge[0]?.id ?? "";
+$("second").value = (byAge[1] ?? byAge[0])?.id ?? "";
+
+/** What the models can do; two are taken to do what both can. */
+async function look() {
+  const ids = chosen();
+  if (models.length === 0) return;
+  try {
+    const found = await Promise.all([...new Set(ids)].map((model) => post("/api/chat/about", { model })));
+    if (ids.join() !== chosen().join()) return;
+    abilities = { template: found.every((each) => each.template), system: found.every((each) => each.system) };
+    const mixed = found.some((each) => each.template !== found[0].template);
+    $("system-field").hidden = !abilities.system;
+    $("manner").textContent = mixed
+      ? "One of these models has a chat template and the other has none: they are given different words, and a choice is not stored."
+      : abilities.template ? "" : "No chat template: the model goes on from your text as it stands, each message by itself.";
+  } catch (error) {
+    notice(error.message);
+  }
+}
+
+// ---- asking
+
+function settings() {
+  const seed = $("seed").value.trim();
+  return {
+    temperature: Number($("temperature").value),
+    top_p: Number($("topP").value),
+    max_tokens: Number($("tokens").value),
+    ...(seed === "" ? {} : { seed: Number(seed) }),
+    system: abilities.system ? $("system").value : "",
+  };
+}
+
+async function send() {
+  const content = $("message").value;
+  if (writing || open || content === "") return;
+  for (const field of [$("tokens"), $("seed")]) if (!field.reportValidity()) return;
+  const names = comparing() ? null : named($("first"));
+  const exchange = new Exchange(content, names);
+  $("log").append(exchange.node);
+  $("nothing").hidden = true;
+  $("message").value = "";
+  writing = { exchange, id: null, abort: new AbortController() };
+  draw();
+  exchange.node.scrollIntoView({ block: "end" });
+  const question = { models: chosen(), messages: [...talk, { role: "user", content }], ...settings() };
+  try {
+    for await (const event of events("/api/chat/answer", question, writing.abort.signal)) happened(exchange, event);
+    if (!exchange.ended) exchange.fail("The studio stopped in the middle of the answer.");
+  } catch (error) {
+    exchange.fail(error.message);
+  }
+  writing = null;
+  finish(exchange, content);
+}
+
+function happened(exchange, event) {
+  const moves = {
+    begun: () => { writing.id = event.writing; exchange.duel = event.duel; },
+    waiting: () => say(event.ahead === 1 ? "Waiting: one answer comes first." : `Waiting: ${event.ahead} answers come first.`),
+    loading: () => say(comparing() ? "Loading the models …" : "Loading the model …"),
+    writing: () => say("Writing …"),
+    text: () => exchange.add(event.side, event.text),
+    written: () => exchange.end(event),
+    failed: () => exchange.fail(event.message),
+  };
+  moves[event.event]?.();
+}
+
+function finish(exchange, content) {
+  if (exchange.failed) {
+    say("There is no answer.");
+    $("message").value ||= content;
+  } else if (exchange.duel) {
+    open = exchange;
+    exchange.ask(choose, skip);
+    say("Both have ended. Which answer is better?");
+  } else {
+    keep(exchange, 0);
+    say("The answer has ended.");
+  }
+  draw();
+  if (open) exchange.node.querySelector(".choices button").focus();
+  else $("message").focus();
+}
+
+function keep(exchange, side) {
+  talk.push({ role: "user", content: exchange.content }, { role: "assistant", content: exchange.texts[side] });
+}
+
+async function stop() {
+  if (writing === null) return;
+  if (writing.id === null) writing.abort.abort();
+  else await post("/api/chat/stop", { writing: writing.id }).catch((error) => notice(error.message));
+}
+
+// ---- choosing
+
+async function choose(choice) {
+  const exchange = open;
+  if (exchange === null) return;
+  open = null;
+  exchange.choices.setAttribute("aria-busy", "true");
+  try {
+    exchange.reveal(await post("/api/chat/choose", { duel: exchange.duel, choice }));
+    // a tie goes on with the left one; of two bad answers neither is part of the conversation
+    if (choice !== "both_bad") keep(exchange, choice === "right" ? 1 : 0);
+    say(exchange.stored ? "Stored." : "Not stored.");
+  } catch (error) {
+    open = exchange;
+    notice(error.message);
+  }
+  exchange.choices.removeAttribute("aria-busy");
+  draw();
+  if (open === null) $("message").focus();
+}
+
+function skip() {
+  open.leave("Skipped: not stored, and not part of the conversation.");
+  open = null;
+  say("Skipped.");
+  draw();
+  $("message").focus();
+}
+
+function fresh() {
+  if (writing) stop();
+  open = null;
+  talk.length = 0;
+  $("log").replaceChildren();
+  $("nothing").hidden = false;
+  say("");
+  draw();
+  $("message").focus();
+}
+
+// ---- the page
+
+function draw() {
+  const busy = writing !== null || open !== null;
+  $("send").disabled = busy || models.length === 0;
+  $("stop").hidden = writing === null;
+  $("second-field").hidden = !comparing();
+  $("first-name").textContent = comparing() ? "First model" : "Model";
+  for (const id of ["first", "second", "compare", "fresh"]) $(id).disabled = writing !== null;
+  for (const id of ["temperature", "topP"]) {
+    document.querySelector(`output[for="${id}"]`).textContent = Number($(id).value).toFixed(2);
+  }
+}
+
+$("send").addEventListener("click", send);
+$("stop").addEventListener("click", stop);
+$("fresh").addEventListener("click", fresh);
+$("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") stop();
+  const typing = event.target.closest("input, textarea, select");
+  if (open && !typing && !event.ctrlKey && !event.metaKey && !event.altKey && event.key in CHOICES) choose(CHOICES[event.key]);
+});
+for (const id of ["first", "second", "compare"]) $(id).addEventListener("change", () => { draw(); look(); });
+for (const id of ["temperature", "topP"]) $(id).addEventListener("input", draw);
+
+if (models.length === 0) $("nothing").textContent = "There is no model in the runs folder yet. Train one with psigrad demo, or name one with psigrad studio --checkpoint.";
+draw();
+look();
+document.documentElement.dataset.ready = "true";

@@ -1,0 +1,74 @@
+// Comes in by an invite, or logs in. The invite's token stands behind the # and leaves the address bar at once.
+import { post } from "../api.js";
+
+const $ = (id) => document.getElementById(id);
+const token = location.hash.slice(1);
+const ROLES = { labeller: "to label in", viewer: "to see the results of", admin: "to manage" };
+history.replaceState(null, "", location.pathname);
+
+function trouble(text) {
+  $("trouble").textContent = text;
+  $("trouble").hidden = text === "";
+}
+
+function asForm(title, said, button, fresh) {
+  $("title").textContent = title;
+  $("said").textContent = said;
+  $("go").textContent = button;
+  $("rule").hidden = !fresh;
+  $("password").autocomplete = fresh ? "new-password" : "current-password";
+  if (fresh) $("password").minLength = 10;
+  $("enter").hidden = false;
+  $("name").focus();
+}
+
+const logIn = (said) => asForm("Log in", said, "Log in", false);
+
+async function start() {
+  if (!token) return logIn("With the name and the password that you chose when you were invited.");
+  let offer;
+  try {
+    offer = await post("/api/join/look", { token });
+  } catch (error) {
+    return logIn(`${error.message} If you have been here before, log in.`);
+  }
+  const what = offer.project === null ? "to be an administrator of this studio" : `${ROLES[offer.role]} “${offer.project}”`;
+  if (offer.owner) {
+    $("said").textContent =
+      `This link invites somebody ${what}. This browser has the studio's own key, which counts for more; send the link on, or open it in a private window.`;
+  } else if (offer.name !== null) {
+    $("said").textContent = `You are invited ${what}.`;
+    $("use").textContent = `Join as ${offer.name}`;
+    $("other").hidden = false;
+  } else {
+    asForm("Come in", `You are invited ${what}.`, "Come in", true);
+  }
+}
+
+$("enter").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  trouble("");
+  $("go").disabled = true;
+  const who = { name: $("name").value, password: $("password").value };
+  try {
+    if ($("rule").hidden) await post("/api/join/login", who);
+    else await post("/api/join/accept", { token, ...who });
+    location.assign("/label");
+  } catch (error) {
+    trouble(error.message);
+    $("go").disabled = false;
+  }
+});
+
+$("use").addEventListener("click", async () => {
+  try {
+    await post("/api/join/use", { token });
+    location.assign("/label");
+  } catch (error) {
+    $("said").textContent = error.message;
+  }
+});
+
+start().finally(() => {
+  document.documentElement.dataset.ready = "";
+});

@@ -1,0 +1,196 @@
+// Bring completions into a project: a JSONL file, or the rollouts of a run.
+import { get, post } from "../api.js";
+import { el } from "../dom.js";
+import { field, form } from "./projects.js";
+
+const whole = (input) => (input.value === "" ? null : Number(input.value));
+const number = (min, placeholder) => el("input", { type: "number", min, step: 1, placeholder });
+
+export function material(root, project, me) {
+  const said = el("p", { class: "said", role: "status" });
+  const file = fromFile(project, said);
+  root.replaceChildren(said, el("div", { class: "columns" }, file));
+  if (!me.admin) return;
+  fromRun(project, said)
+    .then((made) => root.lastElementChild.append(made))
+    .then(() => fromModel(project, said))
+    .then((made) => root.lastElementChild.append(made));
+}
+
+/** How tasks are made, as fields and as what is sent. */
+function making(project) {
+  const prompts = number(1, "all"),
+    each = number(1, "all"),
+    overlap = number(1, project.overlap),
+    shuffle = el("input", { type: "checkbox", checked: true });
+  const ranked = el("input", { type: "number", min: 2, max: 12, value: 5, step: 1 });
+  const gold = el("input", { type: "checkbox" });
+  const lines = [
+    el(
+      "div",
+      { class: "pairs" },
+      field("Prompts, at most", prompts, "Drawn at random."),
+      field(project.kind.startsWith("rating") ? "Completions of each prompt, at most" : "Tasks of each prompt, at most", each),
+      project.kind === "ranking" ? field("Completions in one ranking", ranked) : null,
+      field("People who answer each task", overlap),
+    ),
+    el("label", { class: "row" }, shuffle, "In random order"),
+  ];
+  const sent = () => ({
+    prompts: whole(prompts),
+    per_prompt: whole(each),
+    overlap: whole(overlap),
+    shuffle: shuffle.checked,
+    ranked: Number(ranked.value),
+    gold: gold.checked,
+  });
+  return { lines, sent, gold: el("label", { class: "row" }, gold, "Chosen and rejected are known answers, to hold labellers against") };
+}
+
+const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
+function report(added, name) {
+  const parts = [`${many(added.tasks, "new task")} from ${many(added.prompts, "new prompt")} and ${many(added.completions, "new completion")}`];
+  if (added.known) parts.push(`here already: ${many(added.known, "task")}`);
+  if (added.repeated) parts.push(`a text that its prompt has already: ${many(added.repeated, "completion")}`);
+  if (added.alone) parts.push(`nothing to compare: ${many(added.alone, "prompt")}`);
+  if (added.unusable) parts.push(`empty: ${many(added.unusable, "completion")}`);
+  return `${name}: ${parts.join("; ")}.`;
+}
+
+function fromFile(project, said) {
+  const made = making(project);
+  const file = el("input", { type: "file", accept: ".jsonl,.ndjson,.json,.txt", required: true });
+  const sampler = el("input", { type: "text", maxlength: 200, autocomplete: "off" });
+  return form(
+    "Bring the file in",
+    [
+      el("h2", {}, "A file"),
+      el("p", { class: "soft" }, "JSONL: each line has prompt and completion, completions, or chosen and rejected; strings or messages."),
+      field("File", file),
+      field("What made the completions", sampler, "Where the rows don't say so (sampler, samplers). Labellers never see it."),
+      ...made.lines,
+      project.kind === "pair" ? made.gold : null,
+    ],
+    async () => {
+      const [chosen] = file.files;
+      const body = {
+        project: project.id,
+        text: await chosen.text(),
+        name: chosen.name.slice(0, 200),
+        sampler: sampler.value || null,
+        making: made.sent(),
+      };
+      said.textContent = report(await post("/api/label/import", body), chosen.name);
+    },
+  );
+}
+
+async function fromRun(project, said) {
+  let names = [];
+  try {
+    names = await get("/api/label/runs");
+  } catch {
+    /* then there is nothing to choose from */
+  }
+  if (!names.length)
+    return el("section", { class: "card lines" }, el("h2", {}, "A run"), el("p", { class: "soft" }, "No run with rollouts is in the runs folder."));
+  const made = making(project);
+  const run = el("select", {}, ...names.map((name) => el("option", { value: name }, name)));
+  const kind = el(
+    "select",
+    {},
+    el("option", { value: "train" }, "of training"),
+    el("option", { value: "eval" }, "of evaluations"),
+    el("option", { value: "" }, "all"),
+  );
+  const first = number(0, "first"),
+    last = number(0, "last"),
+    across = el("input", { type: "checkbox" });
+  return form(
+    "Bring the run in",
+    [
+      el("h2", {}, "A run"),
+      field("Run", run),
+      field("Rollouts", kind),
+      el("div", { class: "pairs" }, field("From step", first), field("To step", last)),
+      el("label", { class: "row" }, across, "Compare completions of different steps, too"),
+      ...made.lines,
+    ],
+    async () => {
+      const body = {
+        project: project.id,
+        run: run.value,
+        kind: kind.value || null,
+        first: whole(first),
+        last: whole(last),
+        across_steps: across.checked,
+        making: made.sent(),
+      };
+      said.textContent = report(await post("/api/label/import-run", body), run.value);
+    },
+  );
+}
+
+const QUIET = 1500;
+
+async function fromModel(project, said) {
+  let models = [];
+  try {
+    models = await get("/api/label/models");
+  } catch {
+    /* then there is nothing to choose from */
+  }
+  if (!models.length)
+    return el("section", { class: "card lines" }, el("h2", {}, "A model"), el("p", { class: "soft" }, "No language model is in the runs folder."));
+  const made = making(project);
+  const model = el("select", {}, ...models.map(({ id, name }) => el("option", { value: id }, name)));
+  const prompts = el("textarea", { rows: 4, required: true });
+  const chat = el("input", { type: "checkbox" });
+  const each = el("input", { type: "number", min: 1, max: 64, value: 4, step: 1, required: true });
+  const temperature = el("input", { type: "number", min: 0, max: 5, value: 1, step: 0.05, required: true });
+  const tokens = el("input", { type: "number", min: 1, max: 8192, value: 256, step: 1, required: true });
+  const stop = el("button", { type: "button", hidden: true, onclick: () => post("/api/label/unsample", {}) }, "Stop");
+  const node = form(
+    "Sample and bring in",
+    [
+      el("h2", {}, "A model"),
+      field("Model", model),
+      field("Prompts", prompts, "One in a line, or JSONL with prompt."),
+      el("label", { class: "row" }, chat, "Lines are messages of a user"),
+      el("div", { class: "pairs" }, field("Completions of each", each), field("Temperature", temperature), field("Most tokens", tokens)),
+      ...made.lines.slice(0, 1),
+    ],
+    async () => {
+      const body = {
+        project: project.id,
+        model: model.value,
+        prompts: prompts.value,
+        chat: chat.checked,
+        completions: Number(each.value),
+        temperature: Number(temperature.value),
+        max_tokens: Number(tokens.value),
+        making: made.sent(),
+      };
+      await watch(await post("/api/label/sample", body));
+    },
+  );
+
+  async function watch(job) {
+    stop.hidden = false;
+    while (job?.state === "sampling") {
+      said.textContent = `Sampling ${job.model} on ${job.prompts} prompts …`;
+      await new Promise((resolve) => setTimeout(resolve, QUIET));
+      job = await get("/api/label/sampling");
+    }
+    stop.hidden = true;
+    if (job.state === "failed") throw new Error(job.said);
+    said.textContent = job.state === "stopped" ? "Stopped; nothing was brought in." : report(job.added, job.model);
+  }
+
+  node.lastElementChild.append(stop);
+  get("/api/label/sampling")
+    .then((job) => (job?.state === "sampling" && job.project === project.id ? watch(job) : null))
+    .catch(() => {});
+  return node;
+}

@@ -1,0 +1,124 @@
+// A form for a new project, or for what can be changed of one.
+import { post } from "../api.js";
+import { el } from "../dom.js";
+
+export const KINDS = { pair: "Two side by side", ranking: "Ranking", "rating-5": "Rating from 1 to 5", "rating-10": "Rating from 1 to 10" };
+const SAY = {
+  pair: "Which of two completions is better.",
+  ranking: "Up to twelve completions, put in order.",
+  "rating-5": "One completion at a time, from 1 to 5.",
+  "rating-10": "One completion at a time, from 1 to 10.",
+};
+
+let fields = 0;
+
+/** A labelled control; what is said below it is its description. */
+export function field(label, input, say) {
+  const id = `field-${++fields}`;
+  input.setAttribute("aria-labelledby", id);
+  if (say) input.setAttribute("aria-describedby", `${id}-say`);
+  return el("label", { class: "line" }, el("span", { id }, label), input, say ? el("small", { class: "soft", id: `${id}-say` }, say) : null);
+}
+
+/** A form whose button sends; what is refused is said above the button. */
+export function form(label, controls, send, attributes = {}) {
+  const trouble = el("p", { class: "failure", role: "alert", hidden: true });
+  const button = el("button", { type: "submit", class: "primary" }, label);
+  async function submit(event) {
+    event.preventDefault();
+    trouble.hidden = true;
+    button.disabled = true;
+    try {
+      await send();
+    } catch (error) {
+      trouble.textContent = error.message;
+      trouble.hidden = false;
+    } finally {
+      button.disabled = false;
+    }
+  }
+  return el("form", { class: "card lines", onsubmit: submit, ...attributes }, ...controls, trouble, el("div", { class: "row" }, button));
+}
+
+const number = (value, min, max) => el("input", { type: "number", value, min, max, step: 1, required: true });
+
+/** `done(number)` is called when the project is made or changed. */
+export function projectForm(project, done) {
+  const old = project ?? { name: "", kind: "pair", instructions: "", overlap: 1, lease_s: 600, ties: true, both_bad: true, strengths: 0 };
+  const name = el("input", { type: "text", value: old.name, required: true, maxlength: 120, autocomplete: "off" });
+  const said = el("small", { class: "soft" });
+  const kind = el(
+    "select",
+    { disabled: project !== null, onchange: adapt },
+    ...Object.entries(KINDS).map(([value, label]) => el("option", { value, selected: value === old.kind }, label)),
+  );
+  const instructions = el("textarea", { rows: 3, maxlength: 20000 }, old.instructions);
+  const overlap = number(old.overlap, old.overlap > 1 && project ? old.overlap : 1, 1000);
+  const lease = number(Math.max(1, Math.round(old.lease_s / 60)), 1, 10080);
+  const ties = el("input", { type: "checkbox", checked: old.ties });
+  const bad = el("input", { type: "checkbox", checked: old.both_bad });
+  const strengths = el(
+    "select",
+    {},
+    ...[0, 2, 3, 4, 5].map((n) => el("option", { value: n, selected: n === old.strengths }, n ? `${n} grades` : "not asked")),
+  );
+  const pairs = el(
+    "div",
+    { class: "lines inner" },
+    el("label", { class: "row" }, bad, "“Both bad” may be chosen"),
+    field("How much better", strengths),
+  );
+  const tied = el("label", { class: "row" }, ties, "Ties may be chosen");
+
+  function adapt() {
+    said.textContent = SAY[kind.value];
+    pairs.hidden = kind.value !== "pair";
+    tied.hidden = kind.value.startsWith("rating");
+  }
+
+  async function send() {
+    const settings = {
+      name: name.value,
+      instructions: instructions.value,
+      overlap: Number(overlap.value),
+      lease_s: project && lease.value === lease.defaultValue ? old.lease_s : Number(lease.value) * 60,
+      ties: ties.checked,
+      both_bad: bad.checked,
+      strengths: kind.value === "pair" ? Number(strengths.value) : 0,
+    };
+    if (project === null) {
+      done((await post("/api/label/create", { ...settings, kind: kind.value })).project);
+    } else {
+      await post("/api/label/change", { project: project.id, ...settings });
+      done(project.id);
+    }
+  }
+
+  adapt();
+  const made = form(
+    project ? "Save" : "Make the project",
+    [
+      field("Name", name),
+      el("label", { class: "line" }, el("span", {}, "Question"), kind, said),
+      field("Instructions", instructions, "Shown above every task."),
+      tied,
+      pairs,
+      el(
+        "div",
+        { class: "pairs" },
+        field("People who answer each task", overlap, project ? "It can be raised, not lowered." : null),
+        field("Minutes that a task is kept", lease, "For who was shown it; then somebody else may get it."),
+      ),
+    ],
+    send,
+  );
+  return project ? el("div", { class: "columns" }, made, closing(project, done)) : made;
+}
+
+function closing(project, done) {
+  const say = project.closed ? "The project is closed and takes no answers." : "A closed project takes no answers; results and exports stay.";
+  return form(project.closed ? "Open again" : "Close the project", [el("p", {}, say)], async () => {
+    await post("/api/label/change", { project: project.id, closed: !project.closed });
+    done(project.id);
+  });
+}

@@ -1,0 +1,227 @@
+// What the answers say: progress, agreement, whether the side decides, the ranking, people; and exports.
+import { get } from "../api.js";
+import { el, notice } from "../dom.js";
+import { intervals } from "./intervals.js";
+import { table } from "./people.js";
+
+const share = (x) => (x === null || x === undefined ? "–" : `${Math.round(x * 100)} %`);
+const figure = (x) => (x === null || x === undefined ? "–" : x.toFixed(2).replace("-", "−"));
+const BY = { sampler: "what made them", run: "run", step: "run and step", completion: "single completion" };
+const WHY = {
+  tie: "ties",
+  both_bad: "both bad",
+  split: "no majority",
+  middle: "in the middle",
+  alone: "nothing to compare",
+  skipped: "skipped",
+  unanswered: "unanswered",
+};
+
+export async function results(root, project) {
+  const by = el(
+    "select",
+    { "aria-label": "Rank by", onchange: () => draw() },
+    ...Object.entries(BY).map(([value, label]) => el("option", { value }, `by ${label}`)),
+  );
+  const body = el("div", { class: "stack" });
+  root.replaceChildren(body, exports_(project));
+
+  async function draw() {
+    try {
+      const found = await get(`/api/label/results?project=${project.id}&by=${by.value}`);
+      body.replaceChildren(
+        done(found.progress),
+        el("div", { class: "columns" }, agreement(found.agreement), position(found.agreement.position)),
+        ranking(found.ranking, by),
+        people(found),
+      );
+    } catch (error) {
+      if (body.firstChild) notice(error.message);
+      else body.replaceChildren(el("p", { class: "failure", role: "alert" }, error.message));
+    }
+  }
+
+  await draw();
+}
+
+const card = (title, ...content) => el("section", { class: "card stack" }, el("h2", {}, title), ...content);
+const tile = (value, label, say) =>
+  el("div", { class: "tile" }, el("strong", {}, value), el("span", {}, label), say ? el("small", { class: "soft" }, say) : null);
+
+function done({ tasks, wanted, answered, leased, skipped }) {
+  const bar = el("progress", { max: Math.max(1, wanted), value: answered, "aria-label": "Answers that are there, of those wanted" });
+  const says = [`${tasks} ${tasks === 1 ? "task" : "tasks"}`, leased ? `${leased} being answered` : null, skipped ? `${skipped} skipped` : null]
+    .filter(Boolean)
+    .join(" · ");
+  return card(
+    "Progress",
+    el("p", {}, el("strong", {}, `${answered} of ${wanted}`), " answers are there. ", el("span", { class: "soft" }, says)),
+    bar,
+  );
+}
+
+function agreement({ units, shared, percent, alpha, fleiss, cohen, gold }) {
+  const best = alpha.ordinal ?? alpha.nominal;
+  const tiles = [
+    tile(share(percent), "equal answers", `pairs of answers to one of ${shared} shared units`),
+    tile(
+      figure(best.value),
+      `Krippendorff's alpha${alpha.ordinal ? ", ordinal" : ""}`,
+      best.value === null ? `of ${best.units} units` : `${figure(best.low)} to ${figure(best.high)}, ${best.units} units`,
+    ),
+    fleiss === null ? null : tile(figure(fleiss), "Fleiss' kappa"),
+    gold[""] ? tile(share(gold[""].value), "of known answers", `${gold[""].n} given`) : null,
+  ];
+  const pairs = cohen.filter((pair) => pair.units > 0);
+  const rows = pairs.map((pair) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, `${pair.first} and ${pair.second}`),
+      el("td", { class: "n" }, figure(pair.value)),
+      el("td", { class: "n" }, String(pair.units)),
+    ),
+  );
+  return card(
+    "Agreement",
+    shared ? null : el("p", { class: "soft" }, `${units} units are answered, none of them by two people yet.`),
+    el("div", { class: "tiles" }, ...tiles),
+    pairs.length ? el("details", {}, el("summary", {}, "Cohen's kappa of each two"), table(["People", " Kappa", " Units"], rows)) : null,
+  );
+}
+
+function position(position) {
+  const all = position[""];
+  if (!all) return null;
+  const odd = all.p_value !== null && all.p_value < 0.05;
+  return card(
+    "Does the side decide?",
+    el(
+      "p",
+      {},
+      el("strong", { class: odd ? "failure" : "" }, odd ? "Perhaps: " : "No sign of it: "),
+      `the left side was chosen in ${share(all.value)} of ${all.n} decisions (95 %: ${share(all.low)} to ${share(all.high)}).`,
+    ),
+    el(
+      "p",
+      { class: "soft" },
+      `Sides are drawn at random, so one half is expected; p = ${all.p_value === null ? "–" : all.p_value < 0.001 ? "below 0.001" : all.p_value.toFixed(3)} (exact binomial test).`,
+    ),
+  );
+}
+
+function ranking(found, by) {
+  const head = el("div", { class: "row between" }, el("h2", {}, "Ranking"), by);
+  if (found.why) return el("section", { class: "card stack" }, head, el("p", { class: "soft" }, found.why));
+  const rows = found.places.map((place, i) =>
+    el(
+      "tr",
+      {},
+      el("td", { class: "n" }, String(i + 1)),
+      el("th", { scope: "row" }, place.name),
+      el("td", { class: "n" }, figure(place.strength)),
+      el("td", { class: "n soft" }, `${figure(place.low)} to ${figure(place.high)}`),
+      el("td", { class: "n" }, place.best_rank === place.worst_rank ? String(place.best_rank) : `${place.best_rank}–${place.worst_rank}`),
+      el("td", { class: "n" }, String(place.comparisons)),
+    ),
+  );
+  const notes = [
+    `Bradley–Terry strengths from ${found.comparisons} comparisons, with 95 % intervals; one more is odds of 2.7 to 1.`,
+    found.prior_sd === null ? null : `Somebody never lost or never won, so a weak prior (standard deviation ${found.prior_sd}) holds the strengths.`,
+    found.same ? `${found.same} comparisons within one name are left out.` : null,
+    found.shared ? `${found.shared} comparisons of a text that several made are left out.` : null,
+    found.competitors > found.places.length ? `The best ${found.places.length} of ${found.competitors} are shown.` : null,
+  ]
+    .filter(Boolean)
+    .join(" ");
+  return el(
+    "section",
+    { class: "card stack" },
+    head,
+    intervals(found.places.slice(0, 20)),
+    table(["", "Name", " Strength", " 95 %", " Rank", " Comparisons"], rows),
+    el("p", { class: "soft small" }, notes),
+  );
+}
+
+function people({ progress, agreement }) {
+  const names = Object.keys(progress.by_person);
+  if (!names.length) return null;
+  const kappa = (name) => {
+    const mine = agreement.cohen.filter((pair) => (pair.first === name || pair.second === name) && pair.value !== null);
+    const units = mine.reduce((n, pair) => n + pair.units, 0);
+    return units ? mine.reduce((sum, pair) => sum + pair.value * pair.units, 0) / units : null;
+  };
+  const sided = Object.keys(agreement.position).length > 0,
+    known = Object.keys(agreement.gold).length > 0;
+  const of = (found) => (found ? `${share(found.value)} of ${found.n}` : "–");
+  const rows = names.map((name) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, name),
+      el("td", { class: "n" }, String(progress.by_person[name])),
+      el("td", { class: "n" }, figure(kappa(name))),
+      sided ? el("td", { class: "n" }, of(agreement.position[name])) : null,
+      known ? el("td", { class: "n" }, of(agreement.gold[name])) : null,
+    ),
+  );
+  const heads = ["Name", " Answers", " Kappa with others", ...(sided ? [" Left side"] : []), ...(known ? [" Known answers"] : [])];
+  return card("People", table(heads, rows));
+}
+
+function exports_(project) {
+  const votes = el(
+    "select",
+    { "aria-label": "Which answers count", onchange: () => draw() },
+    el("option", { value: "majority" }, "what the majority says"),
+    el("option", { value: "each" }, "every answer by itself"),
+  );
+  const has = project.kind.startsWith("rating") || project.strengths > 0;
+  const margin = el("input", { type: "checkbox", onchange: () => draw() });
+  const links = el("div", { class: "stack" });
+
+  const link = (form, label, say) =>
+    el(
+      "div",
+      { class: "file" },
+      el(
+        "a",
+        {
+          class: "button",
+          download: true,
+          href: `/api/label/export?project=${project.id}&form=${form}&votes=${votes.value}${margin.checked && form === "preference" ? "&margin=true" : ""}`,
+        },
+        label,
+      ),
+      el("span", { class: "soft" }, say),
+    );
+  const out = ({ rows, left_out: left }) =>
+    [`${rows} rows`, ...Object.entries(left).map(([why, n]) => `${n} left out: ${WHY[why] ?? why}`)].join(" · ");
+
+  async function draw() {
+    let found = null;
+    try {
+      found = await get(`/api/label/left-out?project=${project.id}&votes=${votes.value}`);
+    } catch (error) {
+      notice(error.message);
+    }
+    links.replaceChildren(
+      link("preference", "Preferences", found ? out(found.preference) : ""),
+      link("unpaired", "Unpaired", found ? out(found.unpaired) : ""),
+      link("votes", "All votes", "everything, taken back or not: who, when, which side"),
+    );
+  }
+
+  draw();
+  return card(
+    "Export",
+    el(
+      "p",
+      { class: "soft" },
+      "JSONL in TRL's forms, which psigrad dpo, psigrad reward and KTO read; every row says which votes, runs and rollouts it rests on.",
+    ),
+    el("div", { class: "row" }, votes, has ? el("label", { class: "row" }, margin, "with margins") : null),
+    links,
+  );
+}

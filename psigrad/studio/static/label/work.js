@@ -1,0 +1,305 @@
+// The desk itself: one task after the other, by keyboard or by hand.
+import { post } from "../api.js";
+import { el, notice } from "../dom.js";
+import { controls } from "./answers.js";
+import { submit } from "./send.js";
+import * as texts from "./texts.js";
+
+const TICK = 5000;
+const RECOUNT = 20;
+
+export class Work {
+  /** Labels `project` inside `root` until `close` is called. */
+  constructor(root, project) {
+    Object.assign(this, { root, project, task: null, ask: null, busy: false, left: null, mine: { answered: 0, skipped: 0 }, since: 0 });
+    this.stage = el("div", { class: "stage" });
+    this.status = el("p", { class: "visually-hidden", role: "status" });
+    this.lease = el("span", { class: "lease soft" });
+    this.count = el("span", { class: "soft" });
+    this.bar = el("progress", { max: "1", value: "0", "aria-label": "How far you are" });
+    this.reason = el("input", {
+      type: "text",
+      class: "reason",
+      maxlength: "10000",
+      "aria-label": "Why, if you want to say",
+      placeholder: "Why? (optional)",
+      autocomplete: "off",
+    });
+    this.buttons = {
+      undo: el("button", { type: "button", class: "quiet", onclick: () => this.undo() }, "Undo ", el("kbd", { "aria-hidden": "true" }, "U")),
+      skip: el("button", { type: "button", class: "quiet", onclick: () => this.skip() }, "Skip ", el("kbd", { "aria-hidden": "true" }, "S")),
+      help: el("button", { type: "button", class: "quiet", onclick: () => this.help() }, "Keys ", el("kbd", { "aria-hidden": "true" }, "?")),
+    };
+    this.dialog = keys(project);
+    const foot = el("div", { class: "row foot" }, this.reason, this.buttons.skip, this.buttons.undo, this.buttons.help);
+    root.replaceChildren(
+      el("div", { class: "row head between" }, el("div", { class: "row how" }, this.bar, this.count), this.lease),
+      this.stage,
+      foot,
+      this.status,
+      this.dialog,
+    );
+    this.listener = (event) => this.key(event);
+    document.addEventListener("keydown", this.listener);
+    this.touched = Date.now();
+    this.timer = setInterval(() => this.tick(), TICK);
+    this.stop = new AbortController();
+    for (const name of ["pointerdown", "keydown", "wheel", "touchmove"]) {
+      document.addEventListener(
+        name,
+        () => {
+          this.touched = Date.now();
+        },
+        { passive: true, signal: this.stop.signal },
+      );
+    }
+    this.next();
+  }
+
+  close() {
+    clearInterval(this.timer);
+    this.stop.abort();
+    document.removeEventListener("keydown", this.listener);
+  }
+
+  /** The next task, or the one that is this person's still. */
+  async next() {
+    try {
+      const count = this.left === null || this.since++ % RECOUNT === 0;
+      const found = await post("/api/label/next", { project: this.project.id, count });
+      if (this.stop.signal.aborted) return;
+      this.mine = found.mine;
+      if (count) this.left = found.left;
+      this.show(found.task);
+    } catch (error) {
+      this.failed(error);
+      if (this.ask === null && error.status !== 401)
+        this.stage.replaceChildren(again("The next task can't be had", error.message, () => this.next()));
+    }
+  }
+
+  show(task) {
+    this.task = task;
+    this.warned = false;
+    this.reason.value = "";
+    this.progress();
+    this.reason.hidden = this.buttons.skip.hidden = task === null;
+    if (task === null) {
+      this.ask = null;
+      this.lease.textContent = "";
+      const why = "All tasks are answered, skipped by you, or being answered by others. Those that others leave come back: look again later.";
+      this.stage.replaceChildren(again("Nothing is left for you here", why, () => this.next()));
+      return;
+    }
+    this.shownAt = performance.now();
+    this.held(task.lease_ms);
+    this.ask = controls(this.project, task, (answer) => this.vote(answer));
+    this.stage.replaceChildren(el("section", { class: "asked card", "aria-label": "Prompt" }, texts.prompt(task.prompt)), this.ask.node);
+    this.status.textContent = "The next task.";
+    document.getElementById("main").focus({ preventScroll: true });
+    scrollTo(0, 0);
+  }
+
+  progress() {
+    const { answered, skipped } = this.mine;
+    const all = answered + skipped + (this.left ?? 0);
+    this.bar.value = all ? (answered + skipped) / all : 1;
+    this.count.textContent = `${answered} answered${skipped ? `, ${skipped} skipped` : ""} · ${this.left ?? "?"} left`;
+    this.buttons.undo.disabled = answered + skipped === 0;
+  }
+
+  vote(answer) {
+    const ms = Math.round(performance.now() - this.shownAt);
+    this.send("/api/label/vote", { assignment: this.task.assignment, ...answer, reason: this.reason.value.trim() || null, client_ms: ms });
+  }
+
+  skip() {
+    if (this.task) this.send("/api/label/skip", { assignment: this.task.assignment, reason: this.reason.value.trim() || null });
+  }
+
+  undo() {
+    this.send("/api/label/undo", { project: this.project.id });
+  }
+
+  /** One submission at a time; what is on the page stays until the studio has it on its disk. */
+  async send(path, content) {
+    if (this.busy) return;
+    this.busy = true;
+    this.root.classList.add("sending");
+    try {
+      const receipt = await submit(path, content, (error) => notice(`${error.message} Trying again; nothing is lost while this page stays open.`));
+      if (receipt.action === "undo") this.left = this.left === null ? null : this.left + 1;
+      else if (this.left) this.left -= 1;
+      this.ask = null; // until the next task is there, keys mean nothing
+      await this.next();
+      if (receipt.action === "undo") this.say("Taken back. Answer it again.");
+    } catch (error) {
+      this.failed(error);
+      if (error.status === 409 && path !== "/api/label/undo") await this.next();
+    } finally {
+      this.busy = false;
+      this.root.classList.remove("sending");
+    }
+  }
+
+  say(text) {
+    this.status.textContent = text;
+    notice(text, 3);
+  }
+
+  failed(error) {
+    if (error.status === 401) {
+      this.stage.replaceChildren(
+        el(
+          "div",
+          { class: "card done" },
+          el("h2", {}, "You are logged out"),
+          el(
+            "p",
+            {},
+            el("a", { href: "/join" }, "Log in again"),
+            " and go on where you were. At the studio's own machine, open the address that psigrad studio printed.",
+          ),
+        ),
+      );
+      this.task = this.ask = null;
+      return;
+    }
+    notice(error.message, 8);
+  }
+
+  held(milliseconds) {
+    this.until = Date.now() + milliseconds;
+    this.span = milliseconds;
+    this.tick();
+  }
+
+  /** Keep the task for a person who is at work; say so when its time is up. */
+  async tick() {
+    if (!this.task) return;
+    const rest = this.until - Date.now();
+    this.lease.classList.toggle("late", rest < 60_000 && rest < this.span / 2);
+    this.lease.textContent = rest > 0 ? `kept for you for ${span(rest)}` : "no longer kept for you";
+    if (rest <= 0 && !this.warned) {
+      this.warned = true;
+      this.say("The time for this task is up. Your answer still counts unless somebody else gets the task first.");
+    }
+    if (rest > this.span / 2 || rest <= 0 || Date.now() - this.touched > this.span / 2 || this.busy) return;
+    try {
+      const { lease_ms: kept } = await post("/api/label/renew", { assignment: this.task.assignment });
+      this.held(kept);
+    } catch (error) {
+      if (error.status === 409 && !this.warned) {
+        this.warned = true;
+        notice(error.message, 8);
+      }
+    }
+  }
+
+  help() {
+    if (this.dialog.open) this.dialog.close();
+    else this.dialog.showModal();
+  }
+
+  key(event) {
+    const typing = event.target instanceof HTMLInputElement && event.target.type === "text";
+    if (typing && event.key === "Escape") document.getElementById("main").focus({ preventScroll: true });
+    if (event.altKey || event.metaKey || event.isComposing || event.repeat || typing || this.busy) return;
+    if (event.ctrlKey) {
+      if (event.key.toLowerCase() === "z" && !event.shiftKey) {
+        event.preventDefault();
+        this.undo();
+      }
+      return;
+    }
+    if (event.target.closest?.("select, textarea, input, dialog")) return;
+    if ((event.key === "Enter" || event.key === " ") && event.target.closest?.("a, button, summary")) return;
+    if (event.key === "?") return void this.help();
+    if (!single()) {
+      if (event.key.length === 1) return;
+    }
+    const own = this.ask?.key(event);
+    if (own) return void event.preventDefault();
+    const act = { s: () => this.skip(), u: () => this.undo(), r: () => this.reason.focus() }[event.key.toLowerCase()];
+    if (act && !event.shiftKey) {
+      event.preventDefault();
+      act();
+    }
+  }
+}
+
+const again = (title, why, retry) =>
+  el(
+    "div",
+    { class: "card done" },
+    el("h2", {}, title),
+    el("p", { class: "soft" }, why),
+    el("button", { type: "button", onclick: retry }, "Look again"),
+  );
+const span = (ms) => (ms >= 90_000 ? `${Math.round(ms / 60_000)} min` : `${Math.ceil(ms / 1000)} s`);
+const SINGLE = "psigrad-label-keys";
+
+function single() {
+  try {
+    return localStorage.getItem(SINGLE) !== "off";
+  } catch {
+    return true;
+  }
+}
+
+function keys(project) {
+  const rows = {
+    pair: [
+      [["A", "←"], "A is better"],
+      [["B", "→"], "B is better"],
+      ...(project.ties ? [[["T"], "tie"]] : []),
+      ...(project.both_bad ? [[["X"], "both bad"]] : []),
+      ...(project.strengths
+        ? [
+            [["1", "…", String(project.strengths)], "how much better, after A or B"],
+            [["Enter"], "without saying how much"],
+          ]
+        : []),
+    ],
+    ranking: [
+      [["↑", "↓"], "from one completion to the next"],
+      [["A", "B", "…"], "to that completion"],
+      [["Shift", "↑"], "move it up"],
+      [["Shift", "↓"], "move it down"],
+      ...(project.ties ? [[["="], "as good as the one above"]] : []),
+      [["Enter"], "submit the order"],
+    ],
+    "rating-5": [[["1", "…", "5"], "the rating"]],
+    "rating-10": [
+      [["1", "…", "9"], "the rating"],
+      [["0"], "ten"],
+    ],
+  }[project.kind];
+  const all = [
+    ...rows,
+    [["S"], "skip; somebody else gets it"],
+    [["U"], "undo, also Ctrl+Z; again for the one before"],
+    [["R"], "say why; Esc leaves the field"],
+    [["?"], "this list"],
+  ];
+  const box = el("input", {
+    type: "checkbox",
+    checked: single(),
+    onchange: () => {
+      try {
+        localStorage.setItem(SINGLE, box.checked ? "on" : "off");
+      } catch {
+        box.checked = true;
+      }
+    },
+  });
+  const dialog = el(
+    "dialog",
+    { class: "keys card", "aria-labelledby": "keys-title" },
+    el("h2", { id: "keys-title" }, "Keys"),
+    el("dl", {}, ...all.map(([caps, what]) => el("div", {}, el("dt", {}, ...caps.map((cap) => el("kbd", {}, cap))), el("dd", {}, what)))),
+    el("label", { class: "row" }, box, "Letters and digits act at once"),
+    el("button", { type: "button", onclick: () => dialog.close() }, "Close"),
+  );
+  return dialog;
+}

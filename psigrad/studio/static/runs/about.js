@@ -1,0 +1,80 @@
+// One run: what the rules say of it, an episode to watch, what happened, and its settings.
+import { post } from "../api.js";
+import { el, notice } from "../dom.js";
+import { figure, whole } from "./format.js";
+
+/** An episode to watch; it moves only while it is open. */
+export function film(run) {
+  const picture = el("img", { alt: "An episode of the trained policy, animated", width: "300" });
+  const node = el("details", { class: "card film" }, el("summary", {}, "Watch an episode of the trained policy"), picture);
+  node.addEventListener("toggle", () => {
+    if (node.open) picture.src = `/api/runs/picture?run=${run}`;
+    else picture.removeAttribute("src");
+  });
+  return node;
+}
+
+/** Rows that may be wider than the page, and can be scrolled by keyboard then. */
+const table = (title, rows) =>
+  el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": title }, el("table", {}, el("tbody", {}, ...rows)));
+
+export class About {
+  /** `open(run, step, n)` shows completions. */
+  constructor(node, open) {
+    this.node = node;
+    this.open = open;
+    this.turn = 0;
+  }
+
+  async show(run) {
+    const turn = ++this.turn;
+    try {
+      const about = await post("/api/runs/about", { run: run.id });
+      if (turn === this.turn) this.draw(about);
+    } catch (error) {
+      notice(error.message);
+    }
+  }
+
+  draw(run) {
+    this.node.replaceChildren(this.alerts(run), run.picture ? film(run.id) : "", this.events(run), this.settings(run));
+  }
+
+  alerts(run) {
+    const said = run.alerts.map((alert) => {
+      const until = alert.ended === null ? "since" : `until step ${whole(alert.ended)}, from`;
+      return el(
+        "li",
+        { class: alert.ended === null ? (alert.grave ? "alert grave" : "alert") : "alert past" },
+        el("strong", {}, alert.title),
+        ` ${until} step ${whole(alert.step)}; worst at step ${whole(alert.worst_step)}. `,
+        el("span", { class: "soft" }, `${alert.says}${alert.said ? ` ${alert.said}` : ""}`),
+        alert.rollouts.length
+          ? el("div", { class: "row worst" }, el("span", { class: "soft small" }, "Look at"), ...alert.rollouts.map((r) => this.way(run, r)))
+          : null,
+      );
+    });
+    const list = said.length ? el("ul", { class: "plain" }, ...said) : el("p", { class: "soft" }, "No rule has anything to say.");
+    return el("section", { class: "card" }, el("h2", {}, "Alerts"), list);
+  }
+
+  way(run, row) {
+    const said = `#${row.k} of step ${whole(row.step)}, reward ${figure(row.reward)}`;
+    return el("button", { type: "button", onclick: () => this.open(run.id, row.step, row.n) }, said);
+  }
+
+  events(run) {
+    const rows = run.events.map(({ time, kind, ...rest }) => {
+      const when = Number(time) > 0 ? new Date(Number(time) * 1000).toLocaleString() : "";
+      const more = Object.entries(rest).filter(([, v]) => v && v !== "None").map(([k, v]) => `${k} ${v}`).join(", ");
+      return el("tr", {}, el("td", { class: "soft" }, when), el("td", {}, kind ?? ""), el("td", {}, more));
+    });
+    const shown = rows.length ? table("Events", rows) : el("p", { class: "soft" }, "Nothing was noted.");
+    return el("section", { class: "card" }, el("h2", {}, "What happened"), shown);
+  }
+
+  settings(run) {
+    const rows = Object.entries(run.settings).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)));
+    return el("section", { class: "card" }, el("h2", {}, "Settings"), table("Settings", rows));
+  }
+}

@@ -1,0 +1,125 @@
+// What the page knows of runs: the list, and curves that grow. Asked again from where they end.
+import { get, post } from "../api.js";
+
+const EMPTY = { generation: -1, curves: new Map(), keys: [], whole: true };
+
+export class Runs {
+  /** `changed(kind)` is told "list" or "curves". */
+  constructor(changed, live) {
+    this.changed = changed;
+    this.live = live;
+    this.list = [];
+    this.signals = [];
+    this.folder = "";
+    this.more = false;
+    this.curves = new Map();
+    this.axis = "step";
+    this.ids = [];
+    this.watched = [];
+    this.followed = "";
+    this.source = null;
+    this.asking = null;
+    this.again = false;
+    this.extra = false;
+    document.addEventListener("visibilitychange", () => this.follow(this.watched));
+  }
+
+  run(id) {
+    return this.list.find((run) => run.id === id);
+  }
+
+  async refresh() {
+    const answer = await get("/api/runs");
+    this.list = answer.runs;
+    this.signals = answer.signals;
+    this.folder = answer.folder;
+    this.more = answer.more;
+    this.changed("list");
+    return answer.whole;
+  }
+
+  /** Curves of these runs, brought up to date; of all keys with `extra`. One question at a time, and one more if asked meanwhile. */
+  async update(ids, axis, extra) {
+    if (axis !== this.axis) this.curves.clear();
+    this.axis = axis;
+    this.extra = extra;
+    this.ids = ids;
+    if (this.asking) {
+      this.again = true;
+      return this.asking;
+    }
+    this.asking = this.fetch();
+    try {
+      await this.asking;
+    } finally {
+      this.asking = null;
+    }
+    if (this.again) {
+      this.again = false;
+      return this.update(this.ids, this.axis, this.extra);
+    }
+  }
+
+  async fetch() {
+    if (!this.ids.length) return this.changed("curves");
+    const axis = this.axis;
+    const runs = this.ids.map((id) => {
+      const known = this.curves.get(id) ?? EMPTY;
+      return { id, generation: Math.max(0, known.generation), have: Object.fromEntries([...known.curves].map(([name, c]) => [name, c.count])) };
+    });
+    const keys = [...new Set(this.ids.flatMap((id) => this.curves.get(id)?.keys ?? []))];
+    const names = this.extra && keys.length ? keys.slice(0, 500) : null;
+    const answer = await post("/api/runs/curves", { runs, names, axis });
+    if (axis !== this.axis) return;
+    for (const one of answer) this.take(one);
+    this.changed("curves");
+    if (this.extra && names === null) this.again = true;
+    if (answer.some((one) => !one.whole)) this.again = true;
+  }
+
+  take(one) {
+    let known = this.curves.get(one.id);
+    if (!known || known.generation !== one.generation) known = { ...EMPTY, curves: new Map() };
+    for (const [name, curve] of Object.entries(one.curves)) {
+      const old = known.curves.get(name);
+      const steps = one.grids[curve.steps], x = curve.x ?? steps, values = curve.values.map((v) => v ?? NaN);
+      if (!old || curve.first === 0 || curve.first !== old.count) {
+        const own = steps.slice(); // curves share them in the answer, and each grows by itself
+        known.curves.set(name, { steps: own, x: curve.x ?? own, values, count: curve.count });
+        continue;
+      }
+      for (let i = 0; i < values.length; i++) {
+        old.steps.push(steps[i]);
+        if (old.x !== old.steps) old.x.push(x[i]);
+        old.values.push(values[i]);
+      }
+      old.count = curve.count;
+    }
+    this.curves.set(one.id, { ...known, generation: one.generation, keys: one.keys, whole: one.whole });
+  }
+
+  /** Hear of changes to these runs as they happen; not while nobody looks, as a browser has few connections. */
+  follow(ids) {
+    const wanted = document.hidden ? "" : ids.slice(0, 40).join(",");
+    this.watched = ids;
+    if (wanted === this.followed) return;
+    this.followed = wanted;
+    this.source?.close();
+    this.source = null;
+    if (!wanted) return;
+    this.source = new EventSource(`/api/runs/live?runs=${wanted}`);
+    this.source.addEventListener("open", () => this.live(true));
+    this.source.addEventListener("error", () => this.live(false));
+    this.source.addEventListener("message", (event) => {
+      this.live(true);
+      const entry = JSON.parse(event.data), at = this.list.findIndex((run) => run.id === entry.id);
+      if (at < 0) return;
+      const old = this.list[at];
+      this.list[at] = entry;
+      this.changed("list");
+      const moved = old.version !== entry.version || old.generation !== entry.generation;
+      const known = this.curves.get(entry.id);
+      if (this.ids.includes(entry.id) && (moved || known?.generation !== entry.generation)) this.update(this.ids, this.axis, this.extra).catch(() => this.live(false));
+    });
+  }
+}

@@ -1,0 +1,49 @@
+// Numbers, times and places as people write them.
+
+const MINUS = "−";
+
+/** Four significant digits; a dash for what is no number. */
+export function figure(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return scientific(value);
+  const text = size >= 1000 ? Math.round(value).toLocaleString("en").replaceAll(",", "\u202f") : String(Number(value.toPrecision(4)));
+  return text.replace("-", MINUS);
+}
+
+/** 1.2·10⁻⁹. */
+function scientific(value) {
+  const [mantissa, power] = value.toExponential(2).split("e");
+  const raised = String(Number(power)).replace("-", "⁻").replace(/[0-9]/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
+  return `${String(Number(mantissa)).replace("-", MINUS)}·10${raised}`;
+}
+
+/** A whole number with narrow spaces that don't break. */
+export const whole = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
+
+/** Seconds as the largest unit that fits. */
+export function duration(seconds) {
+  for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+    if (seconds >= size) return `${Math.round(seconds / size)} ${unit}`;
+  }
+  return `${Math.max(0, Math.round(seconds))} s`;
+}
+
+/** How long ago something was, from seconds since 1970. */
+export const ago = (time) => (time > 0 ? `${duration(Date.now() / 1000 - time)} ago` : "");
+
+/** A round number near a third of a range, for ticks. */
+export function stride(range, wanted) {
+  const raw = range / Math.max(1, wanted), power = 10 ** Math.floor(Math.log10(raw));
+  return power * ([1, 2, 5, 10].find((m) => m * power >= raw * 0.999) ?? 10);
+}
+
+/** A tick: as short as its neighbours let it be. */
+export function tick(value, step) {
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`.replace("-", MINUS);
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`.replace("-", MINUS);
+  if (size !== 0 && size < 1e-3) return value.toExponential(0).replace("e-", "e−").replace("-", MINUS);
+  const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step || 1) + 1e-9)));
+  return String(Number(value.toFixed(digits))).replace("-", MINUS);
+}

@@ -1,0 +1,154 @@
+// A group side by side: the prompt once, then each completion with its reward, its parts, its advantage and its tokens.
+import { get, post } from "../api.js";
+import { el, notice } from "../dom.js";
+import { film } from "./about.js";
+import { figure, whole } from "./format.js";
+import { MEASURES, measures, reach, tokenText } from "./tokens.js";
+
+const OWN = "Sent from runs";
+const KINDS = { train: "training", eval: "held out", episode: "episode" };
+
+const BARE = "There are no figures by token here: a run writes them for the first prompts of each step (record_tokens).";
+
+const message = ({ role, content }) =>
+  el("div", { class: "message" }, role ? el("span", { class: "role soft" }, role) : null, el("p", { class: "said" }, content));
+
+export class Group {
+  constructor() {
+    this.node = el("section", { class: "group", "aria-label": "Group" });
+    this.chosen = [];
+    this.measure = "logprob";
+    this.projects = null;
+    this.clear();
+  }
+
+  clear() {
+    this.shown = null;
+    this.node.replaceChildren(el("p", { class: "card soft" }, "Choose a completion to see its whole group."));
+  }
+
+  show(run, group, n) {
+    this.run = run;
+    this.shown = group;
+    this.n = n;
+    this.chosen = [];
+    this.offered = measures(group.members);
+    if (!this.offered.includes(this.measure)) this.measure = this.offered[0] ?? "";
+    this.draw();
+  }
+
+  draw() {
+    const group = this.shown, episode = group.kind === "episode";
+    const title = `Step ${whole(group.step)} · ${KINDS[group.kind] ?? group.kind}${episode ? "" : ` · prompt ${group.row}`}`;
+    this.readout = el("p", { class: "token-said soft", role: "status" }, this.offered.length ? "Point at a token, or walk through with the arrow keys." : "");
+    const head = el(
+      "div",
+      { class: "card prompt" },
+      el("div", { class: "row between" }, el("h2", {}, title), el("span", { class: "soft small" }, group.said)),
+      ...(episode ? [] : group.prompt.map(message)),
+    );
+    this.members = el("div", { class: "members" });
+    this.sending = el("div", { class: "card sending", hidden: true });
+    const bare = group.kind === "train" && !this.offered.length;
+    if (bare) head.append(el("p", { class: "soft small" }, BARE));
+    // what holds for all of them is said once
+    this.common = group.members.length > 1 && group.members.every((m) => m.why === group.members[0].why) ? group.members[0].why : "";
+    if (this.common) head.append(el("p", { class: "why" }, this.common));
+    this.node.replaceChildren(head, ...(group.picture ? [film(this.run.id)] : []), ...(this.offered.length ? [this.colours()] : []), this.members, this.sending);
+    this.fill();
+  }
+
+  colours() {
+    const options = this.offered.map((name) => el("option", { value: name, selected: name === this.measure }, MEASURES[name].title));
+    const select = el("select", { id: "measure" }, ...options, el("option", { value: "" }, "nothing"));
+    select.addEventListener("change", () => {
+      this.measure = select.value;
+      this.fill();
+    });
+    this.key = el("span", { class: "soft small" });
+    return el("div", { class: "card colours" }, el("label", { class: "row" }, "Colour by ", select), this.key, this.readout);
+  }
+
+  fill() {
+    const group = this.shown, most = this.measure ? reach(group.members, this.measure) : 0;
+    if (this.key) this.key.textContent = this.measure ? `${MEASURES[this.measure].says}${this.full(most)}` : "";
+    const episode = group.kind === "episode";
+    this.members.classList.toggle("few", group.members.length < 3);
+    this.members.replaceChildren(...group.members.map((m) => this.member(m, most, episode)));
+  }
+
+  /** Where a colour is full. */
+  full(most) {
+    if (this.measure === "mask" || most === 0) return "";
+    return `; full colour at ${figure((MEASURES[this.measure].middle ?? 0) + (this.measure === "logprob" ? -most : most))}`;
+  }
+
+  member(m, most, episode) {
+    const label = `Completion ${m.k}`;
+    const parts = Object.entries(m.parts), alone = episode || this.shown.members.length < 2;
+    const box = el("input", { type: "checkbox", checked: this.chosen.includes(m.n), onchange: () => this.choose(m, box) });
+    const text = m.tokens && (m.tokens.text.length > 0) && this.shown.names
+      ? tokenText(m.tokens, this.measure, most, label, (said) => { this.readout.textContent = said; })
+      : el("p", { class: "said" }, m.completion || (episode ? "" : "(empty)"));
+    const facts = [
+      ["reward", m.reward === null ? m.status || "none" : figure(m.reward)],
+      ...(episode ? [] : [["advantage", m.advantage === null ? "none" : figure(m.advantage)]]),
+      [episode ? "steps" : "tokens", m.length === null ? "–" : whole(m.length)],
+      ...(m.turns ? [["turns", whole(m.turns)]] : []),
+      ...(m.finish ? [["ended", m.finish === "length" ? "cut" : m.finish]] : []),
+    ];
+    return el(
+      "article",
+      { class: m.n === this.n ? "card member asked" : "card member", "aria-label": label },
+      el("div", { class: "row between" }, el("h3", {}, episode ? `Episode ${m.k}` : `#${m.k}`), alone ? null : el("label", { class: "tick small soft" }, box, "compare")),
+      el("dl", { class: "facts" }, ...facts.map(([name, said]) => el("div", {}, el("dt", {}, name), el("dd", {}, said)))),
+      parts.length ? el("dl", { class: "parts" }, ...parts.map(([name, v]) => el("div", {}, el("dt", {}, name), el("dd", {}, figure(v))))) : null,
+      m.why && !this.common ? el("p", { class: "why" }, m.why) : null,
+      m.reason && m.status !== "unscored" ? el("p", { class: "why bad" }, m.reason) : null,
+      text,
+      m.left_out ? el("p", { class: "soft small" }, `${whole(m.left_out)} more characters are not shown.`) : null,
+    );
+  }
+
+  choose(m, box) {
+    this.chosen = this.chosen.filter((n) => n !== m.n);
+    if (box.checked) this.chosen.push(m.n);
+    if (this.chosen.length > 2) {
+      this.chosen.shift();
+      this.fill();
+    }
+    this.offer();
+  }
+
+  async offer() {
+    this.sending.hidden = this.chosen.length !== 2;
+    if (this.sending.hidden) return;
+    try {
+      this.projects ??= await get("/api/runs/projects");
+    } catch (error) {
+      notice(error.message);
+      return;
+    }
+    const [a, b] = this.chosen.map((n) => this.shown.members.find((m) => m.n === n));
+    const options = this.projects.map((p) => el("option", { value: p.id }, p.name));
+    if (!this.projects.some((p) => p.name === OWN)) options.push(el("option", { value: "" }, `a new project, “${OWN}”`));
+    const select = el("select", { "aria-label": "Project" }, ...options);
+    const button = el("button", { type: "button", class: "primary", onclick: () => this.send(a, b, select.value, button) }, "Send");
+    this.sending.replaceChildren(el("p", {}, `#${a.k} and #${b.k}, blind and in random order, to the labelling desk:`), el("div", { class: "row" }, select, button));
+  }
+
+  async send(a, b, project, button) {
+    button.disabled = true;
+    try {
+      const said = await post("/api/runs/send", { run: this.run.id, n: a.n, other: b.n, generation: this.shown.generation, project: project ? Number(project) : null });
+      this.projects = null;
+      const told = said.tasks ? `Sent. It waits in “${said.name}”. ` : `“${said.name}” has this pair already. `;
+      this.sending.replaceChildren(
+        el("p", { role: "status" }, told, el("a", { href: `/label#project=${said.project}&part=work` }, "Go to the labelling desk")),
+      );
+    } catch (error) {
+      button.disabled = false;
+      notice(error.message);
+    }
+  }
+}

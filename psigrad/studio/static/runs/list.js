@@ -1,0 +1,122 @@
+// The list of runs: seeds of the same settings under one head, a box to lay a run over others, a name to look at it alone.
+import { el } from "../dom.js";
+import { ago, figure, whole } from "./format.js";
+
+/** Runs in order of their last word, those of the same settings together: [{title, runs}]. */
+export function grouped(runs) {
+  const found = new Map();
+  for (const run of [...runs].sort((a, b) => (b.state === "running") - (a.state === "running") || b.written - a.written || a.name.localeCompare(b.name))) {
+    const key = run.group || run.id;
+    if (!found.has(key)) found.set(key, []);
+    found.get(key).push(run);
+  }
+  return [...found.entries()].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
+}
+
+/** What the names of several runs have in common. */
+function common(runs) {
+  const [first, ...rest] = runs.map((run) => run.name);
+  let length = first.length;
+  for (const name of rest) while (!name.startsWith(first.slice(0, length))) length -= 1;
+  return first.slice(0, length).replace(/[-_/. ]*(seed)?[-_/. ]*$/i, "") || runs[0].method;
+}
+
+/** Whether a run is among those searched for. */
+export function matches(run, { search, state, method }) {
+  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = `${run.name} ${run.method} ${run.model} ${run.kind}`.toLowerCase();
+  const right = !state || (state === "alerts" ? run.alerts.length > 0 : run.state === state);
+  return right && (!method || run.method === method) && words.every((word) => text.includes(word));
+}
+
+export class List {
+  constructor(node, picked) {
+    this.node = node;
+    this.picked = picked;
+    this.rows = new Map();
+    node.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
+      const names = [...node.querySelectorAll("button.name")];
+      const here = names.indexOf(document.activeElement.closest(".run, .several")?.querySelector("button.name"));
+      names[Math.max(0, Math.min(names.length - 1, here + (event.key === "ArrowDown" ? 1 : -1)))]?.focus();
+      event.preventDefault();
+    });
+  }
+
+  /** `look` says of a run {chosen, colour, dash}. Nodes are kept, so that the focus stays where it is. */
+  draw(groups, look) {
+    const wanted = [], live = new Set();
+    for (const group of groups) {
+      const runs = group.runs.map((run) => this.row(`run ${run.id}`, live, () => this.one(run)));
+      group.runs.forEach((run, i) => this.fill(runs[i], run, look(run)));
+      if (group.runs.length === 1) wanted.push(...runs);
+      else wanted.push(this.head(group, look, live), ...runs);
+      runs.forEach((row) => row.node.classList.toggle("seed", group.runs.length > 1));
+    }
+    for (const key of [...this.rows.keys()]) if (!live.has(key)) this.rows.delete(key);
+    const nodes = wanted.map((row) => row.node);
+    const same = nodes.length === this.node.children.length && nodes.every((node, i) => node === this.node.children[i]);
+    if (!same) {
+      const focus = document.activeElement;
+      this.node.replaceChildren(...nodes);
+      if (this.node.contains(focus)) focus.focus();
+    }
+  }
+
+  row(key, live, make) {
+    live.add(key);
+    if (!this.rows.has(key)) this.rows.set(key, make());
+    return this.rows.get(key);
+  }
+
+  one(run) {
+    const id = run.id;
+    const box = el("input", { type: "checkbox", onchange: () => this.picked([id], box.checked, false) });
+    const name = el("button", { type: "button", class: "name", onclick: () => this.picked([id], true, true) });
+    const parts = Object.fromEntries(["key", "meta", "state", "figure", "alert"].map((k) => [k, el("span", { class: k })]));
+    const node = el("div", { class: "run", "data-id": id }, box, parts.key, name, parts.state, parts.meta, parts.figure, parts.alert);
+    return { node, box, name, ...parts };
+  }
+
+  head(group, look, live) {
+    const row = this.row(`group ${group.key}`, live, () => {
+      const box = el("input", { type: "checkbox", onchange: () => this.picked(row_.ids, box.checked, false) });
+      const name = el("button", { type: "button", class: "name", onclick: () => this.picked(row_.ids, true, true) });
+      const key = el("span", { class: "key" }), meta = el("span", { class: "meta" });
+      const row_ = { node: el("div", { class: "several" }, box, key, name, meta), box, name, key, meta, ids: [] };
+      return row_;
+    });
+    const looks = group.runs.map(look);
+    row.ids = group.runs.map((run) => run.id);
+    row.box.checked = looks.every((l) => l.chosen);
+    row.box.indeterminate = !row.box.checked && looks.some((l) => l.chosen);
+    row.box.setAttribute("aria-label", `Lay all seeds of ${group.title} over the others`);
+    text(row.name, group.title);
+    text(row.meta, `${group.runs.length} seeds · ${group.runs[0].method}${group.runs[0].model ? ` · ${short(group.runs[0].model)}` : ""}`);
+    return row;
+  }
+
+  fill(row, run, { chosen, colour, dash }) {
+    row.box.checked = chosen;
+    row.box.setAttribute("aria-label", `Lay ${run.name} over the others`);
+    row.node.classList.toggle("chosen", chosen);
+    row.key.className = chosen ? `key run-${colour} dash-${dash}` : "key";
+    text(row.name, run.name);
+    const model = run.model ? ` · ${short(run.model)}` : "";
+    text(row.meta, `${run.method}${model} · ${ago(run.written)}`);
+    row.state.className = `state ${run.state}`;
+    text(row.state, run.state);
+    const last = run.last ? `${run.last.name.replaceAll("_", " ")} ${figure(run.last.value)} · ` : "";
+    text(row.figure, `${last}step ${whole(run.step)}${run.total > run.step ? ` of ${whole(run.total)}` : ""}`);
+    const worst = run.alerts[0];
+    row.alert.className = worst ? `alert ${run.alerts.some((a) => a.grave) ? "grave" : ""}` : "alert none";
+    text(row.alert, worst ? `${worst.title}, from step ${whole(worst.step)}${run.alerts.length > 1 ? `, and ${run.alerts.length - 1} more` : ""}` : "");
+  }
+}
+
+/** The end of a path. */
+export const short = (model) => model.split("/").slice(-2).join("/");
+
+function text(node, said) {
+  if (node.textContent !== said) node.textContent = said;
+}

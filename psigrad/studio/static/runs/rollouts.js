@@ -1,0 +1,155 @@
+// Completions of one run: what to look for, a list of what was found, and the group of the one that was chosen.
+import { post } from "../api.js";
+import { el, notice } from "../dom.js";
+import { figure, whole } from "./format.js";
+import { Group } from "./group.js";
+
+const PAGE = 50;
+const WHICH = { episode: "episode ", eval: "held out " };
+const EVERY = { step: "", kind: "", status: "", low: "", high: "", zero: false, text: "", order: "newest" };
+
+export class Rollouts {
+  /** `moved` is called when what is looked for or looked at changed. */
+  constructor(node, moved) {
+    this.node = node;
+    this.moved = moved;
+    this.run = null;
+    this.wanted = { ...EVERY };
+    this.n = null;
+    this.asked = 0;
+    this.group = new Group();
+    this.list = el("ul", { class: "found", "aria-label": "Completions" });
+    this.said = el("p", { class: "soft small", role: "status" });
+    this.further = el("button", { type: "button", onclick: () => this.page(this.rows.length) }, "Show more");
+    this.form = this.controls();
+    node.replaceChildren(
+      this.form,
+      el("div", { class: "hall" }, el("div", { class: "card results" }, this.said, this.list, this.further), this.group.node),
+    );
+    this.list.addEventListener("keydown", (event) => {
+      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+      if (!step) return;
+      const all = [...this.list.querySelectorAll("button")];
+      all[Math.max(0, Math.min(all.length - 1, all.indexOf(document.activeElement) + step))]?.focus();
+      event.preventDefault();
+    });
+  }
+
+  controls() {
+    const options = (all) => all.map(([value, title]) => el("option", { value }, title));
+    const select = (name, title, all) => el("label", {}, title, el("select", { name }, ...options(all)));
+    const number = (name, title) => el("label", {}, title, el("input", { type: "number", name, step: "any" }));
+    const form = el(
+      "form",
+      { class: "card search" },
+      el("label", { class: "grow" }, "Text", el("input", { type: "text", name: "text", maxlength: "200", spellcheck: "false" })),
+      number("step", "Step"),
+      select("kind", "Kind", [["", "all"], ["train", "training"], ["eval", "held out"], ["episode", "episodes"]]),
+      number("low", "Reward from"),
+      number("high", "to"),
+      select("status", "Score", [["", "any"], ["scored", "scored"], ["failed", "failed"], ["unscored", "unscored"]]),
+      select("order", "Order", [["newest", "newest step first"], ["oldest", "as written"], ["worst", "lowest reward first"], ["best", "highest reward first"]]),
+      el("label", { class: "tick" }, el("input", { type: "checkbox", name: "zero" }), "advantage 0"),
+      el("button", { type: "submit", class: "primary" }, "Search"),
+      el("button", { type: "button", class: "quiet", onclick: () => this.look({ ...EVERY }) }, "Clear"),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.look(this.read());
+    });
+    form.addEventListener("change", (event) => {
+      if (event.target.name !== "text") this.look(this.read());
+    });
+    return form;
+  }
+
+  read() {
+    const of = (name) => this.form.elements[name].value.trim();
+    return { ...Object.fromEntries(["step", "kind", "status", "low", "high", "text", "order"].map((n) => [n, of(n)])), zero: this.form.elements.zero.checked };
+  }
+
+  /** Show a run's completions; `wanted` as in EVERY, `n` the number of one to look at. */
+  async open(run, wanted, n = null) {
+    if (this.run?.id !== run.id || this.run.generation !== run.generation) this.group.clear();
+    this.run = run;
+    await this.look({ ...EVERY, ...wanted }, n);
+  }
+
+  async look(wanted, n = null) {
+    this.wanted = wanted;
+    for (const [name, value] of Object.entries(wanted)) {
+      if (name === "zero") this.form.elements.zero.checked = value;
+      else this.form.elements[name].value = value;
+    }
+    this.rows = [];
+    this.list.replaceChildren();
+    await this.page(0);
+    const first = n ?? this.rows[0]?.n ?? null;
+    if (first !== null) await this.choose(first);
+    else this.group.clear();
+    this.moved();
+  }
+
+  question() {
+    const { step, low, high, kind, status, ...rest } = this.wanted;
+    const number = (text) => (text === "" || !Number.isFinite(Number(text)) ? null : Number(text));
+    return { run: this.run.id, step: number(step), low: number(low), high: number(high), kind: kind || null, status: status || null, ...rest };
+  }
+
+  async page(first) {
+    const turn = ++this.asked;
+    this.said.textContent = "Looking …";
+    let answer;
+    try {
+      answer = await post("/api/runs/rollouts", { ...this.question(), first, count: PAGE });
+    } catch (error) {
+      if (turn === this.asked) this.said.textContent = error.message;
+      return;
+    }
+    if (turn !== this.asked) return;
+    this.generation = answer.generation;
+    this.rows = [...this.rows.slice(0, first), ...answer.rows];
+    const part = answer.whole ? "" : " so far; the file is long, search again for the rest";
+    const range = answer.rewards ? ` Rewards lie between ${figure(answer.rewards[0])} and ${figure(answer.rewards[1])}.` : "";
+    const count = `${whole(answer.found)} of ${whole(answer.total)} completions`;
+    this.said.textContent = answer.total === 0 ? "This run has written no completions." : `${count}${part}.${range}`;
+    this.list.replaceChildren(...this.rows.map((row) => this.item(row)));
+    this.further.hidden = this.rows.length >= answer.found || answer.rows.length === 0;
+  }
+
+  item(row) {
+    const reward = row.reward === null ? row.status || "no reward" : figure(row.reward);
+    const episode = row.kind === "episode";
+    const head = el(
+      "span",
+      { class: "line" },
+      el("strong", { class: row.status === "failed" || row.status === "unscored" ? "bad" : null }, reward),
+      el("span", { class: "soft" }, `step ${whole(row.step)} · ${WHICH[row.kind] ?? "#"}${row.k}${row.cut ? " · cut" : ""}`),
+      row.advantage === null ? null : el("span", { class: "soft" }, `A ${figure(row.advantage)}`),
+    );
+    const button = el(
+      "button",
+      { type: "button", "aria-current": row.n === this.n ? "true" : null, "data-n": row.n, onclick: () => this.choose(row.n).then(() => this.moved()) },
+      head,
+      episode ? el("span", { class: "begin" }, `${whole(row.tokens ?? 0)} steps`) : el("span", { class: "begin soft" }, row.prompt),
+      episode ? null : el("span", { class: "begin" }, row.completion),
+    );
+    return el("li", {}, button);
+  }
+
+  async choose(n) {
+    this.n = n;
+    for (const button of this.list.querySelectorAll("button")) {
+      if (Number(button.dataset.n) === n) button.setAttribute("aria-current", "true");
+      else button.removeAttribute("aria-current");
+    }
+    const run = this.run;
+    try {
+      const group = await post("/api/runs/group", { run: run.id, n, generation: this.generation ?? 0 });
+      if (this.run === run && this.n === n) this.group.show(run, group, n);
+    } catch (error) {
+      if (error.code === "moved") return this.look(this.wanted);
+      notice(error.message);
+    }
+  }
+}

@@ -1,0 +1,245 @@
+"""The chat page in Chromium: by keyboard alone, on a phone, in both themes; and what a model writes stays text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from axe_playwright_python.sync_playwright import Axe
+from browser import chromium
+from chat_runs import make_runs
+from live_studio import live_studio
+from playwright.sync_api import Browser, Page, expect
+
+from psigrad.studio import talk
+
+torch.set_num_threads(1)
+SIZES = {"laptop": (1280, 860), "phone": (390, 844)}
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e{{7*7}}"
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory):
+    runs: Path = make_runs(tmp_path_factory.mktemp("chat") / "runs")
+    with live_studio(runs=runs) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def opened(studio, browser):
+    """opened(size, scheme) -> the page; what it logged is looked at in the end."""
+    contexts, troubles = [], []
+
+    def visit(size: str = "laptop", scheme: str = "light", folder: str = "/chat") -> Page:
+        width, height = SIZES[size]
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce", has_touch=size == "phone"
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("dialog", lambda dialog: troubles.append(f"dialog {dialog.message}"))
+        page.goto(f"{studio.base}/enter?key={studio.settings.key}")
+        page.goto(f"{studio.base}{folder}")
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    visit.expected = []
+    yield visit
+    for context in contexts:
+        context.close()
+    assert not [t for t in troubles if not any(re.search(e, t) for e in visit.expected)], troubles
+
+
+def choose(page: Page, first: str, second: str | None = None) -> None:
+    page.select_option("#first", label=first)
+    if second:
+        page.check("#compare")
+        page.select_option("#second", label=second)
+
+
+def asked(page: Page, words: str) -> None:
+    page.fill("#message", words)
+    page.press("#message", "Enter")
+
+
+def ended(page: Page, status: str = "The answer has ended.") -> None:
+    expect(page.locator("#status")).to_have_text(status)
+
+
+def test_a_conversation_goes_on_and_a_new_one_begins(opened):
+    page = opened()
+    choose(page, "chat/talking, step 7")
+    page.fill("#tokens", "12")
+    expect(page.locator("#system-field")).to_be_visible()
+    bodies = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.url.endswith("/answer") else None)
+    for words in ("say a:", "and b?"):
+        asked(page, words)
+        ended(page)
+    first = page.locator(".exchange").first.locator(".text").text_content()
+    assert bodies[1]["messages"] == [
+        {"role": "user", "content": "say a:"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "and b?"},
+    ]
+    page.click("#fresh")
+    expect(page.locator(".exchange")).to_have_count(0)
+    asked(page, "again")
+    ended(page)
+    assert len(bodies[2]["messages"]) == 1
+
+
+def test_the_seed_below_an_answer_repeats_it(opened):
+    page = opened()
+    choose(page, "chat/plain, final model")
+    expect(page.locator("#manner")).to_contain_text("No chat template")
+    page.fill("#tokens", "20")
+    asked(page, "say b:")
+    ended(page)
+    seed = re.search(r"seed (\d+)", page.locator(".facts").first.text_content()).group(1)
+    page.fill("#seed", seed)
+    asked(page, "say b:")
+    expect(page.locator(".facts").nth(1)).to_contain_text(f"seed {seed}")
+    assert page.locator(".text").nth(0).text_content() == page.locator(".text").nth(1).text_content()
+
+
+def test_two_answers_are_compared_by_keyboard_alone(opened):
+    page = opened()
+    page.evaluate("document.activeElement.blur()")
+
+    def tab_to(selector: str, most: int = 40) -> None:
+        for _ in range(most):
+            page.keyboard.press("Tab")
+            if page.evaluate("s => document.activeElement.matches(s)", selector):
+                return
+        raise AssertionError(f"Tab never came to {selector}")
+
+    tab_to("#first")
+    page.keyboard.type("chat/talking")
+    tab_to("#compare")
+    page.keyboard.press("Space")
+    tab_to("#second")
+    page.keyboard.type("chat/silent")
+    tab_to("#tokens")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("8")
+    tab_to("#seed")  # an answer that is drawn may be empty, which is not stored
+    page.keyboard.type("5")
+    for _ in range(40):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate("document.activeElement.id") == "message":
+            break
+    page.keyboard.type("say c:")
+    page.keyboard.press("Enter")
+    ended(page, "Both have ended. Which answer is better?")
+    assert page.evaluate("document.activeElement.dataset.choice") == "left"
+    assert page.locator(".answer h2").all_text_contents() == ["A", "B"]
+    page.keyboard.press("2")
+    expect(page.locator(".verdict")).to_contain_text("was better")
+    names = page.locator(".answer h2").all_text_contents()
+    assert sorted(name.partition(": ")[2] for name in names) == ["chat/silent, final model", "chat/talking, step 7"]
+    expect(page.locator(".answer").nth(1)).to_have_class(re.compile("better"))
+    assert page.evaluate("document.activeElement.id") == "message"
+    ended(page, "Stored.")
+
+
+def test_the_better_answer_goes_on_and_two_bad_ones_do_not(opened):
+    page = opened()
+    choose(page, "chat/talking, step 7", "chat/silent, final model")
+    page.fill("#tokens", "6")
+    bodies = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.url.endswith("/answer") else None)
+    said = []
+    for key in ("2", "4", None, "3"):
+        asked(page, f"say {key}")
+        ended(page, "Both have ended. Which answer is better?")
+        exchange = page.locator(".exchange").last
+        if key == "2":
+            said.append(exchange.locator(".text").nth(1).text_content())
+        if key is None:
+            exchange.get_by_role("button", name="Skip").click()
+        else:
+            page.keyboard.press(key)
+        expect(exchange.locator(".verdict")).to_be_visible()
+    kept = [message["content"] for message in bodies[-1]["messages"]]
+    assert kept == ["say 2", said[0], "say 3"]
+
+
+def test_escape_stops_a_long_answer(opened, monkeypatch):
+    gate = talk._Writer.step
+
+    def slow(self):
+        import time
+
+        time.sleep(0.02)
+        return gate(self)
+
+    monkeypatch.setattr(talk._Writer, "step", slow)
+    page = opened()
+    choose(page, "chat/talking, step 7")
+    page.fill("#tokens", "200")
+    page.fill("#temperature", "0")  # an answer that is drawn may end by itself before Escape comes
+    asked(page, "say a:")
+    expect(page.locator("#stop")).to_be_visible()
+    expect(page.locator(".text")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    expect(page.locator(".facts")).to_contain_text("stopped")
+    expect(page.locator("#stop")).to_be_hidden()
+
+
+def test_what_a_model_writes_stays_text(opened, monkeypatch):
+    monkeypatch.setattr(talk, "decode", lambda tokenizer, ids: HOSTILE[: 8 * len(ids)])
+    page = opened()
+    choose(page, "chat/plain, final model")
+    page.fill("#tokens", "12")
+    asked(page, HOSTILE)
+    ended(page)
+    assert page.locator(".text").text_content() == HOSTILE and page.locator(".said").text_content() == HOSTILE
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_a_refusal_is_shown_and_the_words_are_not_lost(opened):
+    page = opened()
+    choose(page, "chat/plain, final model")
+    asked(page, "1" * 300)
+    expect(page.locator(".failure")).to_contain_text("300 tokens")
+    expect(page.locator("#message")).to_have_value("1" * 300)
+
+
+@pytest.mark.parametrize(("size", "scheme"), [("laptop", "light"), ("phone", "dark")])
+def test_accessible_in_every_state(opened, size, scheme):
+    page = opened(size, scheme)
+    choose(page, "chat/talking, step 7", "chat/silent, final model")
+    page.fill("#tokens", "6")
+    found = []
+    found += Axe().run(page).response["violations"]
+    asked(page, "say a:")
+    ended(page, "Both have ended. Which answer is better?")
+    found += Axe().run(page).response["violations"]
+    page.locator('[data-choice="both_bad"]').click()
+    expect(page.locator(".verdict")).to_be_visible()
+    found += Axe().run(page).response["violations"]
+    assert not found, [(v["id"], [node["html"][:120] for node in v["nodes"]]) for v in found]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
+
+
+def test_without_models_the_page_says_what_to_do(browser, tmp_path):
+    with live_studio(runs=tmp_path) as empty:
+        page = browser.new_page()
+        page.goto(f"{empty.base}/enter?key={empty.settings.key}")
+        page.goto(f"{empty.base}/chat")
+        expect(page.locator("#nothing")).to_contain_text("psigrad demo")
+        expect(page.locator("#send")).to_be_disabled()
+        page.close()

@@ -1,0 +1,628 @@
+"""The labelling page in Chromium: by keyboard alone, by hand, by invite; what it shows, keeps, sends again and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from browser import chromium
+from live_desk import PASSWORD, Guest, bring, guest, invite, project, told
+from live_studio import live_studio, until
+from playwright.sync_api import Browser, Page, expect
+
+from psigrad.studio.desk import sampling
+from psigrad.studio.labels import secret
+
+SIZES = {"laptop": (1280, 860), "phone": (390, 844)}
+NASTY = [
+    "<img src=x onerror=\"document.title='broken'\">",
+    "<script>document.title='broken'</script>",
+    "\u202eright to left\u202c \u0000 \ud800 end",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_hashes():
+    given, secret.COST = secret.COST, secret.Cost(log_n=4, r=1, p=1)
+    yield
+    secret.COST = given
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("work") / "runs"
+    (runs / "grpo" / "model").mkdir(parents=True)
+    (runs / "grpo" / "model" / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    (runs / "grpo" / "model" / "model.safetensors").write_bytes(b"only listed")
+    rows = [
+        {"step": s, "kind": "train", "row": 0, "k": k, "prompt": "p", "completion": f"{s} {k}"} for s in (1, 2) for k in (0, 1)
+    ]
+    (runs / "grpo" / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    unlimited = {"requests_per_second": 1e6, "burst": 10**6, "strangers_per_second": 1e6, "strangers_burst": 10**6}
+    with live_studio(**unlimited, runs=runs) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def opened(studio, browser):
+    """opened(path, who, ...) -> a page that is ready; what it logged and asked for is looked at in the end."""
+    contexts, troubles, asked = [], [], []
+
+    def visit(path: str, who: Guest | str = "owner", size: str = "laptop", scheme: str = "light") -> Page:
+        width, height = SIZES[size]
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce")
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        if who == "owner":
+            page.goto(f"{studio.base}/enter?key={studio.settings.key}")
+        elif isinstance(who, Guest):
+            name, _, value = who.cookie.partition("=")
+            context.add_cookies([{"name": name, "value": value, "url": studio.base, "httpOnly": True, "sameSite": "Lax"}])
+        page.goto("about:blank")
+        page.goto(studio.base + path)
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    visit.expected = []
+    yield visit
+    for context in contexts:
+        context.close()
+    assert not [t for t in troubles if not any(re.search(e, t) for e in visit.expected)], troubles
+    assert all(url.startswith((studio.base, "about:")) for url in asked)
+
+
+def at_work(opened, studio, number: int, who: Guest | str | None = None, **look) -> tuple[Page, Guest | str]:
+    who = who or guest(studio, number)
+    page = opened(f"/label#project={number}", who, **look)
+    expect(page.locator(".asked, .done")).to_be_visible()
+    return page, who
+
+
+def votes(studio, number: int) -> list[dict]:
+    """Everything that is stored of a project."""
+    return [json.loads(line) for line in studio.ask("GET", f"/api/label/export?project={number}&form=votes").body.splitlines()]
+
+
+def counted(page: Page, text: str) -> None:
+    expect(page.locator(".how")).to_contain_text(text)
+
+
+# ---- labelling by keyboard
+
+
+def test_pairs_by_keyboard_alone(opened, studio):
+    number = project(studio, 8)
+    page, _ = at_work(opened, studio, number)
+    counted(page, "0 answered · 8 left")
+    shown = []
+    for i, (key, choice) in enumerate([("a", "left"), ("ArrowRight", "right"), ("t", "tie"), ("X", "both_bad"), ("B", "right")]):
+        shown.append(page.locator(".words .text").all_text_contents())
+        page.keyboard.press(key)
+        counted(page, f"{i + 1} answered")
+        row = votes(studio, number)[-1]
+        assert (row["side"] or row["choice"]) == choice
+        by_place = {"a": 0, "b": 1}
+        if choice in ("left", "right"):
+            chosen = row["completions"][by_place[row["choice"]]]["text"]
+            assert chosen == shown[-1][("left", "right").index(choice)]
+    page.keyboard.press("s")
+    counted(page, "5 answered, 1 skipped · 2 left")
+    page.keyboard.press("u")
+    counted(page, "5 answered · 3 left")
+    page.keyboard.press("Control+z")
+    counted(page, "4 answered · 4 left")
+    expect(page.locator(".words .text").first).to_have_text(shown[-1][0])
+    page.keyboard.press("r")
+    page.keyboard.type("b says why, a, t and x are only letters here?")
+    page.keyboard.press("Escape")
+    page.keyboard.press("a")
+    counted(page, "5 answered")
+    assert votes(studio, number)[-1]["reason"] == "b says why, a, t and x are only letters here?"
+    assert [row["action"] for row in votes(studio, number)] == ["vote"] * 5 + ["skip", "undo", "undo", "vote"]
+    for _ in range(3):
+        before = page.locator(".how").text_content()
+        page.keyboard.press("b")
+        expect(page.locator(".how")).not_to_have_text(before)
+    expect(page.locator(".done")).to_contain_text("Nothing is left for you")
+    assert all(0 <= row["client_ms"] < 60_000 for row in votes(studio, number) if row["action"] == "vote")
+
+
+def test_keys_that_come_too_fast_answer_no_task_twice_and_none_unseen(opened, studio):
+    number = project(studio, 6)
+    page, _ = at_work(opened, studio, number)
+    for key in "aaabtu":
+        page.keyboard.press(key)
+    counted(page, "answered")
+    page.wait_for_load_state("networkidle")
+    rows = votes(studio, number)
+    assert 1 <= len(rows) <= 6 and rows[0]["side"] == "left"
+    # every further one was given to a task that was on the page by then; a 409 would be in the console
+
+
+def test_enter_on_a_button_is_the_buttons_own(opened, studio):
+    number = project(studio, 3, strengths=3)
+    page, _ = at_work(opened, studio, number)
+    page.keyboard.press("a")
+    page.get_by_role("button", name="Skip").focus()
+    page.keyboard.press("Enter")
+    counted(page, "0 answered, 1 skipped")
+    page.click("#theme")
+    page.keyboard.press("t")
+    counted(page, "1 answered, 1 skipped")
+
+
+def test_when_the_next_task_cannot_be_had_that_is_said_and_can_be_tried_again(opened, studio):
+    number = project(studio, 2)
+    page, _ = at_work(opened, studio, number)
+    opened.expected.append("Failed to load resource")
+    page.route("**/api/label/next", lambda route: route.abort())
+    page.keyboard.press("a")
+    expect(page.locator(".done")).to_contain_text("can't be had")
+    page.keyboard.press("a")
+    page.unroute("**/api/label/next")
+    page.get_by_role("button", name="Look again").click()
+    counted(page, "1 answered · 1 left")
+    assert len(votes(studio, number)) == 1
+
+
+def test_strength_is_asked_after_a_side(opened, studio):
+    number = project(studio, 3, strengths=3)
+    page, _ = at_work(opened, studio, number)
+    page.keyboard.press("3")  # no side yet
+    page.keyboard.press("a")
+    expect(page.locator(".grades")).to_contain_text("How much better is A?")
+    page.keyboard.press("b")  # changed their mind
+    expect(page.locator(".grades")).to_contain_text("How much better is B?")
+    page.keyboard.press("3")
+    counted(page, "1 answered")
+    page.keyboard.press("a")
+    page.keyboard.press("Enter")
+    counted(page, "2 answered")
+    page.keyboard.press("t")
+    counted(page, "3 answered")
+    assert [(row["side"], row["strength"]) for row in votes(studio, number)] == [("right", 3), ("left", None), (None, None)]
+
+
+def test_ratings_by_keyboard(opened, studio):
+    for kind, keys in (("rating-5", {"1": 1, "5": 5}), ("rating-10", {"7": 7, "0": 10})):
+        number = project(studio, 1, kind=kind)
+        page, _ = at_work(opened, studio, number)
+        page.keyboard.press("6" if kind == "rating-5" else "x")  # means nothing here
+        for i, key in enumerate(keys, 1):
+            page.keyboard.press(key)
+            counted(page, f"{i} answered")
+        assert [row["rating"] for row in votes(studio, number)] == list(keys.values())
+
+
+def test_a_ranking_by_keyboard(opened, studio):
+    number = project(studio, 0, kind="ranking")
+    bring(studio, number, [{"prompt": "q", "completions": [f"text {n}" for n in range(4)]}])
+    page, _ = at_work(opened, studio, number)
+
+    def order() -> list[str]:
+        return page.locator(".order .words .text").all_text_contents()
+
+    first = order()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.dataset.index") == "1"
+    page.keyboard.press("Shift+ArrowUp")
+    assert order() == [first[1], first[0], first[2], first[3]]
+    page.keyboard.press("d")
+    page.keyboard.press("=")
+    expect(page.locator(".order li").nth(3)).to_contain_text("3 (as above)")
+    page.keyboard.press("c")
+    page.keyboard.press("Shift+ArrowUp")
+    assert order() == [first[1], first[2], first[0], first[3]]
+    expect(page.locator(".order li").nth(3)).not_to_contain_text("as above")  # it was equal to C, which left
+    page.keyboard.press("d")
+    page.keyboard.press("=")
+    page.keyboard.press("Enter")
+    expect(page.locator(".done")).to_be_visible()
+    (row,) = votes(studio, number)
+    by_text = dict(zip((c["text"] for c in row["completions"]), row["ranks"], strict=True))
+    assert by_text == {first[1]: 1, first[2]: 2, first[0]: 3, first[3]: 3}
+
+
+def test_a_ranking_by_hand(opened, studio):
+    number = project(studio, 0, kind="ranking")
+    bring(studio, number, [{"prompt": "q", "completions": [f"text {n}" for n in range(3)]}])
+    page, _ = at_work(opened, studio, number, size="phone")
+    first = page.locator(".order .words .text").all_text_contents()
+    page.get_by_role("button", name="Move down A").click()
+    page.get_by_role("button", name="As good as the one above: C").click()
+    page.get_by_role("button", name="Submit this order").click()
+    expect(page.locator(".done")).to_be_visible()
+    (row,) = votes(studio, number)
+    by_text = dict(zip((c["text"] for c in row["completions"]), row["ranks"], strict=True))
+    assert by_text == {first[1]: 1, first[0]: 2, first[2]: 2}
+
+
+def test_keys_are_listed_and_can_be_turned_off(opened, studio):
+    number = project(studio, 3)
+    page, _ = at_work(opened, studio, number)
+    page.keyboard.press("?")
+    expect(page.locator("dialog.keys")).to_contain_text("A is better")
+    page.keyboard.press("a")  # behind the dialog nothing happens
+    page.locator("dialog.keys input").uncheck()
+    page.keyboard.press("Escape")
+    page.keyboard.press("a")
+    page.keyboard.press("s")
+    page.wait_for_timeout(200)
+    assert votes(studio, number) == []
+    page.get_by_role("button", name="B is better").click()
+    counted(page, "1 answered")
+
+
+def test_every_control_of_the_desk_can_be_reached_by_tab_and_the_focus_is_seen(opened, studio):
+    page, _ = at_work(opened, studio, project(studio, 3, strengths=3))
+    page.keyboard.press("a")
+    wanted = page.evaluate(
+        """() => [...document.querySelectorAll('a[href], button, select, input')]
+            .filter(e => !e.disabled && e.checkVisibility()).map((e, n) => e.dataset.test = String(n))"""
+    )
+    reached = set()
+    for _ in range(len(wanted) + 6):
+        page.keyboard.press("Tab")
+        name, seen = page.evaluate(
+            """() => { const e = document.activeElement, s = getComputedStyle(e);
+                return [e.dataset.test ?? '', e === document.body || s.outlineStyle !== 'none' || s.boxShadow !== 'none']; }"""
+        )
+        assert seen
+        reached.add(name)
+    assert set(wanted) <= reached
+
+
+# ---- what may go wrong
+
+
+def test_an_answer_whose_acknowledgement_was_lost_is_sent_again_and_stored_once(opened, studio):
+    number = project(studio, 2)
+    page, _ = at_work(opened, studio, number)
+    opened.expected.append("Failed to load resource")
+    lost = []
+
+    def lose(route) -> None:
+        if len(lost) < 2:
+            route.fetch()  # it arrives, and nobody hears of it
+            lost.append(route.request.post_data_json["key"])
+            route.abort()
+        else:
+            route.continue_()
+
+    page.route("**/api/label/vote", lose)
+    page.keyboard.press("a")
+    expect(page.locator("#notice")).to_contain_text("Trying again")
+    counted(page, "1 answered")
+    assert len(set(lost)) == 1 and len(votes(studio, number)) == 1
+
+
+def test_a_lease_that_ran_out_is_said_and_a_lost_task_gives_way_to_the_next(opened, studio):
+    number = project(studio, 2, lease_s=10)
+    ann, bob = guest(studio, number), guest(studio, number)
+    page, _ = at_work(opened, studio, number, ann)
+    opened.expected.append("409")
+    mine = page.locator(".asked").text_content()
+    db = studio.app.state.labels.db
+    with db.session(write=True) as session:
+        from sqlalchemy import text
+
+        session.execute(text("UPDATE seats SET lease_until = 1 WHERE project_id = :n AND user_id IS NOT NULL"), {"n": number})
+    task = bob.next(number)
+    assert task["prompt"] == mine
+    told(bob.vote(task, choice="left"))
+    page.keyboard.press("a")
+    expect(page.locator("#notice")).to_contain_text("went to somebody else")
+    expect(page.locator(".asked")).not_to_have_text(mine)
+    assert [row["rater"] for row in votes(studio, number)] == [bob.name]
+
+
+def test_the_time_that_is_left_is_shown_and_its_end_is_said(opened, studio):
+    page, _ = at_work(opened, studio, project(studio, 1))
+    expect(page.locator(".lease")).to_have_text("kept for you for 10 min")
+    page.clock.install()
+    page.reload()
+    expect(page.locator(".asked")).to_be_visible()
+    page.clock.fast_forward("10:10")
+    expect(page.locator(".lease")).to_have_text("no longer kept for you")
+    expect(page.locator("#notice")).to_contain_text("still counts unless somebody else")
+
+
+def test_who_is_at_work_keeps_the_task(opened, studio):
+    page, _ = at_work(opened, studio, project(studio, 1))
+    page.clock.install()
+    page.reload()
+    expect(page.locator(".asked")).to_be_visible()
+    renewed = []
+    page.on("request", lambda request: renewed.append(request.url) if request.url.endswith("/renew") else None)
+    page.clock.fast_forward("02:00")
+    page.mouse.wheel(0, 10)
+    page.clock.fast_forward("03:10")
+    page.clock.run_for(6000)
+    until(lambda: page.wait_for_timeout(20) or len(renewed) == 1)
+
+
+def test_a_session_that_ended_asks_for_a_login(opened, studio):
+    number = project(studio, 2)
+    page, ann = at_work(opened, studio, number)
+    opened.expected.append("401")
+    told(ann.post("/api/join/logout", {}))
+    page.keyboard.press("a")
+    page.get_by_role("link", name="Log in again").click()
+    page.fill("#name", ann.name)
+    page.fill("#password", PASSWORD)
+    page.keyboard.press("Enter")
+    expect(page.locator(".projects a")).to_be_visible()
+
+
+# ---- blindness and markup
+
+
+def test_the_page_of_a_labeller_has_no_names_of_what_made_the_completions(opened, studio):
+    number = project(studio, 3, strengths=2)
+    page, _ = at_work(opened, studio, number)
+    bodies: list[str] = []
+    page.on("response", lambda response: bodies.append(response.text()) if "/api/" in response.url else None)
+    page.reload()
+    for _ in range(3):
+        expect(page.locator(".asked, .done")).to_be_visible()
+        assert "SAMPLER" not in page.content()
+        before = page.locator(".how").text_content()
+        page.keyboard.press("t")
+        expect(page.locator(".how")).not_to_have_text(before)
+    assert bodies and not any("SAMPLER" in body for body in bodies)
+    owner = opened(f"/label#project={number}&part=results")
+    expect(owner.locator(".intervals, .results")).to_contain_text(["SAMPLER"])
+
+
+def test_what_models_and_people_wrote_stays_text(opened, studio):
+    name = f"<b>bold</b> {NASTY[0]}"[:100]
+    number = project(studio, 0, name=name, instructions=NASTY[1])
+    bring(studio, number, [{"prompt": NASTY[1], "completions": NASTY[:2], "samplers": NASTY[:2]}])
+    bring(
+        studio,
+        number,
+        [
+            {
+                "prompt": [{"role": "user", "content": NASTY[2]}],
+                "completions": [[{"role": "assistant", "content": t}] for t in (NASTY[2], NASTY[0])],
+            }
+        ],
+    )
+    ann = guest(studio, number, name="<i>Ann</i>")
+    page, _ = at_work(opened, studio, number, ann)
+    expect(page.locator(".asked")).to_contain_text("<script>")
+    expect(page.locator("#title")).to_have_text(name)
+    for i in range(2):
+        page.keyboard.press("a")
+        counted(page, f"{i + 1} answered")
+    owner = opened(f"/label#project={number}&part=results")
+    expect(owner.locator("table").last).to_contain_text("<i>Ann</i>")
+    expect(owner.locator(".results")).to_contain_text("<img src=x")
+    for each in (page, owner):
+        assert each.title() != "broken" and "psigrad" in each.title()
+        assert each.locator("main img, main script, main i, main b").count() == 0
+
+
+# ---- the administrator's way, and invites
+
+
+def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
+    owner = opened("/label")
+    owner.get_by_role("link", name="New project").click()
+    owner.get_by_label("Name").fill("From the page")
+    owner.get_by_label("Instructions").fill("Be kind.")
+    owner.get_by_role("button", name="Make the project").click()
+    rows = [{"prompt": f"q{i}", "completions": ["short", "much longer"], "samplers": ["one", "two"]} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    owner.get_by_label("File").set_input_files(tmp_path / "rows.jsonl")
+    owner.get_by_role("button", name="Bring the file in").click()
+    expect(owner.locator(".said")).to_contain_text("rows.jsonl: 4 new tasks from 4 new prompts")
+    owner.get_by_role("link", name="People").click()
+    owner.get_by_role("button", name="Make a link").click()
+    link = owner.locator(".once input").input_value()
+    expect(owner.locator(".part")).to_contain_text("Open links")
+
+    ann = opened(link.removeprefix(studio.base), who="stranger")
+    expect(ann.locator("#said")).to_contain_text("invited to label in “From the page”")
+    assert "#" not in ann.url
+    ann.get_by_label("Name").fill("Ann from afar")
+    ann.get_by_label("Password").fill(PASSWORD)
+    ann.get_by_role("button", name="Come in").click()
+    ann.get_by_role("link", name="From the page").click()
+    expect(ann.locator("#asked")).to_have_text("Be kind.")
+    assert ann.locator("#tabs a").all_text_contents() == ["All projects", "Label"]
+    assert ann.locator("nav[aria-label=Pages] a").all_text_contents() == ["Label"]
+    for i in range(4):
+        counted(ann, f"{i} answered")
+        expect(ann.locator(".words .text")).to_have_count(2)
+        texts = ann.locator(".words .text").all_text_contents()
+        ann.keyboard.press("ab"[texts.index("short")])
+        counted(ann, f"{i + 1} answered")
+
+    owner.get_by_role("link", name="Results").click()
+    expect(owner.locator(".results")).to_contain_text("4 of 4 answers are there")
+    expect(owner.locator(".intervals")).to_contain_text("one")
+    with owner.expect_download() as waiting:
+        owner.get_by_role("link", name="Preferences").click()
+    waiting.value.save_as(tmp_path / "out.jsonl")
+    made = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(made) == 4 and {row["chosen"] for row in made} == {"short"}
+    assert waiting.value.suggested_filename == "From-the-page-preference.jsonl"
+
+
+ANSWERS = """
+import json, sys
+rows = open(sys.argv[sys.argv.index("--dataset") + 1])
+out = open(sys.argv[sys.argv.index("--output") + 1], "w")
+for row in rows:
+    for n in range(2):
+        out.write(json.dumps({**json.loads(row), "completion": f"answer {n}"}) + chr(10))
+"""
+
+
+def test_a_run_and_a_model_are_brought_in(opened, studio, monkeypatch):
+    number = project(studio, 0)
+    page = opened(f"/label#project={number}&part=material")
+    page.get_by_role("combobox", name="Run", exact=True).select_option("grpo")
+    page.get_by_role("button", name="Bring the run in").click()
+    expect(page.locator(".said")).to_contain_text("grpo: 2 new tasks from 1 new prompt and")
+    page.get_by_label("Compare completions of different steps, too").check()
+    page.get_by_role("button", name="Bring the run in").click()
+    expect(page.locator(".said")).to_contain_text("grpo: 4 new tasks from 0 new prompts")
+    monkeypatch.setattr(sampling, "_command", lambda form, chosen: [sys.executable, "-c", ANSWERS])
+    page.get_by_role("textbox", name="Prompts", exact=True).fill("one\ntwo\nthree")
+    page.get_by_role("button", name="Sample and bring in").click()
+    expect(page.locator(".said")).to_contain_text("grpo, final model: 3 new tasks from 3 new prompts")
+    monkeypatch.setattr(sampling, "_command", lambda form, chosen: [sys.executable, "-c", "import sys; sys.exit('psigrad: No.')"])
+    page.get_by_role("button", name="Sample and bring in").click()
+    expect(page.locator(".failure:visible")).to_have_text("No.")
+
+
+def test_a_used_link_and_a_wrong_password_are_said(opened, studio):
+    number = project(studio, 1)
+    token = invite(studio, number)
+    opened.expected += ["404", "401", "400"]
+    page = opened(f"/join#{token}", who="stranger")
+    page.get_by_label("Name").fill("Someone New")
+    page.evaluate("document.getElementById('password').minLength = 0")
+    page.get_by_label("Password").fill("short")
+    page.get_by_role("button", name="Come in").click()
+    expect(page.locator("#trouble")).to_contain_text("expected 10 to 1024")
+    used = guest(studio, number)
+    gone = opened(f"/join#{'psigrad_invite_' + 'A' * 43}", who="stranger")
+    expect(gone.locator("#said")).to_contain_text("has been used or has run out")
+    gone.get_by_label("Name").fill(used.name)
+    gone.get_by_label("Password").fill("not the password")
+    gone.get_by_role("button", name="Log in").click()
+    expect(gone.locator("#trouble")).to_have_text("Name or password is wrong.")
+
+
+def test_who_is_here_already_joins_with_a_click(opened, studio):
+    first, second = project(studio, 1), project(studio, 1, name="the second one")
+    ann = guest(studio, first)
+    page = opened(f"/join#{invite(studio, second)}", who=ann)
+    page.get_by_role("button", name=f"Join as {ann.name}").click()
+    expect(page.locator(".projects")).to_contain_text("the second one")
+
+
+def test_roles_links_and_tokens_are_taken_back(opened, studio):
+    number = project(studio, 1)
+    ann = guest(studio, number, name="Ann of roles")
+    page = opened(f"/label#project={number}&part=people")
+    page.get_by_label("Role of Ann of roles").select_option("viewer")
+    until(lambda: page.wait_for_timeout(20) or ann.post("/api/label/next", {"project": number}).status == 403)
+    page.get_by_role("button", name="Make a link").click()
+    page.get_by_role("button", name="Revoke").click()
+    expect(page.locator(".part")).to_contain_text("No open links")
+    row = page.locator("tr", has_text="Ann of roles")
+    row.get_by_role("button", name="Shut out").click()
+    page.locator("dialog").get_by_role("button", name="Shut out").click()
+    expect(row).to_contain_text("shut out")
+    assert ann.get("/api/label/me").status == 401
+    page.get_by_role("button", name="Account").click()
+    page.get_by_label("What it is for").fill("a script")
+    page.get_by_role("button", name="Make a token").click()
+    value = page.locator(".once input").input_value()
+    bearer = {"Host": studio.host, "Authorization": f"Bearer {value}"}
+    assert studio.ask("GET", "/api/label/me", headers=bearer).status == 200
+    page.get_by_role("button", name="Revoke").first.click()
+    expect(page.locator("table")).to_contain_text("revoked")
+    assert studio.ask("GET", "/api/label/me", headers=bearer).status == 401
+
+
+# ---- how it looks to everybody
+
+
+@pytest.fixture(scope="module")
+def places(studio):
+    """Every view there is, with something in it."""
+    pairs = project(studio, 6, overlap=2, strengths=3, instructions="Which would you rather get?")
+    for who in (guest(studio, pairs), guest(studio, pairs)):
+        for choice in ("left", "right", "tie"):
+            told(who.vote(who.next(pairs), choice=choice))
+    invite(studio, pairs)
+    ranking, rating = project(studio, 0, kind="ranking"), project(studio, 1, kind="rating-10")
+    bring(studio, ranking, [{"prompt": "q", "completions": [f"text {n} " * 200 for n in range(4)]}])
+    token = invite(studio, pairs)
+    views = {part: f"/label#project={pairs}&part={part}" for part in ("work", "results", "material", "people", "settings")}
+    views |= {"home": "/label", "new": "/label#part=new", "account": "/label#part=account", "join": f"/join#{token}"}
+    return views | {"ranking": f"/label#project={ranking}", "rating": f"/label#project={rating}"}
+
+
+# what each view has once it is complete
+VIEWS = {
+    "work": ".completion",
+    "results": ".file >> nth=2",
+    "material": "form >> nth=2",
+    "people": "td select",
+    "settings": "form >> nth=1",
+    "home": ".projects li",
+    "new": "form",
+    "account": "form",
+    "ranking": ".order li",
+    "rating": ".scale",
+    "join": "form:visible",
+}
+SMALL = """() => [...document.querySelectorAll('main :is(button, select, input:not([type=checkbox]))')]
+    .filter(e => e.checkVisibility()).filter(e => { const b = e.getBoundingClientRect(); return b.width < 24 || b.height < 24; })
+    .map(e => e.outerHTML)"""
+
+
+def show(page: Page, studio, path: str, ready: str) -> None:
+    """Open a view in a page that is in the studio already, and wait until it is complete."""
+    page.goto("about:blank")
+    page.goto(studio.base + path)
+    page.wait_for_selector("html[data-ready]")
+    page.wait_for_selector(ready)
+    if "part=work" in path:
+        page.keyboard.press("a")
+    if "part=results" in path:
+        expect(page.locator(".file").first).to_contain_text("rows")
+
+
+def blameless(page: Page, view: str) -> None:
+    found = Axe().run(page, options={"resultTypes": ["violations"]})
+    assert found.violations_count == 0, (view, found.generate_report())
+
+
+@pytest.mark.parametrize("scheme, size", [("light", "laptop"), ("dark", "phone")])
+def test_axe_finds_nothing_and_nothing_is_too_wide_or_too_small(opened, studio, places, scheme, size):
+    page = opened("/label", size=size, scheme=scheme)
+    for view in VIEWS if scheme == "light" else ("work", "results", "material", "people", "ranking", "join"):
+        if view == "join":
+            page = opened(places[view], who="stranger", size=size, scheme=scheme)
+        else:
+            show(page, studio, places[view], VIEWS[view])
+        blameless(page, view)
+        assert not page.evaluate(SMALL), view
+        for width in (320, 768) if size == "phone" else (1440,):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (view, width)
+        page.set_viewport_size(dict(zip(("width", "height"), SIZES[size], strict=True)))
+        if view == "work" and scheme == "light":
+            page.keyboard.press("?")
+            blameless(page, "keys")
+
+
+def test_negative_control_axe_notices(opened, studio, places):
+    page = opened("/label")
+    show(page, studio, places["work"], VIEWS["work"])
+    page.evaluate("document.querySelector('.reason').removeAttribute('aria-label')")
+    page.evaluate("document.querySelector('.reason').removeAttribute('placeholder')")
+    page.evaluate("document.querySelector('.how .soft').style.color = '#cccccc'")
+    assert {v["id"] for v in Axe().run(page).response["violations"]} >= {"label", "color-contrast"}

@@ -1,0 +1,143 @@
+"""The rules that watch a run: each is raised by what it is about, left alone by a run that goes well, and doesn't tremble."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from run_folders import figures
+
+from psigrad.studio.runs.alerts import BY_NAME, RULES, Watch
+from psigrad.studio.runs.signals import BY_NAME as SIGNALS
+from psigrad.studio.runs.signals import name_of
+
+ROWS = 80
+BEGIN = 60
+
+
+def named(row):
+    return {name_of(key): value for key, value in row.items() if key != "step"}
+
+
+def watched(change, rows=ROWS, begin=BEGIN):
+    """The alerts of a run that goes well until row `begin`, and from there as `change(row number)` says."""
+    watch = Watch()
+    for step in range(1, rows + 1):
+        watch.see(step, named(figures(step) | (change(step) if step >= begin else {})))
+    return watch.alerts()
+
+
+WRONG = {
+    "not_finite": lambda s: {"loss": math.nan if s == BEGIN else 1.0},
+    "flat_reward": lambda s: {"reward_std": 0.0},
+    "dead_groups": lambda s: {"frac_reward_zero_std": 0.9},
+    "truncated": lambda s: {"completions/clipped_ratio": 0.5},
+    "cut_and_rewarded": lambda s: {"completions/clipped_ratio": 0.19 if s > BEGIN + 4 else 0.02, "reward": 1 + s / 100},
+    "mismatch": lambda s: {"sampling/sampling_logp_difference/mean": 0.05},
+    "entropy": lambda s: {"entropy": 0.05},
+    "clipped": lambda s: {"clip_ratio/region_mean": 0.4},
+    "critic": lambda s: {"explained_variance": -0.5},
+    "grad_norm": lambda s: {"grad_norm": 30.0 if s == BEGIN else 1.0},
+    "longer": lambda s: {"completions/mean_length": 90.0, **({"eval/exact/mean": 0.3} if s % 3 == 0 else {})},
+    "unscored": lambda s: {"unscored": 4},
+}
+
+
+def test_there_is_a_case_for_every_rule():
+    assert set(WRONG) | {"silent"} == set(BY_NAME) and len(BY_NAME) == len(RULES)
+    assert all(rule.signal in {"", *SIGNALS} and rule.until <= rule.above for rule in RULES)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_rule_is_raised_by_what_it_is_about_and_names_the_step(name):
+    found = {alert.rule: alert for alert in watched(WRONG[name])}
+    assert name in found
+    assert BEGIN <= found[name].step <= BEGIN + 15 and found[name].worst_step >= found[name].step
+    assert set(found) <= {name, "truncated", "entropy"} | ({"cut_and_rewarded"} if name == "truncated" else set())
+
+
+def test_negative_control_a_run_that_goes_well_raises_nothing():
+    assert watched(lambda s: {}, rows=400) == []
+
+
+@pytest.mark.parametrize("name", [n for n in WRONG if BY_NAME[n].patience > 1])
+def test_negative_control_fewer_rows_than_its_patience_raise_nothing(name):
+    few = BY_NAME[name].patience - 1
+    alerts = watched(lambda s: WRONG[name](s) if s < BEGIN + few and name not in ("critic", "longer", "cut_and_rewarded") else {})
+    assert name not in {alert.rule for alert in alerts}
+
+
+def test_a_rule_that_trembles_about_its_threshold_is_raised_once():
+    alerts = watched(lambda s: {"completions/clipped_ratio": 0.25 if s < BEGIN + 5 or s % 2 else 0.17}, rows=160)
+    assert [alert.rule for alert in alerts].count("truncated") == 1
+    assert next(a for a in alerts if a.rule == "truncated").ended is None
+
+
+def test_negative_control_below_the_second_threshold_it_is_taken_back():
+    alerts = watched(lambda s: {"completions/clipped_ratio": 0.5 if s < BEGIN + 5 else 0.1}, rows=100)
+    found = next(a for a in alerts if a.rule == "truncated")
+    assert (found.step, found.worst_step, found.value, found.ended) == (BEGIN, BEGIN, 0.5, BEGIN + 7)
+
+
+def test_it_is_raised_again_when_it_comes_again():
+    alerts = watched(lambda s: {"completions/clipped_ratio": 0.5 if s % 20 < 5 else 0.1}, rows=120)
+    found = [a for a in alerts if a.rule == "truncated"]
+    assert [a.step for a in found] == [100, 80, 60]
+    assert [a.ended is None for a in found] == [False] * 3
+
+
+def test_a_steady_or_noisy_gradient_is_no_leap():
+    rng = random.Random(0)
+    for norms in ([2.0] * 200, [math.exp(rng.gauss(0, 0.3)) for _ in range(200)]):
+        watch = Watch()
+        for step, norm in enumerate(norms):
+            watch.see(step, {"grad_norm": norm})
+        assert len(watch.alerts()) <= 1  # lognormal noise passes 4 deviations once in a while
+
+
+def test_the_deviation_of_the_gradient_is_that_of_the_last_50_rows():
+    import statistics
+
+    from psigrad.studio.runs.alerts import Memory
+
+    memory, rng = Memory(), random.Random(1)
+    values = [rng.uniform(0, 1e3) for _ in range(500)]
+    for value in values:
+        memory.keep(value)
+    mean, deviation = memory.spread()
+    assert mean == pytest.approx(statistics.fmean(values[-50:])) and deviation == pytest.approx(statistics.pstdev(values[-50:]))
+
+
+def test_imitation_may_lose_its_entropy():
+    watch = Watch()
+    for step in range(50):
+        watch.see(step, {"entropy": 2.0 if step < 10 else 0.01, "loss": 1.0})
+    assert watch.alerts() == []
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("reward", "reward"),
+        ("rollout/ep_rew_mean", "return"),
+        ("frac_reward_zero_std", "dead_groups"),
+        ("train/clip_fraction", "clipped"),
+        ("optim/entropy", "entropy"),
+        ("mismatch_kl/all", "mismatch"),
+        ("eval/exact/mean", "held_out"),
+        ("eval/return/mean", "held_out"),
+        ("eval/completions/mean_length", "eval/completions/mean_length"),
+        ("eval/length/mean", "eval/length/mean"),
+        ("my/own", "my/own"),
+    ],
+)
+def test_each_trainers_key_has_one_name(key, name):
+    assert name_of(key) == name
+
+
+def test_no_key_belongs_to_two_signals():
+    keys = [key for signal in SIGNALS.values() for key in signal.keys]
+    assert len(keys) == len(set(keys)) and all(
+        signal.says or signal.name in ("learning_rate", "step_time") for signal in SIGNALS.values()
+    )

@@ -1,0 +1,388 @@
+"""The runs page in Chromium: live while a run writes, by mouse and by keyboard alone, its speed, its accessibility."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from browser import chromium
+from live_studio import live_studio, until
+from playwright.sync_api import Browser, Page, expect
+from run_folders import CURATED, GIF, append, figures, make_run, rollout, words
+
+from psigrad.training.run_folder import RunFolder
+
+SIZES = {"laptop": (1280, 860), "phone": (390, 844)}
+EVIL = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("studio") / "runs"
+    for seed in range(3):
+        make_run(root / "compare" / f"grpo-{seed}", seed=seed)
+    bad = make_run(root / "rloo", 12, algorithm="rloo")
+    append(bad / "metrics.jsonl", *(figures(s, **{"completions/clipped_ratio": 0.6}) for s in range(13, 19)))
+    append(
+        bad / "rollouts.jsonl",
+        *(rollout(13, 13, k, reward=0.5, advantage=0.0, finish_reason="length", completion=EVIL) for k in range(4)),
+    )
+    control = make_run(root / "cartpole", rollouts=0, recipe="control", algorithm="ppo", env="CartPole-v1")
+    (control / "episode.gif").write_bytes(GIF)
+    append(
+        control / "rollouts.jsonl",
+        *({"step": 20, "kind": "episode", "episode": i, "reward": 9.0 + i, "length": 9} for i in range(3)),
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def studio(root):
+    with live_studio(runs=root, work_seconds=20.0, requests_per_second=1e6, burst=10**6) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ids(studio):
+    return {run["name"]: run["id"] for run in studio.ask("GET", "/api/runs").json["runs"]}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def opened(studio, browser):
+    """opened(fragment, …) -> a page that is ready; what it logged and asked for is looked at in the end."""
+    contexts, troubles, asked = [], [], []
+
+    def visit(fragment: str = "", size: str = "laptop", scheme: str = "light", at=studio, touch: bool = False) -> Page:
+        width, height = SIZES[size]
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce", has_touch=touch
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{at.base}/enter?key={at.settings.key}")
+        page.goto("about:blank")
+        page.goto(f"{at.base}/runs#{fragment}")
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    troubles = [t for t in troubles if "willReadFrequently" not in t]  # it is these tests that read pixels
+    assert not troubles, troubles
+    assert all(re.match(r"http://127\.0\.0\.1:\d+/|about:", url) for url in asked)
+
+
+def shown(page: Page) -> list[str]:
+    return page.locator("#charts .chart").evaluate_all("nodes => nodes.map(n => n.dataset.name)")
+
+
+def readout(page: Page, name: str) -> str:
+    return page.locator(f'.chart[data-name="{name}"] .readout').inner_text().replace("\n", " ")
+
+
+def painted(page: Page, name: str) -> int:
+    """Pixels of a chart that aren't empty."""
+    script = """name => {
+      const canvas = document.querySelector(`.chart[data-name="${name}"] canvas.base`);
+      const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+      let n = 0; for (let i = 3; i < pixels.length; i += 4) n += pixels[i] > 0; return n; }"""
+    return page.evaluate(script, name)
+
+
+# ---- the list and the curves
+
+
+def test_seeds_are_a_band_and_runs_lie_over_one_another(opened, ids):
+    page = opened(f"runs={ids['compare/grpo-0']}")
+    expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.4")
+    page.get_by_role("checkbox", name="Lay all seeds of compare/grpo over the others").check()
+    expect(page.locator("#legend")).to_contain_text("compare/grpo, 3 seeds mean and range")
+    # seeds end at 0.4, 0.5 and 0.6
+    expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.5 (0.4 to 0.6)")
+    page.get_by_label("seeds as bands").uncheck()
+    expect(page.locator("#legend li")).to_have_count(3)
+    page.get_by_role("checkbox", name="Lay rloo over the others").check()
+    expect(page.locator("#legend li")).to_have_count(4)
+    assert {"reward", "dead_groups", "length", "truncated", "entropy", "grad_norm"} <= set(shown(page))
+    assert painted(page, "reward") > 2000
+    address = page.url
+    again = opened(address.partition("#")[2])
+    expect(again.locator("#legend li")).to_have_count(4)
+
+
+def test_axes_smoothing_and_a_logarithmic_scale(opened, ids):
+    page = opened(f"runs={ids['compare/grpo-0']}")
+    page.select_option("#axis", "time")
+    until(lambda: "axis=time" in page.url)
+    expect(page.locator("#charts")).to_have_attribute("data-axis", "time")
+    page.locator('.chart[data-name="reward"] .frame').focus()
+    page.keyboard.press("Home")
+    expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("step 1")
+    before = painted(page, "grad_norm")
+    page.locator("#smooth").fill("0.9")
+    until(lambda: painted(page, "grad_norm") != before)
+    page.check("#log")
+    until(lambda: "log=1" in page.url)
+    assert painted(page, "reward") > 1000
+
+
+def test_all_other_figures_stand_under_more(opened, ids):
+    page = opened(f"runs={ids['compare/grpo-0']}")
+    expect(page.locator("#more-count")).to_have_text(re.compile(r"\(\d+\)"))
+    assert "rewards/exact/mean" not in shown(page)
+    page.locator("#more summary").click()
+    expect(page.locator('#more-charts .chart[data-name="rewards/exact/mean"] .readout')).to_contain_text("0.5")
+
+
+def test_searching_and_filtering_runs(opened):
+    page = opened()
+    page.fill("#search", "rloo")
+    expect(page.locator(".run")).to_have_count(1)
+    page.fill("#search", "")
+    page.select_option("#state", "alerts")
+    expect(page.locator(".run .name")).to_have_text(["rloo"])
+    expect(page.locator(".run .alert")).to_contain_text("Cut completions, from step 13")
+
+
+def test_the_cross_hair_stands_at_one_step_in_every_chart(opened, ids):
+    page = opened(f"runs={ids['compare/grpo-0']}")
+    box = page.locator('.chart[data-name="reward"] canvas.base').bounding_box()
+    page.mouse.move(box["x"] + 52 + (box["width"] - 62) * 9 / 19, box["y"] + 60)
+    expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("step 10")
+    steps = {readout(page, name).split("  ")[0][:7] for name in shown(page)}
+    assert steps == {"step 10"}
+    page.mouse.click(box["x"] + 52 + (box["width"] - 62) * 9 / 19, box["y"] + 60)
+    expect(page.locator("#rollouts .prompt h2")).to_contain_text("Step 10")
+
+
+def test_the_page_follows_a_run_that_is_being_written(opened, root, studio):
+    with RunFolder.open(root / "growing", {"algorithm": "grpo", "run": {"seed": 9}}) as folder:
+        folder.event("started", step=0)
+        for step in range(1, 6):
+            folder.metrics(figures(step))
+        found = until(lambda: {r["name"]: r["id"] for r in studio.ask("GET", "/api/runs").json["runs"]}.get("growing"))
+        page = opened(f"runs={found}")
+        expect(page.locator("#live")).to_have_text("live")
+        folder.metrics(figures(6, reward=0.875))
+        expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.875")
+        expect(page.locator(f'.run[data-id="{found}"] .figure')).to_contain_text("step 6")
+        folder.metrics(figures(7, loss="NaN"))
+        expect(page.locator("#alerts")).to_contain_text("Not a number since step 7")
+        folder.rewind(3)  # as a resumed run does
+        folder.metrics(figures(4, reward=0.125))
+        expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.125")
+        expect(page.locator("#alerts")).to_be_empty()
+        folder.event("finished")
+    expect(page.locator(f'.run[data-id="{found}"] .state')).to_have_text("finished")
+    page.goto("about:blank")
+
+
+def test_the_first_run_appears_by_itself(opened, tmp_path):
+    (tmp_path / "runs").mkdir()
+    with live_studio(runs=tmp_path / "runs") as studio:
+        page = opened(at=studio)
+        expect(page.locator("#empty")).to_contain_text("no runs here yet")
+        make_run(tmp_path / "runs" / "first", 5)
+        expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.25", timeout=15_000)
+        page.goto("about:blank")
+
+
+# ---- speed
+
+
+def test_50_000_points_in_12_charts_are_drawn_within_300_ms(opened, tmp_path):
+    run = make_run(tmp_path / "runs" / "long", 1, rollouts=0)
+    values = np.random.default_rng(0).normal(size=(50_000, len(CURATED))).cumsum(0).round(3)
+    with (run / "metrics.jsonl").open("w") as stream:
+        names = [f'"{name}": ' for name in CURATED]
+        for step, row in enumerate(values.tolist(), 1):
+            stream.write(f'{{"step": {step}, ' + ", ".join(n + repr(v) for n, v in zip(names, row, strict=True)) + "}\n")
+    with live_studio(runs=tmp_path / "runs", work_seconds=20.0) as studio:
+        page = opened(at=studio)
+        expect(page.locator("#charts")).to_have_attribute("data-drawn", re.compile("1[2-9]"), timeout=40_000)
+        until(lambda: page.evaluate("document.querySelector('.run .figure').textContent").endswith("50\u202f000"), 40)
+        page.wait_for_timeout(500)
+        times = []
+        for smooth in ("0.5", "0.7", "0.3", "0.6", "0.9"):
+            page.locator("#smooth").fill(smooth)
+            page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            times.append(float(page.locator("#charts").get_attribute("data-milliseconds")))
+        last = readout(page, "grad_norm")
+        page.locator("#smooth").fill("0")
+        expect(page.locator('.chart[data-name="grad_norm"] .readout')).not_to_have_text(last)
+        assert float(re.sub(r"[^\d.−]", "", readout(page, "grad_norm").replace("last", "")).replace("−", "-")) == pytest.approx(
+            values[-1][10], rel=1e-3
+        )
+        print(f"\n12 charts of 50,000 points: {', '.join(f'{t:.0f}' for t in times)} ms")
+        assert sorted(times)[2] < 300
+        page.goto("about:blank")
+
+
+# ---- completions
+
+
+def test_a_group_side_by_side_with_why_its_advantage_is_zero(opened, ids):
+    page = opened(f"runs={ids['rloo']}&tab=rollouts&step=13")
+    expect(page.locator(".member")).to_have_count(4)
+    expect(page.locator(".prompt .why")).to_contain_text("All 4 rewards of its group are 0.5")
+    expect(page.locator(".member .said").first).to_have_text(EVIL)
+    expect(page.locator(".prompt .said")).to_contain_text("Prompt 13")
+    assert page.title() == "Runs · psigrad" and page.locator("main img").count() == 0
+
+
+def test_tokens_in_colours_and_in_words(opened, studio, root):
+    words(root / "compare" / "grpo-2" / "model")
+    ident = next(r["id"] for r in studio.ask("GET", "/api/runs").json["runs"] if r["name"] == "compare/grpo-2")
+    page = opened(f"runs={ident}&tab=rollouts&step=7")
+    tokens = page.locator(".tokens").first
+    expect(tokens.locator(".token")).to_have_count(4)
+    assert page.locator("#measure option").all_inner_texts() == ["log-prob", "ratio", "KL", "entropy", "nothing"]
+    strengths = lambda: tokens.locator(".token").evaluate_all("all => all.map(t => Number(t.style.getPropertyValue('--s')))")  # noqa: E731
+    assert int(np.argmax(strengths())) == 1
+    page.select_option("#measure", "ratio")
+    expect(tokens.locator(".token.down")).to_have_count(1)
+    assert int(np.argmax(strengths())) == 2
+    tokens.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    said = page.locator(".token-said")
+    expect(said).to_contain_text("2 of 4")
+    expect(said).to_contain_text("log-prob −2")
+    expect(said).to_contain_text("ratio 1.105")
+    expect(said).to_contain_text("entropy 1.2")
+
+
+def test_searching_completions(opened, ids):
+    page = opened(f"runs={ids['compare/grpo-0']}&tab=rollouts")
+    page.get_by_label("Text").fill("answer 3 of step 9")
+    page.keyboard.press("Enter")
+    expect(page.locator(".found li")).to_have_count(1)
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_label("Reward from").fill("0.5")
+    page.keyboard.press("Tab")
+    expect(page.locator(".results [role=status]")).to_contain_text("40 of 80")
+    expect(page.get_by_role("button", name="Show more")).to_be_hidden()
+
+
+def test_episodes_of_a_control_run_and_their_picture(opened, ids):
+    page = opened(f"runs={ids['cartpole']}&tab=rollouts")
+    expect(page.locator(".member")).to_have_count(3)
+    for place in ("#rollouts", "#about"):
+        if place == "#about":
+            page.get_by_role("tab", name="About").click()
+        page.locator(f"{place} .film summary").click()
+        until(lambda place=place: page.evaluate(f"document.querySelector('{place} .film img').naturalWidth") == 1)
+
+
+def test_alerts_lead_to_their_completions(opened, ids):
+    page = opened(f"runs={ids['rloo']}")
+    page.get_by_role("button", name="Which completions").click()
+    page.get_by_role("button", name=re.compile("of step 13")).first.click()
+    expect(page.locator(".prompt h2")).to_contain_text("Step 13")
+    expect(page.get_by_role("tab", name="Rollouts")).to_have_attribute("aria-selected", "true")
+
+
+# ---- without a mouse
+
+
+def test_the_whole_flow_by_keyboard_alone(opened):
+    """Find a run, lay another over it, read a curve, open a step, read a token, send two completions to be labelled."""
+    page = opened()
+    press = page.keyboard.press
+
+    def tab_to(selector: str, most: int = 60) -> None:
+        for _ in range(most):
+            if page.evaluate("s => document.activeElement.matches(s)", selector):
+                return
+            press("Tab")
+        raise AssertionError(f"no way to {selector}")
+
+    press("/")
+    page.keyboard.type("compare")
+    expect(page.locator(".run")).to_have_count(3)
+    tab_to(".several .name")
+    press("ArrowDown")
+    press("Enter")
+    expect(page.locator(".run.chosen .name")).to_have_text(["compare/grpo-0"])
+    press("ArrowDown")
+    press("Shift+Tab")
+    press("Space")
+    expect(page.locator(".run.chosen")).to_have_count(2)
+    tab_to("[role=tab]")
+    tab_to('.chart[data-name="reward"] .frame')
+    press("End")
+    for _ in range(4):
+        press("ArrowLeft")
+    expect(page.locator("#said")).to_contain_text("at step 16")
+    press("Enter")
+    expect(page.locator(".prompt h2")).to_contain_text("Step 16")
+    tab_to(".found button")
+    press("ArrowDown")
+    press("Enter")
+    expect(page.locator(".member.asked h3")).to_have_text("#1")
+    tab_to(".member input")
+    press("Space")
+    press("Tab")
+    tab_to(".member input")
+    press("Space")
+    expect(page.locator(".sending")).to_be_visible()
+    tab_to(".sending button")
+    press("Enter")
+    expect(page.locator(".sending")).to_contain_text("It waits in “Sent from runs”")
+
+
+TABS = {"curves": "#charts canvas", "rollouts": ".member", "about": "#about table"}
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", "laptop"), ("dark", "laptop"), ("dark", "phone")])
+def test_axe_finds_nothing(opened, ids, size, scheme):
+    page = opened(f"runs={ids['rloo']}.{ids['compare/grpo-0']}", size, scheme)
+    for tab, sign in TABS.items():
+        page.click(f"#tab-{tab}")
+        expect(page.locator(sign).first).to_be_visible()
+        found = Axe().run(page).response["violations"]
+        assert not found, (tab, [(v["id"], [n["html"][:120] for n in v["nodes"][:3]]) for v in found])
+
+
+def test_nothing_is_wider_than_the_window(opened, ids):
+    page = opened(f"runs={ids['rloo']}.{ids['compare/grpo-0']}")
+    for tab, sign in TABS.items():
+        page.click(f"#tab-{tab}")
+        expect(page.locator(sign).first).to_be_visible()
+        for width in (320, 390, 768, 1024, 1440):
+            page.set_viewport_size({"width": width, "height": 800})
+            until(lambda width=width: page.evaluate("document.documentElement.scrollWidth") <= width, 2)
+
+
+def test_the_theme_changes_the_curves_too(opened, ids):
+    page = opened(f"runs={ids['rloo']}")
+    until(lambda: painted(page, "reward"))
+    before = page.evaluate(MAIN_COLOURS)
+    page.click("#theme")
+    until(lambda: page.evaluate(MAIN_COLOURS) != before)
+
+
+MAIN_COLOURS = """() => {
+  const canvas = document.querySelector(".chart[data-name=reward] canvas.base");
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const found = new Map();
+  for (let i = 0; i < pixels.length; i += 4) {
+    const colour = pixels.slice(i, i + 3).join();
+    if (pixels[i + 3] === 255) found.set(colour, (found.get(colour) ?? 0) + 1);
+  }
+  return [...found].sort((a, b) => b[1] - a[1]).slice(0, 2).join(" ");
+}"""

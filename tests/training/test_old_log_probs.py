@@ -1,0 +1,70 @@
+"""Under LoRA the policy and its reference are one object: which of the two is meant must not be guessed from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_jobs import make_job, online_config
+
+from psigrad.config import Model
+from psigrad.errors import UserError
+from psigrad.models import tiny
+from psigrad.models.backbone import Lora
+from psigrad.models.language_model import prepare
+from psigrad.models.packing import Groups
+from psigrad.recipes import online
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.types import Completion, Trajectory
+from psigrad.training.collect import to_batch
+from psigrad.training.learn import log_probs
+
+torch.set_num_threads(1)
+
+
+def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_adapter():
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    model = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2), tokenizer, lora=Lora(rank=2, alpha=16.0))
+    with torch.no_grad():
+        for name, parameter in model.hf.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    texts = [(7, 8, 9), (10, 11)]
+    group = [
+        Trajectory(0, k, (5, 6), Completion(ids, (0.0,) * len(ids), (0.0,) * len(ids), "stop", k), 0, reward=1.0)
+        for k, ids in enumerate(texts)
+    ]
+    batch = to_batch([group])
+    run = SimpleNamespace(
+        reference=model, config=SimpleNamespace(micro_batch_tokens=4096), params=SimpleNamespace(temperature=1.0)
+    )
+    with torch.no_grad():
+        policy = model.evaluate(Groups([(5, 6)], [texts])).logp
+        with model.without_adapter():
+            base = model.evaluate(Groups([(5, 6)], [texts])).logp
+    assert float((policy - base).abs().max()) > 0.01, "negative control: the adapter matters"
+    assert torch.equal(log_probs(run, model, batch, [group]), policy)
+    assert torch.equal(log_probs(run, model, batch, [group], reference=True), base)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_again(tmp_path, monkeypatch, shift, iterations):
+    """bfloat16 with several passes: the old log-probs are the trainer's own, and the gap is that of the sampler's even so."""
+    sample = EmbeddedSampler.sample
+
+    def shifted(self, requests, params):
+        out = sample(self, requests, params)
+        return [[replace(c, logprobs=tuple(x + shift for x in c.logprobs)) for c in group] for group in out]
+
+    monkeypatch.setattr(EmbeddedSampler, "sample", shifted)
+    job = make_job(tmp_path)
+    config = replace(online_config(job, tmp_path / "run", max_steps=1), num_iterations=iterations, num_minibatches=1)
+    config = replace(config, model=Model(path=str(job / "base"), dtype="bfloat16"))
+    if shift:
+        with pytest.raises(UserError, match=r"sampler and trainer disagree by 0\.5"):
+            online.run(config)
+    else:
+        online.run(config)
