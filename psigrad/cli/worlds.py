@@ -84,9 +84,7 @@ def studio(arguments: list[str]) -> int:
         " [--port N] [--no-open]"
     )
     if asks_for_help(arguments):
-        print(
-            f"{usage}\n\nThe web application: a grid world to play with, runs to watch, completions to label, models to talk to. It binds this machine only."
-        )
+        print(f"{usage}\n\nThe web application: grid world, runs, labelling desk, chat. It binds this machine only.")
         return 0
     from psigrad import flags
 
