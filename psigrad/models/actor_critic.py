@@ -89,6 +89,11 @@ class ActorCritic:
         leaves = Output(found.policy.detach().requires_grad_(), found.rest.detach().requires_grad_(), values)
         return Recorded(self, tape, leaves)
 
+    def pass_over(self, observations: Tensor) -> Passed:
+        """The same, to be differentiated in closed form throughout."""
+        tape = self.towers.record(observations)
+        return Passed(self, tape, self._split(tape.output, self.rest.detach()))
+
     def plain(self, observations: Tensor, flat: Tensor | None = None) -> Output:
         """The same by PyTorch's own operations from a flat vector, differentiable any number of times."""
         flat = self.flat if flat is None else flat
@@ -172,9 +177,32 @@ class Recorded:
         return out
 
 
+class Passed:
+    """A forward pass whose gradient is known in closed form as far as log-probabilities, entropies and values."""
+
+    def __init__(self, network: ActorCritic, tape: Tape, output: Output) -> None:
+        self._network, self._tape, self.output = network, tape, output
+
+    def backward(self, actions: Tensor, d_logp: Tensor, d_entropy: float, d_values: Tensor | None) -> Tensor:
+        """The gradient with respect to the flat vector, given those of the actions' log-probabilities [m], of each of their
+        entropies, and of the values [C, m]; of the states passed over, the first m.
+        """
+        network, output, steps = self._network, self.output, len(actions)
+        back = torch.zeros_like(self._tape.output)
+        views = network._split(back, output.rest)
+        d_policy, d_rest = network.distribution.slope(output.policy[:steps], output.rest, actions, d_logp, d_entropy)
+        views.policy[:steps] = d_policy
+        if d_values is not None and views.values is not None:
+            views.values[:, :steps] = d_values
+        out = self._tape.backward(back)
+        if network.distribution.extra:
+            network.towers.rest(out).copy_(d_rest)
+        return out
+
+
 def is_discrete(distribution: Distribution) -> bool:
     """Whether actions are numbered."""
     return isinstance(distribution, Categorical)
 
 
-__all__ = ["WEIGHTS", "ActorCritic", "Output", "Recorded", "is_discrete"]
+__all__ = ["WEIGHTS", "ActorCritic", "Output", "Passed", "Recorded", "is_discrete"]

@@ -38,6 +38,10 @@ class Distribution(Protocol):
         """[M] in nats."""
         ...
 
+    def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
+        """The gradients of `out` and `rest`, given those of each log-probability [M] and of each entropy."""
+        ...
+
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
         """[M] KL(this ‖ other) in nats."""
         ...
@@ -71,6 +75,16 @@ class Categorical:
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
         logp = torch.log_softmax(out, -1)
         return -(logp.exp() * logp).sum(-1)
+
+    def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
+        # d log π(a) / d logits = e_a − π,  dH / d logits = −π·(log π + H)
+        if d_entropy:
+            logp = torch.log_softmax(out, -1)
+            pi = logp.exp()
+            gradient = pi * (-d_entropy * (logp - (pi * logp).sum(-1, keepdim=True)) - d_logp[:, None])
+        else:
+            gradient = torch.softmax(out, -1).mul_(d_logp[:, None]).neg_()
+        return gradient.scatter_add_(1, actions[:, None], d_logp[:, None]), rest
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
         logp = torch.log_softmax(out, -1)
@@ -107,6 +121,13 @@ class Normal:
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
         return (rest + 0.5 + _HALF_LOG_2PI).sum().expand(len(out))
+
+    def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
+        # d log p / dμ = z / σ,  d log p / d log σ = z² − 1,  dH / d log σ = 1
+        inverse = torch.exp(-rest)
+        z = (actions - out) * inverse
+        weighted = z * d_logp[:, None]
+        return weighted * inverse, (weighted * z).sum(0) - d_logp.sum() + d_entropy * len(out)
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
         shift = ((out - other) * torch.exp(-other_rest)) ** 2

@@ -30,6 +30,14 @@ def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
     return smooth_l1_loss(q.gather(1, action[:, None])[:, 0], target)
 
 
+def q_slope(q: Tensor, action: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """`q_loss` and its gradient [M, A] with respect to Q, in closed form: clip(d, −1, 1) / M at the actions taken."""
+    error = q.gather(1, action[:, None])[:, 0] - target
+    near = error.clamp(-1, 1)
+    loss = (near * (error - 0.5 * near)).mean()
+    return loss, torch.zeros_like(q).scatter_(1, action[:, None], (near / len(q))[:, None])
+
+
 def polyak(target: Tensor, source: Tensor, tau: float) -> None:
     """target ← (1 − τ)·target + τ·source, in place; τ = 1 copies. Source: Lillicrap et al. 2016, arXiv:1509.02971."""
     with torch.no_grad():

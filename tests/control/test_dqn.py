@@ -119,3 +119,14 @@ def test_the_target_network_moves_when_it_is_due_and_not_before():
     made.iterate()  # the twelfth transition: the copy is taken before this collection's update
     torch.testing.assert_close(made.target, before, rtol=0, atol=0)
     assert not torch.equal(made.network.flat.detach(), before)
+
+
+def test_the_slope_of_the_loss_equals_autograd():
+    draw = torch.Generator().manual_seed(0)
+    q = (3 * torch.randn(64, 4, generator=draw, dtype=torch.double)).requires_grad_()
+    action, target = torch.randint(4, (64,), generator=draw), torch.randn(64, generator=draw, dtype=torch.double)
+    loss = q_learning.q_loss(q, action, target)
+    (expected,) = torch.autograd.grad(loss, q)
+    found, slope = q_learning.q_slope(q.detach(), action, target)
+    assert torch.allclose(slope, expected, rtol=1e-12, atol=0)
+    assert float(found) == pytest.approx(float(loss), rel=1e-12)

@@ -132,3 +132,24 @@ def test_distributions_agree_with_torch():
     torch.testing.assert_close(normal.log_prob(out, rest, real), a.log_prob(real))
     torch.testing.assert_close(normal.entropy(out, rest), a.entropy())
     torch.testing.assert_close(normal.kl(out, rest, other, other_rest), torch.distributions.kl_divergence(a, b))
+
+
+@pytest.mark.parametrize("distribution", [Categorical(3), Normal(2)], ids=["discrete", "continuous"])
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+@pytest.mark.parametrize("d_entropy", [0.0, -0.3])
+def test_the_closed_form_down_to_log_probs_and_entropies_equals_autograd(distribution, critic, d_entropy):
+    network = ActorCritic(4, distribution, (8, 8), critic=critic)
+    network.initialise(0, log_std=-0.4)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        network.flat.add_(0.3 * torch.randn(network.flat.shape, generator=g))
+    observations, steps = torch.randn(9, 4, generator=g), 7  # two states more than actions: those behind the last step
+    actions = torch.randint(3, (steps,), generator=g) if distribution.extra == 0 else torch.randn(steps, 2, generator=g)
+    d_logp, d_values = torch.randn(steps, generator=g), torch.randn(1, steps, generator=g)
+    out = network.plain(observations)
+    logp = distribution.log_prob(out.policy[:steps], out.rest, actions)
+    entropy = distribution.entropy(out.policy[:steps], out.rest)
+    whole = (logp * d_logp).sum() + d_entropy * entropy.sum() + (out.values[:, :steps] * d_values).sum()
+    (expected,) = torch.autograd.grad(whole, network.flat)
+    found = network.pass_over(observations).backward(actions, d_logp, d_entropy, d_values)
+    assert torch.allclose(found, expected, atol=2e-6, rtol=1e-5)

@@ -126,9 +126,9 @@ class DQN:
                 wanted = q_learning.td_target(drawn.reward[part], drawn.terminated[part], next_q[part], config.gamma, choosing)
             else:
                 wanted = targets[part]
-            recorded = network.record(drawn.observation[part])
-            loss = q_learning.q_loss(recorded.output.policy, drawn.action[part], wanted)
-            self.optimizer.step(recorded.backward(loss), rate)
+            tape = network.towers.record(drawn.observation[part])
+            loss, slope = q_learning.q_slope(tape.output[0], drawn.action[part], wanted)
+            self.optimizer.step(tape.backward(slope[None]), rate)
             losses.append(loss.detach())
         self.updates += steps
         return losses

@@ -15,13 +15,14 @@ from torch import Tensor
 from psigrad import seeds
 from psigrad.config import ControlConfig
 from psigrad.errors import UserError
-from psigrad.models.actor_critic import ActorCritic, Output, Recorded
+from psigrad.models.actor_critic import ActorCritic, Output, Passed, Recorded
 from psigrad.models.distributions import Array
 from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals, ratio
 from psigrad.objective.advantage import needs_of
 from psigrad.objective.aggregate import fixed_length, sequence_sum, token_mean
 from psigrad.objective.penalty import adapted, kl_penalty
 from psigrad.objective.returns import discounted_sum, td_errors
+from psigrad.objective.slopes import Slopes, has_slopes, slopes
 from psigrad.objective.surrogate import clip
 from psigrad.rollout.collect import Collector, Rollout
 from psigrad.training.control.steps import FlatOptimizer
@@ -107,6 +108,8 @@ class OnPolicy:
     def __post_init__(self) -> None:
         self.state = self.state or self.algorithm.initial_state()
         self._per_step = _per_step(self.algorithm)
+        one_critic = self.network.n_critics <= 1 and not self.network.of_actions
+        self._differentiable = one_critic and has_slopes(self.algorithm)
         check(self.config, self.algorithm)
 
     @property
@@ -149,14 +152,17 @@ class OnPolicy:
         seen, algorithm = shown(rollout, self.algorithm.needs_critic), self._scheduled()
         minibatches = round(seen.steps / self.config.batch_size) if self.config.batch_size else 1
         minibatches = max(1, minibatches)
-        recorded = self.network.record(seen.observation)
-        now = self._now(recorded.output, seen.action)
-        prepared = self._prepared(algorithm, rollout, seen, recorded.output, now, metrics)
+        once = self._once(minibatches)
+        # without a filter every step of full rows is trained on
+        closed = self._differentiable and (not once or seen.full)
+        forward, now = self._pass(seen.observation, seen.action, closed)
+        prepared = self._prepared(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
         rate = self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
-        if self._once(minibatches):  # this one forward pass both measures and learns
+        if once:  # this one forward pass both measures and learns
             whole = Parts(prepared, seen.observation, seen.action, seen) if seen.full else self._parts(prepared, seen)
-            terms = self._update(algorithm, whole, totals, (recorded, now), rate, metrics)
+            known = slopes(algorithm, prepared, totals) if closed else None
+            terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
         else:
             terms = self._passes(algorithm, self._parts(prepared, seen), totals, minibatches, rate, metrics)
         if isinstance(algorithm.surrogate, kl_penalty):
@@ -227,6 +233,7 @@ class OnPolicy:
     ) -> dict[str, float]:
         """The passes over the rollout, each in shuffled minibatches; the terms of the last update."""
         config, terms = self.config, {}
+        known: Slopes | None = None
         adapts = isinstance(algorithm.surrogate, kl_penalty)
         rng = np.random.Generator(np.random.SFC64(seeds.derive(config.run.seed, "minibatch", self.iterations)))
         for epoch in range(config.n_epochs):
@@ -236,33 +243,53 @@ class OnPolicy:
                     totals = Totals(len(part.action), len(part.action), len(part.action))
                 last = epoch == config.n_epochs - 1 and i == len(parts) - 1
                 measured = config.target_kl is not None or (last and (metrics or adapts))
-                recorded = self.network.record(part.observation)
-                now = self._now(recorded.output, part.action)
-                terms = self._update(algorithm, part, totals, (recorded, now), rate, measured)
+                if self._differentiable and (minibatches > 1 or known is None):
+                    known = slopes(algorithm, part.prepared, totals)
+                passed = self._pass(part.observation, part.action, closed=known is not None)
+                terms = self._update(algorithm, part, totals, passed, rate, measured, known)
                 if config.target_kl is not None and terms.get("policy/approxkl_avg", 0.0) > 1.5 * config.target_kl:
                     return terms
         return terms
 
+    def _pass(self, observation: Tensor, action: Tensor, closed: bool) -> tuple[Passed | Recorded, Now]:
+        """A forward pass: `closed` for a gradient in closed form, else for autograd to differentiate."""
+        forward = self.network.pass_over(observation) if closed else self.network.record(observation)
+        return forward, self._now(forward.output, action)
+
     def _update(
-        self, algorithm: PolicyGradient, part: Parts, totals: Totals, passed: tuple[Recorded, Now], rate: float, metrics: bool
+        self,
+        algorithm: PolicyGradient,
+        part: Parts,
+        totals: Totals,
+        passed: tuple[Passed | Recorded, Now],
+        rate: float,
+        metrics: bool,
+        known: Slopes | None = None,
     ) -> dict[str, float]:
-        """One optimiser step on these steps, counted by `totals`."""
-        recorded, now = passed
+        """One optimiser step on these steps, counted by `totals`; where its `known` slopes are given, by them."""
+        forward, now = passed
         mean = None
         if now.learned is not None:
             mean = now.learned.squeeze(0) if len(now.learned) == 1 else now.learned.mean(0)
-        if part.seen is None:
-            evaluation = Evaluation(now.logp[:, None], _column(now.entropy), _column(mean))
+        wide = _column if part.seen is None else part.seen.wide
+        evaluation = Evaluation(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
+        terms: dict[str, Tensor] = {}
+        if isinstance(forward, Passed):
+            assert known is not None
+            gradient = _closed(known, forward, evaluation, part.action)
+            if metrics:
+                terms = algorithm.loss(part.prepared, evaluation, totals, self.state).terms
         else:
-            wide = part.seen.wide
-            evaluation = Evaluation(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
-        loss = algorithm.loss(part.prepared, evaluation, totals, self.state, metrics=metrics)
-        value = loss.value
-        if algorithm.critic is not None and now.learned is not None and len(now.learned) > 1:
-            # Σ_k (V_k − R)² / C = (V̄ − R)² + Var_k(V_k): the loss above fits the mean, this makes each critic fit by itself
-            value = value + 0.5 * algorithm.critic.coefficient * now.learned.var(0, correction=0).sum() / max(totals.tokens, 1)
-        norm = self.optimizer.step(recorded.backward(value), rate)
-        return {**{name: float(term) for name, term in loss.terms.items()}, "grad_norm": norm} if metrics else {}
+            loss = algorithm.loss(part.prepared, evaluation, totals, self.state, metrics=metrics)
+            value, terms = loss.value, loss.terms
+            if algorithm.critic is not None and now.learned is not None and len(now.learned) > 1:
+                # Σ_k (V_k − R)² / C = (V̄ − R)² + Var_k(V_k): the loss above fits the mean, this makes each critic fit by itself
+                value = value + 0.5 * algorithm.critic.coefficient * now.learned.var(0, correction=0).sum() / max(
+                    totals.tokens, 1
+                )
+            gradient = forward.backward(value)
+        norm = self.optimizer.step(gradient, rate)
+        return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
 
     def _scheduled(self) -> PolicyGradient:
         """The method as it is at this moment of the run."""
@@ -318,5 +345,11 @@ def _per_step(algorithm: PolicyGradient) -> bool:
     return fits and algorithm.ratio in (ratio.none, ratio.token)
 
 
-def _column(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x[:, None]
+def _column(x: Tensor) -> Tensor:
+    return x[:, None]
+
+
+def _closed(known: Slopes, forward: Passed, evaluation: Evaluation, action: Tensor) -> Tensor:
+    """The gradient of the loss in closed form."""
+    values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
+    return forward.backward(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

@@ -50,6 +50,7 @@ function making(project) {
 const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function report(added, name) {
+  if (Object.values(added).every((count) => count === 0)) return `${name}: there is nothing in it.`;
   const parts = [`${many(added.tasks, "new task")} from ${many(added.prompts, "new prompt")} and ${many(added.completions, "new completion")}`];
   if (added.known) parts.push(`here already: ${many(added.known, "task")}`);
   if (added.repeated) parts.push(`a text that its prompt has already: ${many(added.repeated, "completion")}`);

@@ -23,7 +23,8 @@ export async function results(root, project) {
     { "aria-label": "Rank by", onchange: () => draw() },
     ...Object.entries(BY).map(([value, label]) => el("option", { value }, `by ${label}`)),
   );
-  const body = el("div", { class: "stack" });
+  const waiting = el("p", { class: "soft", role: "status" }, "Counting …");
+  const body = el("div", { class: "stack" }, waiting);
   root.replaceChildren(body, exports_(project));
 
   async function draw() {
@@ -36,7 +37,7 @@ export async function results(root, project) {
         people(found),
       );
     } catch (error) {
-      if (body.firstChild) notice(error.message);
+      if (!waiting.isConnected) notice(error.message);
       else body.replaceChildren(el("p", { class: "failure", role: "alert" }, error.message));
     }
   }

@@ -39,7 +39,8 @@ export class Group {
 
   draw() {
     const group = this.shown, episode = group.kind === "episode";
-    const title = `Step ${whole(group.step)} · ${KINDS[group.kind] ?? group.kind}${episode ? "" : ` · prompt ${group.row}`}`;
+    const parts = [`Step ${whole(group.step)}`, KINDS[group.kind] ?? group.kind, episode || group.row === null ? "" : `prompt ${group.row}`];
+    const title = parts.filter(Boolean).join(" · ");
     this.readout = el("p", { class: "token-said soft", role: "status" }, this.offered.length ? "Point at a token, or walk through with the arrow keys." : "");
     const head = el(
       "div",
@@ -84,7 +85,7 @@ export class Group {
   }
 
   member(m, most, episode) {
-    const label = `Completion ${m.k}`;
+    const label = `Completion ${m.k ?? "without a number"}`;
     const parts = Object.entries(m.parts), alone = episode || this.shown.members.length < 2;
     const box = el("input", { type: "checkbox", checked: this.chosen.includes(m.n), onchange: () => this.choose(m, box) });
     const text = m.tokens && (m.tokens.text.length > 0) && this.shown.names
@@ -100,7 +101,7 @@ export class Group {
     return el(
       "article",
       { class: m.n === this.n ? "card member asked" : "card member", "aria-label": label },
-      el("div", { class: "row between" }, el("h3", {}, episode ? `Episode ${m.k}` : `#${m.k}`), alone ? null : el("label", { class: "tick small soft" }, box, "compare")),
+      el("div", { class: "row between" }, el("h3", {}, episode ? `Episode ${m.k}` : `#${m.k ?? "–"}`), alone ? null : el("label", { class: "tick small soft" }, box, "compare")),
       el("dl", { class: "facts" }, ...facts.map(([name, said]) => el("div", {}, el("dt", {}, name), el("dd", {}, said)))),
       parts.length ? el("dl", { class: "parts" }, ...parts.map(([name, v]) => el("div", {}, el("dt", {}, name), el("dd", {}, figure(v))))) : null,
       m.why && !this.common ? el("p", { class: "why" }, m.why) : null,

@@ -124,7 +124,7 @@ export class Rollouts {
       "span",
       { class: "line" },
       el("strong", { class: row.status === "failed" || row.status === "unscored" ? "bad" : null }, reward),
-      el("span", { class: "soft" }, `step ${whole(row.step)} · ${WHICH[row.kind] ?? "#"}${row.k}${row.cut ? " · cut" : ""}`),
+      el("span", { class: "soft" }, `step ${whole(row.step)} · ${WHICH[row.kind] ?? "#"}${row.k ?? "–"}${row.cut ? " · cut" : ""}`),
       row.advantage === null ? null : el("span", { class: "soft" }, `A ${figure(row.advantage)}`),
     );
     const button = el(

@@ -1,0 +1,100 @@
+"""The gradient of a loss in closed form, for small networks: there a node of the autograd graph costs more than its arithmetic.
+
+Known for the score, the importance-weighted and the clipped surrogate, an entropy bonus and the critic's squared error, where
+every step of the batch is chosen. Autograd through `PolicyGradient.loss` is the oracle, and does the work for all else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psigrad.objective import ratio
+from psigrad.objective.batch import Totals
+from psigrad.objective.critic import value_loss
+from psigrad.objective.policy_gradient import PolicyGradient, Prepared
+from psigrad.objective.ratio import MAX_LOG_RATIO
+from psigrad.objective.surrogate import clip, score, unclipped
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """What every pass over the same steps shares. Formulas, with w the aggregate's weights and n the number of steps:
+
+    dL/dlog π = −w·A (score), −w·A·ρ (unclipped, and clip where the clip does not hold ρ)
+    dL/dH = −c_H / n
+    dL/dV = c_V·(V − R) / n, and 0 where the critic's clip holds V
+    """
+
+    scale: Tensor
+    """[N, T] −w·A."""
+    logp_old: Tensor | None
+    """[N, T] where there is a ratio."""
+    bounds: tuple[Tensor, Tensor] | None
+    """[N, T] logarithms between which a clipped ratio keeps its gradient."""
+    entropy: float
+    """dL/dH of every step."""
+    critic: value_loss | None
+    value_old: Tensor | None
+    returns: Tensor | None
+    steps: int
+
+    def logp(self, logp: Tensor) -> Tensor:
+        """dL/dlog π [N, T]."""
+        if self.logp_old is None:
+            return self.scale
+        moved = logp - self.logp_old
+        slope = moved.clamp(max=MAX_LOG_RATIO).exp_().mul_(self.scale)
+        least, most = self.bounds or (None, torch.tensor(MAX_LOG_RATIO))
+        held = moved > most if least is None else (moved < least) | (moved > most)
+        return slope.masked_fill_(held, 0.0)
+
+    def value(self, value: Tensor) -> Tensor:
+        """dL/dV [N, T]."""
+        assert self.critic is not None and self.returns is not None
+        slope = (value - self.returns) * (self.critic.coefficient / self.steps)
+        if self.critic.clip is None:
+            return slope
+        assert self.value_old is not None
+        moved = value - self.value_old
+        near = self.value_old + moved.clamp(-self.critic.clip, self.critic.clip)
+        worse = (value - self.returns).abs() > (near - self.returns).abs()
+        return slope.masked_fill_((moved.abs() > self.critic.clip) & ~worse, 0.0)
+
+
+def has_slopes(algorithm: PolicyGradient) -> bool:
+    """Whether the closed form is known for the parts of a method."""
+    surrogate, critic = algorithm.surrogate, algorithm.critic
+    known = surrogate in (score, unclipped) or type(surrogate) is clip
+    fits = algorithm.ratio in (ratio.none, ratio.token) and algorithm.correction is None
+    fits &= algorithm.kl is None or algorithm.kl.where == "reward"
+    return known and fits and (critic is None or type(critic) is value_loss)
+
+
+def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
+    """The closed form for these steps of a method that `has_slopes`; None where some step is not trained on."""
+    surrogate, batch = algorithm.surrogate, prepared.batch
+    if not bool((batch.mask & prepared.keep[:, None]).all()):
+        return None
+    advantage = prepared.advantage
+    weights = algorithm.aggregate(batch.mask, totals).to(advantage.dtype)
+    steps = max(totals.tokens, 1)
+    return Slopes(
+        scale=-advantage * weights,
+        logp_old=None if surrogate is score else batch.logp_old,
+        bounds=_bounds(surrogate, advantage) if isinstance(surrogate, clip) else None,
+        entropy=0.0 if algorithm.entropy is None else -algorithm.entropy.coefficient / steps,
+        critic=algorithm.critic,
+        value_old=batch.value,
+        returns=prepared.returns,
+        steps=steps,
+    )
+
+
+def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    """log ρ loses its gradient below the first where A < 0, and above the second where A > 0."""
+    low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
+    most = high.clamp(max=MAX_LOG_RATIO)
+    return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, most, MAX_LOG_RATIO)

@@ -1,0 +1,93 @@
+"""The closed-form gradients against autograd through the loss itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from psigrad.objective import Batch, Evaluation, control_catalog, resolve
+from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
+from psigrad.objective.critic import value_loss
+from psigrad.objective.entropy import bonus
+from psigrad.objective.kl import KL
+from psigrad.objective.slopes import has_slopes, slopes
+from psigrad.objective.surrogate import clip, dual_clip
+
+N, T = 5, 7
+METHODS = {
+    "reinforce": control_catalog.REINFORCE,
+    "a2c": replace(control_catalog.A2C, entropy=bonus(0.3)),
+    "ppo": replace(resolve("ppo"), kl=None, entropy=bonus(0.02), critic=value_loss(0.7)),
+    "ppo with a clipped critic": replace(resolve("ppo"), kl=None, critic=value_loss(0.5, clip=0.1)),
+    "clip higher": replace(resolve("ppo"), kl=None, surrogate=clip(0.1, 0.4), aggregate=sequence_mean),
+    "clip at everything": replace(resolve("ppo"), kl=None, surrogate=clip(1.0, 0.0), aggregate=fixed_length(3)),
+    "unclipped": replace(resolve({"preset": "grpo", "surrogate": "unclipped", "kl": None}), aggregate=token_mean),
+}
+
+
+def made(algorithm, seed=0, *, mask=None):
+    """A prepared batch, and what the model says of it now: some ratios far outside the clip, one beyond exp(20)."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(scale=1.0):
+        return scale * torch.randn(N, T, generator=g, dtype=torch.float64)
+
+    batch = Batch(
+        mask=torch.ones(N, T, dtype=torch.bool) if mask is None else mask,
+        reward=normal(),
+        logp_old=normal() - 2,
+        group=torch.zeros(N, dtype=torch.int64),
+        value=normal(),
+        last_value=torch.randn(N, generator=g, dtype=torch.float64),
+    )
+    prepared = algorithm.prepare(batch, algorithm.initial_state())
+    logp = batch.logp_old + normal(0.3)
+    logp[0, 0] += 25
+    advantage = prepared.advantage.clone()
+    advantage[1, 1] = 0.0
+    return replace(prepared, advantage=advantage), Evaluation(logp, normal() ** 2, batch.value + normal(0.2))
+
+
+def by_autograd(algorithm, prepared, evaluation, totals):
+    leaves = Evaluation(*(x.detach().requires_grad_() for x in (evaluation.logp, evaluation.entropy, evaluation.value)))
+    loss = algorithm.loss(prepared, leaves, totals, algorithm.initial_state()).value
+    inputs = [leaves.logp, leaves.entropy, leaves.value]
+    found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return [torch.zeros_like(x) if d is None else d for x, d in zip(inputs, found, strict=True)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_slope_equals_autograd(name):
+    algorithm = METHODS[name]
+    assert has_slopes(algorithm)
+    prepared, evaluation = made(algorithm)
+    totals = algorithm.totals(prepared)
+    known = slopes(algorithm, prepared, totals)
+    d_logp, d_entropy, d_value = by_autograd(algorithm, prepared, evaluation, totals)
+    assert float(d_logp.abs().max()) > 0
+    assert torch.allclose(known.logp(evaluation.logp), d_logp, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(torch.full_like(d_entropy, known.entropy), d_entropy, rtol=1e-12, atol=0)
+    if algorithm.critic is not None:
+        assert torch.allclose(known.value(evaluation.value), d_value, rtol=1e-12, atol=1e-14)
+
+
+def test_negative_control_another_clip_has_other_slopes():
+    prepared, evaluation = made(METHODS["ppo"])
+    totals = METHODS["ppo"].totals(prepared)
+    other = replace(METHODS["ppo"], surrogate=clip(0.05, 0.05))
+    d_logp, _, _ = by_autograd(METHODS["ppo"], prepared, evaluation, totals)
+    assert not torch.allclose(slopes(other, prepared, totals).logp(evaluation.logp), d_logp)
+
+
+def test_what_is_not_known_is_left_to_autograd():
+    ppo = METHODS["ppo"]
+    assert not has_slopes(replace(ppo, surrogate=dual_clip()))
+    assert not has_slopes(replace(ppo, kl=KL(coefficient=0.1, where="loss")))
+    assert not has_slopes(replace(ppo, surrogate=lambda logp, log_ratio, advantage: -log_ratio * advantage))
+    assert not has_slopes(resolve("gspo"))
+    mask = torch.ones(N, T, dtype=torch.bool)
+    mask[2, 5:] = False
+    prepared, _ = made(ppo, mask=mask)
+    assert slopes(ppo, prepared, ppo.totals(prepared)) is None
