@@ -150,6 +150,24 @@ def run_pictures(runs: Path) -> None:
             context.close()
 
 
+def sending_picture(runs: Path) -> None:
+    """Two completions of a group of `runs`/demo/grpo, about to be sent to the labelling desk."""
+    with contextlib.chdir(runs.parent), live_studio(runs=Path(runs.name)) as studio, chromium() as browser:
+        project(studio, 0, "Which is nearer")
+        run = next(run["id"] for run in studio.ask("GET", "/api/runs").json["runs"] if run["name"] == "demo/grpo")
+        page = browser.new_page(viewport={"width": 1280, "height": 860}, device_scale_factor=1.5, reduced_motion="reduce")
+        page.goto(f"{studio.base}/enter?key={studio.settings.key}")
+        page.goto("about:blank")
+        page.goto(f"{studio.base}/runs#runs={run}&tab=rollouts&step=1")
+        members = page.locator(".member")
+        expect(members.first).to_be_visible()
+        texts = page.locator(".member :is(.tokens, .said)").all_text_contents()
+        for number in (0, next(n for n, text in enumerate(texts) if text != texts[0])):
+            members.nth(number).get_by_label("compare").check()
+        expect(page.locator(".sending button")).to_be_visible()
+        save(page.screenshot(), "runs_send_light")
+
+
 def save(screenshot: bytes, name: str, all_colours: bool = False) -> None:
     """docs/images/studio_NAME.png."""
     picture = Image.open(BytesIO(screenshot)).convert("RGB")
@@ -188,3 +206,4 @@ if __name__ == "__main__":
     for folder in sys.argv[1:]:
         chat_pictures(Path(folder))
         run_pictures(Path(folder))
+        sending_picture(Path(folder))

@@ -97,7 +97,8 @@ def our_loss(lesson, model, budget):
 
 
 def close(ours, peer, tolerance=1e-5):
-    assert ours[0] == pytest.approx(peer[0], abs=tolerance)
+    # relative where the loss is far above 1 (sppo_hard's is 49, and float32 tells no numbers there apart that are 4e-6 apart)
+    assert ours[0] == pytest.approx(peer[0], abs=tolerance * max(1.0, abs(peer[0])))
     assert ours[1].keys() == peer[1].keys() and ours[1]
     for name, gradient in peer[1].items():
         assert (ours[1][name] - gradient).abs().max() < tolerance * max(1.0, float(gradient.abs().max())), name

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class Seen:
     shape: tuple[int, int]
     """N, T"""
 
-    @property
+    @cached_property
     def full(self) -> bool:
         """Whether every row has T steps: then the batch is the flat steps in another shape."""
         return len(self.row) == self.shape[0] * self.shape[1]
@@ -153,15 +154,15 @@ class OnPolicy:
         minibatches = round(seen.steps / self.config.batch_size) if self.config.batch_size else 1
         minibatches = max(1, minibatches)
         once = self._once(minibatches)
-        # without a filter every step of full rows is trained on
-        closed = self._differentiable and (not once or seen.full)
-        forward, now = self._pass(seen.observation, seen.action, closed)
+        # steps that make up rows of unlike lengths have slopes one by one only
+        closed = self._differentiable and (seen.full or self._per_step or not once)
+        forward, now = self._pass(seen.observation, seen.action, closed, metrics)
         prepared = self._prepared(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
         rate = self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
         if once:  # this one forward pass both measures and learns
             whole = Parts(prepared, seen.observation, seen.action, seen) if seen.full else self._parts(prepared, seen)
-            known = slopes(algorithm, prepared, totals) if closed else None
+            known = slopes(algorithm, whole.prepared, totals) if closed else None
             terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
         else:
             terms = self._passes(algorithm, self._parts(prepared, seen), totals, minibatches, rate, metrics)
@@ -173,12 +174,13 @@ class OnPolicy:
         """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""
         return self.config.n_epochs * minibatches == 1 and not self.algorithm.keep
 
-    def _now(self, output: Output, action: Tensor) -> Now:
+    def _now(self, output: Output, action: Tensor, entropies: bool = True) -> Now:
         """What the network says of the first len(action) states."""
         steps, network = len(action), self.network
         policy = output.policy[:steps]
         logp = network.distribution.log_prob(policy, output.rest, action)
-        entropy = network.distribution.entropy(policy, output.rest) if self.algorithm.needs_entropy else None
+        wanted = entropies and self.algorithm.needs_entropy
+        entropy = network.distribution.entropy(policy, output.rest) if wanted else None
         learned = None
         if output.values is not None:
             learned = output.values[:, :steps]
@@ -245,16 +247,18 @@ class OnPolicy:
                 measured = config.target_kl is not None or (last and (metrics or adapts))
                 if self._differentiable and (minibatches > 1 or known is None):
                     known = slopes(algorithm, part.prepared, totals)
-                passed = self._pass(part.observation, part.action, closed=known is not None)
+                passed = self._pass(part.observation, part.action, known is not None, measured)
                 terms = self._update(algorithm, part, totals, passed, rate, measured, known)
                 if config.target_kl is not None and terms.get("policy/approxkl_avg", 0.0) > 1.5 * config.target_kl:
                     return terms
         return terms
 
-    def _pass(self, observation: Tensor, action: Tensor, closed: bool) -> tuple[Passed | Recorded, Now]:
-        """A forward pass: `closed` for a gradient in closed form, else for autograd to differentiate."""
+    def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> tuple[Passed | Recorded, Now]:
+        """A forward pass: `closed` for a gradient in closed form, which reads entropies for `metrics` alone, else for autograd
+        to differentiate.
+        """
         forward = self.network.pass_over(observation) if closed else self.network.record(observation)
-        return forward, self._now(forward.output, action)
+        return forward, self._now(forward.output, action, entropies=metrics or not closed)
 
     def _update(
         self,
