@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from psigrad.errors import UserError
@@ -19,7 +19,7 @@ from psigrad.studio.labels.refusals import Refusal
 from psigrad.studio.runs.routes import router as runs_router
 from psigrad.studio.security import ENTER, Guard, Guests, error_body
 from psigrad.studio.settings import StudioSettings
-from psigrad.studio.shell import Page, page_router, static_router
+from psigrad.studio.shell import Page, missing_page, page_router, static_router
 
 
 def pages(settings: StudioSettings, labels: Store) -> list[Page]:
@@ -68,6 +68,8 @@ def create_app(settings: StudioSettings, door: Door | None = None, shown: Sequen
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
+        return HTMLResponse(missing_page(), 404)
     code = getattr(error, "code", {404: "missing", 405: "method"}.get(error.status_code, "request"))
     said = {404: "There is nothing here.", 405: "This method is not served."}.get(error.status_code, error.detail)
     return JSONResponse(error_body(code, said), error.status_code, headers=error.headers)

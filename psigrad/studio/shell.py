@@ -98,6 +98,11 @@ def locked_page(message: str) -> str:
     return _fill(_LOCKED, {"message": message})
 
 
+def missing_page() -> str:
+    """What a browser shows at an address that leads nowhere."""
+    return _MISSING
+
+
 def _fill(template: str, texts: Mapping[str, str], **markup: str) -> str:
     for name, text in texts.items():
         template = template.replace(f"[{name}]", html.escape(text))
@@ -149,6 +154,20 @@ _LOCKED = (
 <h1>This page stays closed</h1>
 <p>[message]</p>
 <p class="soft">Were you invited to label? <a href="/join">Log in with your name and password</a>.</p>
+</main>
+</body>
+</html>
+"""
+)
+_MISSING = (
+    _HEAD
+    + """<title>Nothing here · psigrad</title>
+</head>
+<body class="locked">
+<main>
+<img src="/static/mark.svg" alt="" width="40" height="40">
+<h1>There is nothing here</h1>
+<p>No page of the studio has this address. <a href="/">Go to its first page</a>.</p>
 </main>
 </body>
 </html>

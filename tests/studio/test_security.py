@@ -253,6 +253,13 @@ def test_a_locked_out_visitor_sees_a_page_that_says_what_to_do(studio):
     assert reply.status == 401 and b"psigrad studio" in reply.body and reply.headers["content-type"].startswith("text/html")
 
 
+def test_a_wrong_address_is_a_page_for_people_and_an_error_for_programs(studio):
+    for path in ("/labels", "/runs/", "/static/nothing.js"):
+        shown, told = studio.ask("GET", path, headers=studio.headers | {"Accept": "text/html"}), studio.ask("GET", path)
+        assert shown.status == told.status == 404 and told.code == "missing"
+        assert b'<a href="/">' in shown.body and shown.headers["content-security-policy"] == HEADERS["content-security-policy"]
+
+
 # ---- limits
 
 
