@@ -274,7 +274,7 @@ struct Step {
 
 template <class T>
 void one_step(T* out, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Cache<T>& c, const Plan& p, int threads) {
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (c.groups * p.kv_heads > 1)
     {
         Step<T> step{p, c};
 #pragma omp for schedule(dynamic)

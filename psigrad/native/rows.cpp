@@ -1,10 +1,15 @@
 // Row by row: RMS norm, rotary embedding with the norm of queries and keys, SwiGLU; each with its gradient.
+#include <omp.h>
+
 #include <cmath>
 #include <vector>
 
 #include "common.h"
 
 namespace {
+
+// Numbers from which on it pays to wake other threads: they may be asleep, or another program's.
+constexpr int64_t WORTH_SHARING = 1 << 16;
 
 float inverse_rms(const float* x, int64_t n, float eps) {
     float sum = 0;
@@ -21,7 +26,7 @@ void load(float* to, const T* from, int64_t n) {
 
 template <class T>
 void norm_rows(T* y, const T* x, const T* weight, int64_t rows, int64_t width, float eps, int threads) {
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (rows * width > WORTH_SHARING)
     {
         std::vector<float> in(width), w(width);
         load(w.data(), weight, width);
@@ -67,7 +72,7 @@ void norm_rows_gradient(T* dx, float* dw, const T* x, const T* weight, const T* 
         }
         // in the order of the threads, so that the sum does not depend on who is first
 #pragma omp for ordered schedule(static, 1)
-        for (int t = 0; t < threads; t++)
+        for (int t = 0; t < omp_get_num_threads(); t++)
 #pragma omp ordered
             for (int64_t i = 0; i < width; i++) dw[i] += own[i];
     }
@@ -100,7 +105,7 @@ struct Heads {  // queries and keys of a row of [q | k | v], and the weights of 
 template <class T>
 void rotary_rows(T* out, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, int64_t rows, Heads s, int threads) {
     int64_t heads = s.queries + s.keys;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (rows * s.row > WORTH_SHARING)
     {
         std::vector<float> x(s.dim), y(s.dim), w(2 * s.dim);
         if (query_norm) load(w.data(), query_norm, s.dim), load(w.data() + s.dim, key_norm, s.dim);
@@ -142,7 +147,7 @@ void rotary_rows_gradient(T* gradient, float* dw, const T* qkv, const T* query_n
                 for (int64_t i = 0; i < s.dim; i++) put(at[i], y[i]);
             }
 #pragma omp for ordered schedule(static, 1)
-        for (int t = 0; t < threads; t++)
+        for (int t = 0; t < omp_get_num_threads(); t++)
 #pragma omp ordered
             for (int64_t i = 0; i < 2 * s.dim; i++) dw[i] += own[i];
     }
@@ -150,7 +155,7 @@ void rotary_rows_gradient(T* gradient, float* dw, const T* qkv, const T* query_n
 
 template <class T>
 void gated_rows(T* out, const T* both, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > WORTH_SHARING)
     for (int64_t r = 0; r < rows; r++) {
         const T *gate = both + r * 2 * width, *up = gate + width;
         T* to = out + r * width;

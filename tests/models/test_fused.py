@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import (
@@ -269,3 +273,17 @@ def test_a_window_and_a_long_prefix_equal_a_direct_softmax():
         seen = (distance >= 0) & ((distance < window) | (window == 0))
         expected = torch.einsum("hij,jd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
         assert torch.allclose(out, expected, atol=1e-5), window
+
+
+def test_fewer_threads_than_asked_for_change_nothing(tmp_path):
+    program = (
+        "import torch; torch.set_num_threads(2); from psigrad.native.kernels import kernels; torch.manual_seed(0);"
+        "x, w, dy = torch.randn(500, 64), torch.randn(64), torch.randn(500, 64); dx = torch.zeros_like(x);"
+        "print(kernels().rms_norm_gradient(dx, x, w, dy, 1e-6).sum().item())"
+    )
+    said = []
+    for limit in ("1", "2"):
+        given = {**os.environ, "OMP_THREAD_LIMIT": limit}
+        done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
+        said.append(float(done.stdout))
+    assert said[0] == pytest.approx(said[1], rel=1e-4)
