@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # OpenMP threads that wait spin on their core; where another program wants that core too, each waits for the other and a step
-# takes ten times as long. A short spin costs nothing on an idle machine. libgomp reads this when torch is first imported.
+# takes ten times as long. Without a spin the core of a virtual machine falls asleep between two small kernels, and wakes late.
+# libgomp reads this when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
