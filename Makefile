@@ -17,6 +17,7 @@ help:
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
+	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict on the mathematics"
 	@echo "make install    the environment alone, in $(VENV)"
@@ -60,6 +61,11 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py
 	$(RUN) benchmarks/tabular.py
 	$(RUN) benchmarks/control.py
+
+# On a GPU machine's own Python and packages: nothing is installed, no network is used.
+GPU_PYTHON ?= python3
+bench-gpu:
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
