@@ -13,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from workloads import WORKLOADS
 
 from psigrad.errors import UserError
@@ -30,6 +31,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", default=str(HERE / "results" / "language.jsonl"))
     given = parser.parse_args()
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device is {given.device} and this torch sees no CUDA device; run it where there is one.")
     results = []
     Path(given.json).parent.mkdir(parents=True, exist_ok=True)
     with open(given.json, "w") as stream:
