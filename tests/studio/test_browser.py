@@ -197,7 +197,7 @@ def test_step_back_play_pause_end_and_reset(opened):
     assert page.locator("#forward").is_disabled()
     page.click("#reset")
     at_step(page, 0)
-    assert np.abs(values(page)).max() == 0
+    until(lambda: np.abs(values(page)).max() == 0)
 
 
 def test_playing_reaches_the_end_by_itself(opened):
