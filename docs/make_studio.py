@@ -18,7 +18,7 @@ from browser import chromium
 from live_desk import bring, guest, project, told
 from live_studio import LiveStudio, live_studio
 from PIL import Image
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, Page, expect
 
 IMAGES = Path(__file__).resolve().parent / "images"
 COLOURS = 200
@@ -40,14 +40,7 @@ def chat_pictures(runs: Path) -> None:
     """The chat page with the models that `psigrad demo` left in `runs`/demo."""
     with live_studio(runs=runs) as studio, chromium() as browser:
         for name, (width, height, theme) in CHAT.items():
-            context = browser.new_context(
-                viewport={"width": width, "height": height},
-                color_scheme=theme,
-                device_scale_factor=1.5,
-                reduced_motion="reduce",
-            )
-            page = context.new_page()
-            page.goto(f"{studio.base}/enter?key={studio.settings.key}")
+            page = entered(studio, browser, width, height, theme)
             page.goto(f"{studio.base}/chat")
             page.select_option("#first", label="demo/grpo, final model")
             page.fill("#seed", "1")
@@ -60,7 +53,7 @@ def chat_pictures(runs: Path) -> None:
             page.press("#message", "Enter")
             expect(page.locator(".choices button").first).to_be_visible(timeout=60_000)
             save(page.screenshot(), name)
-            context.close()
+            page.context.close()
 
 
 LABELS = {
@@ -82,19 +75,14 @@ def label_pictures() -> None:
     with live_studio() as studio, chromium() as browser:
         number = labelled(studio)
         for name, (width, height, theme, part) in LABELS.items():
-            context = browser.new_context(
-                viewport={"width": width, "height": height}, color_scheme=theme, device_scale_factor=1.5, reduced_motion="reduce"
-            )
-            page = context.new_page()
-            page.goto(f"{studio.base}/enter?key={studio.settings.key}")
-            page.goto("about:blank")
+            page = entered(studio, browser, width, height, theme)
             page.goto(f"{studio.base}/label#project={number}&part={part}")
             page.wait_for_selector("html[data-ready]")
             page.wait_for_load_state("networkidle")
             if part == "work" and width > 1000:
                 page.keyboard.press("b")
             save(page.screenshot(), name)
-            context.close()
+            page.context.close()
 
 
 def labelled(studio: LiveStudio) -> int:
@@ -133,12 +121,7 @@ def run_pictures(runs: Path) -> None:
     with contextlib.chdir(runs.parent), live_studio(runs=Path(runs.name)) as studio, chromium() as browser:
         ids = {run["name"]: run["id"] for run in studio.ask("GET", "/api/runs").json["runs"]}
         for name, (width, height, theme, chosen, rest) in RUNS.items():
-            context = browser.new_context(
-                viewport={"width": width, "height": height}, color_scheme=theme, device_scale_factor=1.5, reduced_motion="reduce"
-            )
-            page = context.new_page()
-            page.goto(f"{studio.base}/enter?key={studio.settings.key}")
-            page.goto("about:blank")
+            page = entered(studio, browser, width, height, theme)
             page.goto(f"{studio.base}/runs#runs={'.'.join(i for n, i in ids.items() if n.startswith(chosen))}&{rest}")
             page.wait_for_selector("html[data-ready]")
             shown = page.locator(".members .tokens" if "rollouts" in rest else "#charts canvas").first
@@ -147,7 +130,7 @@ def run_pictures(runs: Path) -> None:
             if width < 500:
                 page.locator("#charts").evaluate("node => window.scrollTo(0, node.offsetTop - 130)")
             save(page.screenshot(), name, all_colours="rollouts" in rest)  # the tokens' are many and on few pixels
-            context.close()
+            page.context.close()
 
 
 def sending_picture(runs: Path) -> None:
@@ -177,31 +160,31 @@ def save(screenshot: bytes, name: str, all_colours: bool = False) -> None:
     print(f"wrote {target} ({target.stat().st_size // 1024} KB)")
 
 
-def main() -> None:
-    """All pictures."""
+def entered(studio: LiveStudio, browser: Browser, width: int, height: int, theme: str) -> Page:
+    """A page of this size and theme, logged in and empty: an address that differs behind # alone would not load anew."""
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=theme, device_scale_factor=1.5, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    page.goto(f"{studio.base}/enter?key={studio.settings.key}")
+    page.goto("about:blank")
+    return page
+
+
+def grid_pictures() -> None:
+    """The grid page."""
     with live_studio() as studio, chromium() as browser:
         for name, (width, height, theme, fragment) in PICTURES.items():
-            context = browser.new_context(
-                viewport={"width": width, "height": height},
-                color_scheme=theme,
-                device_scale_factor=1.5,
-                reduced_motion="reduce",
-            )
-            page = context.new_page()
-            page.goto(f"{studio.base}/enter?key={studio.settings.key}")
-            page.goto("about:blank")
+            page = entered(studio, browser, width, height, theme)
             page.goto(f"{studio.base}/grid#{fragment}")
             expect(page.locator("#cell .result")).to_be_visible()
             page.wait_for_load_state("networkidle")
-            picture = Image.open(BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-            target = IMAGES / f"studio_{name}.png"
-            picture.save(target, optimize=True)
-            print(f"wrote {target} ({target.stat().st_size // 1024} KB)")
-            context.close()
+            save(page.screenshot(), name)
+            page.context.close()
 
 
 if __name__ == "__main__":
-    main()
+    grid_pictures()
     label_pictures()
     for folder in sys.argv[1:]:
         chat_pictures(Path(folder))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import chromium
+from browser import SIZES, Visits, everything_is_reached_by_tab
 from live_studio import live_studio, until
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from psigrad import tabular
 from psigrad.tabular import GridWorld
 
-SIZES = {"laptop": (1280, 860), "phone": (390, 844)}
 SLIPPERY = "#slip=0.1"
 WORLD = GridWorld(slip=0.1)
 
@@ -30,34 +28,15 @@ def studio():
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
-
-
 @pytest.fixture
 def opened(studio, browser):
     """opened(fragment, ...) -> a page that is ready; what it logged and asked for is looked at in the end."""
-    contexts, troubles, asked = [], [], []
+    visits = Visits(browser)
 
     def visit(
         fragment: str = SLIPPERY, size: str = "laptop", scheme: str = "light", still: bool = True, touch: bool = False
     ) -> Page:
-        width, height = SIZES[size]
-        context = browser.new_context(
-            viewport={"width": width, "height": height},
-            color_scheme=scheme,
-            reduced_motion="reduce" if still else "no-preference",
-            has_touch=touch,
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(15_000)
-        page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", lambda dialog: troubles.append(f"dialog {dialog.message}"))
-        page.on("request", lambda request: asked.append(request.url))
+        page = visits.page(size, scheme, still=still, touch=touch)
         page.goto(f"{studio.base}/enter?key={studio.settings.key}")
         page.goto("about:blank")
         page.goto(f"{studio.base}/grid{fragment}")
@@ -67,10 +46,7 @@ def opened(studio, browser):
 
     visit.expected = []
     yield visit
-    for context in contexts:
-        context.close()
-    assert not [t for t in troubles if not any(re.search(e, t) for e in visit.expected)], troubles
-    assert all(url.startswith((studio.base, "about:")) for url in asked)
+    visits.close(visit.expected, [studio.base])
 
 
 def values(page: Page, panel: int = 0) -> np.ndarray:
@@ -533,20 +509,7 @@ def test_the_whole_flow_by_keyboard_alone(opened):
 def test_every_control_can_be_reached_by_tab_and_the_focus_is_seen(opened):
     page = opened(f"{SLIPPERY}&run=value_iteration,q_learning,modified_policy_iteration&cell=3,4&at=3")
     at_step(page, 3)
-    wanted = page.evaluate(
-        """() => [...document.querySelectorAll('a[href], button, select, input, summary')]
-            .filter(e => !e.disabled && e.checkVisibility()).map((e, n) => e.dataset.test = String(n))"""
-    )
-    reached = set()
-    for _ in range(len(wanted) + 12):
-        page.keyboard.press("Tab")
-        name, outlined = page.evaluate(
-            """() => { const e = document.activeElement, s = getComputedStyle(e);
-                return [e.dataset.test ?? '', e === document.body || s.outlineStyle !== 'none' || s.boxShadow !== 'none']; }"""
-        )
-        assert outlined
-        reached.add(name)
-    assert set(wanted) <= reached
+    everything_is_reached_by_tab(page, 12)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
-from browser import chromium
+from browser import Visits
 from chat_runs import make_runs
 from live_studio import live_studio
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from psigrad.studio import talk
 
 torch.set_num_threads(1)
-SIZES = {"laptop": (1280, 860), "phone": (390, 844)}
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e{{7*7}}"
 
 
@@ -28,28 +26,13 @@ def studio(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
-
-
 @pytest.fixture
 def opened(studio, browser):
     """opened(size, scheme) -> the page; what it logged is looked at in the end."""
-    contexts, troubles = [], []
+    visits = Visits(browser)
 
     def visit(size: str = "laptop", scheme: str = "light", folder: str = "/chat") -> Page:
-        width, height = SIZES[size]
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce", has_touch=size == "phone"
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(15_000)
-        page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", lambda dialog: troubles.append(f"dialog {dialog.message}"))
+        page = visits.page(size, scheme, touch=size == "phone")
         page.goto(f"{studio.base}/enter?key={studio.settings.key}")
         page.goto(f"{studio.base}{folder}")
         page.wait_for_selector("html[data-ready]")
@@ -57,9 +40,7 @@ def opened(studio, browser):
 
     visit.expected = []
     yield visit
-    for context in contexts:
-        context.close()
-    assert not [t for t in troubles if not any(re.search(e, t) for e in visit.expected)], troubles
+    visits.close(visit.expected, [studio.base])
 
 
 def choose(page: Page, first: str, second: str | None = None) -> None:

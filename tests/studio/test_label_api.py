@@ -11,17 +11,12 @@ from hostile import routes
 from live_desk import PASSWORD, Guest, bring, entered, guest, invite, key, project, stranger, told
 from live_studio import live_studio
 
-from psigrad.studio.labels import secret
 from psigrad.studio.settings import StudioSettings
 
 UNLIMITED = {"requests_per_second": 1e9, "burst": 10**9, "strangers_per_second": 1e9, "strangers_burst": 10**9}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cheap_hashes():
-    given, secret.COST = secret.COST, secret.Cost(log_n=4, r=1, p=1)
-    yield
-    secret.COST = given
+pytestmark = pytest.mark.usefixtures("cheap_hashes")
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterator
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import chromium
+from browser import SIZES, Visits, everything_is_reached_by_tab
 from live_desk import PASSWORD, Guest, bring, guest, invite, project, told
 from live_studio import live_studio, until
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from psigrad.studio.desk import sampling
-from psigrad.studio.labels import secret
 
-SIZES = {"laptop": (1280, 860), "phone": (390, 844)}
 NASTY = [
     "<img src=x onerror=\"document.title='broken'\">",
     "<script>document.title='broken'</script>",
@@ -25,11 +21,7 @@ NASTY = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cheap_hashes():
-    given, secret.COST = secret.COST, secret.Cost(log_n=4, r=1, p=1)
-    yield
-    secret.COST = given
+pytestmark = pytest.mark.usefixtures("cheap_hashes")
 
 
 @pytest.fixture(scope="module")
@@ -47,31 +39,18 @@ def studio(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
-
-
 @pytest.fixture
 def opened(studio, browser):
     """opened(path, who, ...) -> a page that is ready; what it logged and asked for is looked at in the end."""
-    contexts, troubles, asked = [], [], []
+    visits = Visits(browser)
 
     def visit(path: str, who: Guest | str = "owner", size: str = "laptop", scheme: str = "light") -> Page:
-        width, height = SIZES[size]
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce")
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(15_000)
-        page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page = visits.page(size, scheme)
         if who == "owner":
             page.goto(f"{studio.base}/enter?key={studio.settings.key}")
         elif isinstance(who, Guest):
             name, _, value = who.cookie.partition("=")
-            context.add_cookies([{"name": name, "value": value, "url": studio.base, "httpOnly": True, "sameSite": "Lax"}])
+            page.context.add_cookies([{"name": name, "value": value, "url": studio.base, "httpOnly": True, "sameSite": "Lax"}])
         page.goto("about:blank")
         page.goto(studio.base + path)
         page.wait_for_selector("html[data-ready]")
@@ -79,10 +58,7 @@ def opened(studio, browser):
 
     visit.expected = []
     yield visit
-    for context in contexts:
-        context.close()
-    assert not [t for t in troubles if not any(re.search(e, t) for e in visit.expected)], troubles
-    assert all(url.startswith((studio.base, "about:")) for url in asked)
+    visits.close(visit.expected, [studio.base])
 
 
 def at_work(opened, studio, number: int, who: Guest | str | None = None, **look) -> tuple[Page, Guest | str]:
@@ -271,20 +247,7 @@ def test_keys_are_listed_and_can_be_turned_off(opened, studio):
 def test_every_control_of_the_desk_can_be_reached_by_tab_and_the_focus_is_seen(opened, studio):
     page, _ = at_work(opened, studio, project(studio, 3, strengths=3))
     page.keyboard.press("a")
-    wanted = page.evaluate(
-        """() => [...document.querySelectorAll('a[href], button, select, input')]
-            .filter(e => !e.disabled && e.checkVisibility()).map((e, n) => e.dataset.test = String(n))"""
-    )
-    reached = set()
-    for _ in range(len(wanted) + 6):
-        page.keyboard.press("Tab")
-        name, seen = page.evaluate(
-            """() => { const e = document.activeElement, s = getComputedStyle(e);
-                return [e.dataset.test ?? '', e === document.body || s.outlineStyle !== 'none' || s.boxShadow !== 'none']; }"""
-        )
-        assert seen
-        reached.add(name)
-    assert set(wanted) <= reached
+    everything_is_reached_by_tab(page, 6, "a[href], button, select, input")
 
 
 # ---- what may go wrong

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import chromium
+from browser import Visits
 from live_studio import live_studio, until
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 from run_folders import CURATED, GIF, append, figures, make_run, rollout, words
 
 from psigrad.training.run_folder import RunFolder
 
-SIZES = {"laptop": (1280, 860), "phone": (390, 844)}
 EVIL = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
 
 
@@ -50,28 +48,13 @@ def ids(studio):
     return {run["name"]: run["id"] for run in studio.ask("GET", "/api/runs").json["runs"]}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
-
-
 @pytest.fixture
 def opened(studio, browser):
     """opened(fragment, …) -> a page that is ready; what it logged and asked for is looked at in the end."""
-    contexts, troubles, asked = [], [], []
+    visits = Visits(browser)
 
     def visit(fragment: str = "", size: str = "laptop", scheme: str = "light", at=studio, touch: bool = False) -> Page:
-        width, height = SIZES[size]
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce", has_touch=touch
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(15_000)
-        page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page = visits.page(size, scheme, touch=touch)
         page.goto(f"{at.base}/enter?key={at.settings.key}")
         page.goto("about:blank")
         page.goto(f"{at.base}/runs#{fragment}")
@@ -79,11 +62,7 @@ def opened(studio, browser):
         return page
 
     yield visit
-    for context in contexts:
-        context.close()
-    troubles = [t for t in troubles if "willReadFrequently" not in t]  # it is these tests that read pixels
-    assert not troubles, troubles
-    assert all(re.match(r"http://127\.0\.0\.1:\d+/|about:", url) for url in asked)
+    visits.close(["willReadFrequently"])  # it is these tests that read pixels
 
 
 def shown(page: Page) -> list[str]:
