@@ -88,8 +88,9 @@ class Agent:
         """Actions for one observation or a batch of them, as the environment takes them; the second part, a state, is None."""
         envs = self._method.collector.envs
         flat, single = envs.flat(observation)
-        rng = None if deterministic else self._chance()
-        actions = envs.to_env(self._method.network.act(self._method.collector.normalizer.see(flat), rng))
+        network = self._method.network
+        noise = None if deterministic else network.distribution.noise(self._chance(), (len(flat),))
+        actions = envs.to_env(network.act(self._method.collector.normalizer.see(flat), noise))
         return (actions[0] if single else actions), None
 
     def save(self, path: str | Path) -> Path:
@@ -124,7 +125,7 @@ def evaluate_policy(
         raise UserError("The agent's environment is an object, which cannot be copied; name one to evaluate on: env=…")
     envs = vector.make(made, min(n_eval_episodes, 16), config.vectorization, **config.env_kwargs)
     rng = None if deterministic else recipe.seeded(seed)
-    returns, _ = play(envs, lambda o: method.network.act(o, rng), n_eval_episodes, seed, method.collector.normalizer.see)
+    returns, _ = play(envs, method.network.actor(rng, envs.count), n_eval_episodes, seed, method.collector.normalizer.see)
     envs.close()
     return float(np.mean(returns)), float(np.std(returns))
 

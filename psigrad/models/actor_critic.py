@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.models.distributions import Array, Categorical, Distribution
+from psigrad.models.distributions import Array, Categorical, Distribution, Noise
 from psigrad.models.networks import Activation, Tape, Towers
 
 WEIGHTS = "model.safetensors"
@@ -102,40 +103,46 @@ class ActorCritic:
     def _split(self, out_KMO: Tensor, rest: Tensor) -> Output:
         """The towers' outputs by their meaning."""
         own = self.distribution.outputs
-        policy = out_KMO[0, :, :own]
+        policy = out_KMO[0].narrow(1, 0, own)
         if not self.n_critics:
             return Output(policy, rest, None)
         width = own if self.of_actions else 1
         if self.shared:
             values = out_KMO[0, :, own : own + self.n_critics * width].unflatten(1, (self.n_critics, width)).transpose(0, 1)
         else:
-            values = out_KMO[1:, :, :width]
-        return Output(policy, rest, values if self.of_actions else values[..., 0])
+            values = out_KMO[1:].narrow(2, 0, width)
+        return Output(policy, rest, values if self.of_actions else values.select(2, 0))
 
     def state_value(self, output: Output) -> Tensor:
         """[M] V(s): the mean over critics, for critics of actions in expectation under the policy."""
         assert output.values is not None
-        mean = output.values.mean(0)
+        mean = output.values[0] if self.n_critics == 1 else output.values.mean(0)
         return (torch.softmax(output.policy, -1) * mean).sum(-1) if self.of_actions else mean
 
-    def act(self, observations: Array, rng: np.random.Generator | None) -> Array:
-        """Actions for a few observations [E, D], drawn, or the likeliest where `rng` is None."""
-        h, layers = observations, self._numpy()
-        for weight, bias in layers[:-1]:
-            h = h @ weight
-            h += bias
+    def act(self, observations: Array, noise: Array | None = None) -> Array:
+        """Actions for a few observations [E, D]: drawn by the distribution's `noise` [E, P], without it the likeliest."""
+        h, (hidden, (weight, bias), rest) = observations, self._numpy
+        for inner, shift in hidden:
+            h = h.dot(inner)
+            h += shift
             h = np.tanh(h, out=h) if self.towers.activation == "tanh" else np.maximum(h, 0, out=h)
-        out = (h @ layers[-1][0] + layers[-1][1])[:, : self.distribution.outputs]
-        if rng is None:
-            return self.distribution.mode(out)
-        return self.distribution.sample(out, self._rest, rng)
+        out = h.dot(weight)
+        out += bias
+        return self.distribution.mode(out) if noise is None else self.distribution.sample(out, rest, noise)
 
-    def _numpy(self) -> list[tuple[Array, Array]]:
-        # made once: the views follow the parameters, which are only ever changed in place
-        if not hasattr(self, "_views"):
-            self._views = self.towers.as_numpy(0)
-            self._rest: Array = self.towers.rest(self.flat.detach()).numpy()
-        return self._views
+    def actor(self, rng: np.random.Generator | None, count: int) -> Callable[[Array], Array]:
+        """`act` in `count` states at a time, one step after another, by chance from `rng`."""
+        if rng is None:
+            return self.act
+        noise = Noise(self.distribution, rng, count)
+        return lambda observations: self.act(observations, noise.step())
+
+    @cached_property
+    def _numpy(self) -> tuple[list[tuple[Array, Array]], tuple[Array, Array], Array]:
+        # the views follow the parameters, which are only ever changed in place
+        *hidden, (weight, bias) = self.towers.as_numpy(0)
+        own = self.distribution.outputs
+        return hidden, (weight[:, :own], bias[:own]), self.towers.rest(self.flat.detach()).numpy()
 
     def save(self, folder: Path) -> None:
         """Weights as `model.safetensors`, named as a stack of `nn.Linear`s would be."""

@@ -46,13 +46,35 @@ class Distribution(Protocol):
         """[M] KL(this ‖ other) in nats."""
         ...
 
-    def sample(self, out: Array, rest: Array, rng: np.random.Generator) -> Array:
-        """One action for each row of outputs."""
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """What chance adds to `sample`, for as many states as `shape` has: [*shape, P]."""
+        ...
+
+    def sample(self, out: Array, rest: Array, noise: Array) -> Array:
+        """One action for each row of outputs [E, P], given `noise` [E, P]."""
         ...
 
     def mode(self, out: Array) -> Array:
         """The likeliest action of each row."""
         ...
+
+
+class Noise:
+    """The noise of one action after another in E states, drawn for many steps at once: to draw takes longer than to add."""
+
+    _STEPS = 32
+
+    def __init__(self, distribution: Distribution, rng: np.random.Generator, count: int) -> None:
+        self._distribution, self._rng, self._count = distribution, rng, count
+        self._block: Array = np.zeros(0)
+        self._at = 0
+
+    def step(self) -> Array:
+        """The next step's [E, P]."""
+        if self._at == len(self._block):
+            self._block, self._at = self._distribution.noise(self._rng, (self._STEPS, self._count)), 0
+        self._at += 1
+        return self._block[self._at - 1]
 
 
 @dataclass(frozen=True)
@@ -78,22 +100,26 @@ class Categorical:
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
         # d log π(a) / d logits = e_a − π,  dH / d logits = −π·(log π + H)
+        logp = torch.log_softmax(out, -1)  # of few actions, with exp, in half of softmax's time
+        pi = logp.exp()
         if d_entropy:
-            logp = torch.log_softmax(out, -1)
-            pi = logp.exp()
             gradient = pi * (-d_entropy * (logp - (pi * logp).sum(-1, keepdim=True)) - d_logp[:, None])
         else:
-            gradient = torch.softmax(out, -1).mul_(d_logp[:, None]).neg_()
+            gradient = pi.mul_(d_logp[:, None]).neg_()
         return gradient.scatter_add_(1, actions[:, None], d_logp[:, None]), rest
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
         logp = torch.log_softmax(out, -1)
         return (logp.exp() * (logp - torch.log_softmax(other, -1))).sum(-1)
 
-    def sample(self, out: Array, rest: Array, rng: np.random.Generator) -> Array:
-        weights = np.exp(out - out.max(1, keepdims=True)).cumsum(1)
-        # the smallest action whose cumulated weight passes a uniform share of the whole
-        return (rng.random((len(out), 1), dtype=np.float32) * weights[:, -1:] >= weights[:, :-1]).sum(1)
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        waits = rng.standard_exponential((*shape, self.n), dtype=np.float32)
+        waits += np.finfo(np.float32).tiny  # a wait of exactly 0 comes once in ten million
+        return -np.log(waits, out=waits)
+
+    def sample(self, out: Array, rest: Array, noise: Array) -> Array:
+        # the largest of logits + Gumbel noise is drawn from their softmax
+        return (out + noise).argmax(1)
 
     def mode(self, out: Array) -> Array:
         return out.argmax(1)
@@ -133,8 +159,11 @@ class Normal:
         shift = ((out - other) * torch.exp(-other_rest)) ** 2
         return (other_rest - rest + 0.5 * (torch.exp(2 * (rest - other_rest)) + shift - 1)).sum(-1)
 
-    def sample(self, out: Array, rest: Array, rng: np.random.Generator) -> Array:
-        return out + np.exp(rest) * rng.standard_normal(out.shape, dtype=np.float32)
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return rng.standard_normal((*shape, self.n), dtype=np.float32)
+
+    def sample(self, out: Array, rest: Array, noise: Array) -> Array:
+        return out + np.exp(rest) * noise
 
     def mode(self, out: Array) -> Array:
         return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -38,11 +38,14 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def is_whole(mask: Tensor) -> bool:
+    """Whether every step is known to be chosen. On a GPU nobody looks: the answer would have to be waited for."""
+    return mask.device.type == "cpu" and bool(mask.all())
+
+
 def inside(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    """`zero_outside` of this mask; nothing at all where every step is chosen, which is known for free on a CPU alone."""
-    if mask.device.type == "cpu" and bool(mask.all()):
-        return lambda x: x
-    return partial(zero_outside, mask)
+    """`zero_outside` of this mask; nothing at all where every step is known to be chosen."""
+    return (lambda x: x) if is_whole(mask) else partial(zero_outside, mask)
 
 
 def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
@@ -92,22 +95,28 @@ class Batch:
                 f"Batch.mask has shape {tuple(self.mask.shape)} and dtype {self.mask.dtype}; expected a boolean tensor [N, T]; "
                 "build it from the lengths."
             )
-        whole = self.mask.device.type == "cpu" and bool(self.mask.all())
-        for name in (*_PER_STEP, *_PER_ROW):
-            tensor: Tensor | None = getattr(self, name)
-            expected = self.mask.shape if name in _PER_STEP else self.mask.shape[:1]
-            if tensor is None:
-                continue
-            if tensor.shape != expected:
-                raise ValueError(
-                    f"Batch.{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)} to match mask "
-                    f"{tuple(self.mask.shape)}; pad or index it like the mask."
-                )
-            if name in _PER_STEP and name != "mask":
+        for names, expected in ((_PER_STEP, self.mask.shape), (_PER_ROW, self.mask.shape[:1])):
+            for name in names:
+                tensor: Tensor | None = getattr(self, name)
+                if tensor is not None and tensor.shape != expected:
+                    raise ValueError(
+                        f"Batch.{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)} to match mask "
+                        f"{tuple(self.mask.shape)}; pad or index it like the mask."
+                    )
+        for name in _PER_STEP[1:]:
+            tensor = getattr(self, name)
+            if tensor is not None:
                 own = tensor.detach()
-                object.__setattr__(self, name, own.clone() if whole else zero_outside(self.mask, own))
+                object.__setattr__(self, name, own.clone() if self.whole else zero_outside(self.mask, own))
         group = self.group.long()
-        object.__setattr__(self, "group", torch.where(self.present, group, torch.full_like(group, EMPTY_ROW)))
+        if not self.whole:
+            group = torch.where(self.present, group, torch.full_like(group, EMPTY_ROW))
+        object.__setattr__(self, "group", group)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every step is known to be chosen, and there is one in each row."""
+        return self.mask.shape[1] > 0 and is_whole(self.mask)
 
     @property
     def present(self) -> Tensor:

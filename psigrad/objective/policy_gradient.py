@@ -8,8 +8,10 @@ loss: any micro-batch of them. Schedule (epochs, minibatches, learning rate) bel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,6 +52,11 @@ class Prepared:
     """The state after this batch."""
     returns: Tensor | None = None
     """[N, T] target of the critic, when there is one."""
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every step is known to be trained on, as `Batch.whole` knows it."""
+        return self.batch.whole and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
         """The same for these rows (indices or a boolean mask)."""
@@ -212,7 +219,7 @@ class PolicyGradient:
             new_state |= remembered
         else:
             advantage = self.psi(shaped)
-        advantage = zero_outside(batch.mask, advantage.detach())
+        advantage = advantage.detach() if batch.whole else zero_outside(batch.mask, advantage.detach())
         keep = batch.present
         for part in self.keep:
             keep = keep & part(batch)
@@ -232,6 +239,8 @@ class PolicyGradient:
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
         """Counts over the rows of one optimiser step (all rows when None)."""
         part = prepared if rows is None else prepared.select(rows)
+        if part.whole:
+            return Totals(len(part.keep), part.batch.mask.numel(), part.batch.mask.numel())
         steps_N = part.batch.mask.sum(1)
         return Totals(
             sequences=int(part.keep.sum()),
@@ -287,7 +296,8 @@ class PolicyGradient:
         return Loss(value, terms)
 
     def _check_batch(self, batch: Batch) -> None:
-        if not bool(torch.isfinite(batch.reward).all()):
+        # a sum is one operation, and finite only where every reward is
+        if not math.isfinite(batch.reward.sum()) and not bool(torch.isfinite(batch.reward).all()):
             rows = (~torch.isfinite(batch.reward)).any(1).nonzero().flatten().tolist()
             raise ValueError(
                 f"The reward of rows {rows[:5]} is NaN or infinite; expected numbers; score those rows again or drop them."

@@ -6,10 +6,12 @@ All functions take and return [N, T]; results are 0 on masked steps.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from psigrad.objective.batch import Batch, inside, zero_outside
+from psigrad.objective.batch import Batch, inside, is_whole, zero_outside
 
 __all__ = ["discounted_sum", "next_chosen", "td_errors"]
 
@@ -19,21 +21,37 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float) -> Tensor:
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
-    With S the shift by a step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x: log₂ T passes over whole rows, not T steps.
+    Over a few steps that is one product with the powers of the discount. Else, with S the shift by a step,
+    y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x: log₂ T passes over whole rows, not T steps.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
     if holes:  # chosen steps to the front, in their order
         order_NT = (~mask_NT).to(torch.int8).argsort(dim=1, stable=True)
         y_NT = y_NT.gather(1, order_NT)
-    shift = 1
-    while shift < n_steps:
-        later_NT = torch.nn.functional.pad(y_NT[:, shift:], (0, shift))
-        y_NT = torch.add(y_NT, later_NT, alpha=discount**shift)
-        shift *= 2
+    if n_steps <= _FEW and y_NT.is_floating_point():
+        y_NT = y_NT @ _powers(n_steps, discount, y_NT.dtype, y_NT.device)
+    else:
+        shift = 1
+        while shift < n_steps:
+            later_NT = torch.nn.functional.pad(y_NT[:, shift:], (0, shift))
+            y_NT = torch.add(y_NT, later_NT, alpha=discount**shift)
+            shift *= 2
     if holes:
         y_NT = torch.zeros_like(y_NT).scatter(1, order_NT, y_NT)
     return within(y_NT)
+
+
+# Steps up to which T² multiplications take less time than log₂ T calls.
+_FEW = 16
+
+
+@lru_cache(maxsize=32)
+def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[T, T] discount^(u − t) in row u and column t ≤ u, 0 elsewhere."""
+    steps = torch.arange(n_steps, dtype=torch.float64)
+    ahead = steps[:, None] - steps
+    return torch.where(ahead < 0, 0.0, discount ** ahead.clamp(min=0)).to(device, dtype)
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
@@ -41,6 +59,8 @@ def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)
+        if is_whole(mask_NT):
+            return ahead_NT
         follows_NT = torch.nn.functional.pad(mask_NT[:, 1:], (0, 1))
         return zero_outside(mask_NT, torch.where(follows_NT, ahead_NT, last_N[:, None]))
     steps_NT = torch.arange(n_steps, device=x_NT.device).expand(x_NT.shape)
@@ -62,4 +82,6 @@ def td_errors(batch: Batch, gamma: float) -> Tensor:
             "The batch has no `value`, which TD errors read; give the critic's values or choose a psi without a critic."
         )
     last_N = torch.zeros_like(batch.value[:, 0]) if batch.last_value is None else batch.last_value.detach().to(batch.value.dtype)
-    return zero_outside(batch.mask, batch.reward + gamma * next_chosen(batch.value, batch.mask, last_N) - batch.value)
+    ahead_NT = next_chosen(batch.value, batch.mask, last_N)
+    error_NT = torch.add(batch.reward, ahead_NT, alpha=gamma).sub_(batch.value)
+    return error_NT if batch.whole else zero_outside(batch.mask, error_NT)

@@ -76,7 +76,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
     """The closed form for these steps of a method that `has_slopes`; None where some step is not trained on."""
     surrogate, batch = algorithm.surrogate, prepared.batch
-    if not bool((batch.mask & prepared.keep[:, None]).all()):
+    if not prepared.whole and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None
     advantage = prepared.advantage
     weights = algorithm.aggregate(batch.mask, totals).to(advantage.dtype)

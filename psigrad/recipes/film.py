@@ -43,7 +43,7 @@ def _frames(env: gym.Env[object, object], method: Method) -> list[Image.Image]:
     observation = envs.reset(seeds.derive(method.config.run.seed, "film"))
     frames = [_picture(env)]
     while True:
-        step = envs.step(method.network.act(see(observation), None))
+        step = envs.step(method.network.act(see(observation)))
         if (step.terminated | step.truncated)[0]:
             return frames
         frames.append(_picture(env))

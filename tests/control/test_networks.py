@@ -98,10 +98,10 @@ def test_acting_with_numpy_is_the_networks_policy(tmp_path):
     with torch.no_grad():
         network.flat.add_(torch.randn(len(network.flat)), alpha=0.3)
     x = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    np.testing.assert_array_equal(network.act(x, None), network(torch.from_numpy(x)).policy.argmax(1).numpy())
+    np.testing.assert_array_equal(network.act(x), network(torch.from_numpy(x)).policy.argmax(1).numpy())
     with torch.no_grad():
         network.flat.mul_(-1)  # in place, as optimisers change it: acting must follow
-    np.testing.assert_array_equal(network.act(x, None), network(torch.from_numpy(x)).policy.argmax(1).numpy())
+    np.testing.assert_array_equal(network.act(x), network(torch.from_numpy(x)).policy.argmax(1).numpy())
     network.save(tmp_path)
     other = ActorCritic(4, Categorical(3), (16,))
     other.load(tmp_path)
@@ -111,9 +111,11 @@ def test_acting_with_numpy_is_the_networks_policy(tmp_path):
 def test_actions_are_drawn_with_their_probabilities():
     policy, rng = Categorical(3), np.random.default_rng(0)
     logits = np.log(np.array([[0.2, 0.5, 0.3]], np.float32)) + 7
-    drawn = policy.sample(np.repeat(logits, 60_000, 0), np.zeros(0), rng)
+    drawn = policy.sample(np.repeat(logits, 60_000, 0), np.zeros(0), policy.noise(rng, (60_000,)))
     np.testing.assert_allclose(np.bincount(drawn) / 60_000, [0.2, 0.5, 0.3], atol=0.01)  # 5 standard errors
-    normal = Normal(2).sample(np.tile(np.float32([[1, -2]]), (60_000, 1)), np.log(np.float32([0.5, 2])), rng)
+    assert np.isfinite(policy.noise(rng, (1000,))).all()
+    means, spread = np.tile(np.float32([[1, -2]]), (60_000, 1)), np.log(np.float32([0.5, 2]))
+    normal = Normal(2).sample(means, spread, Normal(2).noise(rng, (60_000,)))
     np.testing.assert_allclose(normal.mean(0), [1, -2], atol=0.05)
     np.testing.assert_allclose(normal.std(0), [0.5, 2], rtol=0.02)
 

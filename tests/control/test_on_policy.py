@@ -174,7 +174,7 @@ def test_every_preset_learns_the_chain(name):
     while made.timesteps < 6_000:
         made.iterate()
     states = np.eye(4, dtype=np.float32)[:3]
-    np.testing.assert_array_equal(made.network.act(states, None), [1, 1, 1])
+    np.testing.assert_array_equal(made.network.act(states), [1, 1, 1])
 
 
 def test_a_continuous_policy_finds_its_target():
@@ -182,7 +182,7 @@ def test_a_continuous_policy_finds_its_target():
     while made.timesteps < 20_000:
         made.iterate()
     wanted = np.linspace(-0.9, 0.9, 7, dtype=np.float32)[:, None]
-    np.testing.assert_allclose(made.network.act(wanted, None), wanted, atol=0.15)
+    np.testing.assert_allclose(made.network.act(wanted), wanted, atol=0.15)
 
 
 @pytest.mark.parametrize(

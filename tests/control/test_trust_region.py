@@ -92,4 +92,4 @@ def test_every_step_of_training_keeps_its_promises():
         assert figures["policy/approxkl_avg"] <= 0.01 and figures["trpo/improvement"] >= 0
         accepted += figures["trpo/accepted"]
     assert accepted > 10  # at the optimum there is nothing left to improve
-    np.testing.assert_array_equal(made.network.act(np.eye(4, dtype=np.float32)[:3], None), [1, 1, 1])
+    np.testing.assert_array_equal(made.network.act(np.eye(4, dtype=np.float32)[:3]), [1, 1, 1])

@@ -8,11 +8,8 @@ import random
 import signal
 
 import pytest
-import torch
 from resuming import RECIPES, digest, dying_at, run_to_end
 from tiny_jobs import forked, make_job
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from psigrad.models import tiny
 from psigrad.models.language_model import LanguageModel, prepare
 from psigrad.models.packing import Groups
 
-torch.set_num_threads(1)
 ARCHITECTURES = [(name, tied) for name in ("qwen3", "llama", "gpt2", "gpt_neox") for tied in (True, False)]
 
 

@@ -27,7 +27,6 @@ from psigrad.rollout.types import Completion, Request, SamplingParams, Trajector
 from psigrad.training.learn import micro_batches
 from psigrad.training.update import Optimizer
 
-torch.set_num_threads(1)
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)

@@ -18,7 +18,6 @@ from psigrad.rollout.scripted import ScriptedSampler
 from psigrad.rollout.transformers_backend import TransformersSampler
 from psigrad.rollout.types import Request, SamplingParams
 
-torch.set_num_threads(1)
 EOS = 0
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 SETTINGS = [

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from axe_playwright_python.sync_playwright import Axe
 from browser import Visits
 from chat_runs import make_runs
@@ -15,7 +14,6 @@ from playwright.sync_api import Page, expect
 
 from psigrad.studio import talk
 
-torch.set_num_threads(1)
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e{{7*7}}"
 
 

@@ -1,14 +1,11 @@
-"""The tiny job on disk, and one torch thread: forks of a process with torch's threads running would hang."""
+"""The tiny job on disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_jobs import make_job
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

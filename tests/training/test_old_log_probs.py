@@ -21,8 +21,6 @@ from psigrad.rollout.types import Completion, Trajectory
 from psigrad.training.collect import to_batch
 from psigrad.training.learn import log_probs
 
-torch.set_num_threads(1)
-
 
 def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_adapter():
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)

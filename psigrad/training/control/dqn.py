@@ -88,7 +88,7 @@ class DQN:
     def _act(self, observation: Array, epsilon: float, rng: np.random.Generator) -> Array:
         chance = rng.random(len(observation)) < epsilon
         drawn = rng.integers(self.network.distribution.outputs, size=len(observation))
-        return drawn if chance.all() else np.where(chance, drawn, self.network.act(observation, None))
+        return drawn if chance.all() else np.where(chance, drawn, self.network.act(observation))
 
     def _remember(self, rollout: Rollout) -> None:
         following = np.empty_like(rollout.observation)

@@ -127,7 +127,7 @@ class Judge:
         """Returns and lengths of `episodes` or a few more whole episodes."""
         rng = None if self.deterministic else np.random.Generator(np.random.SFC64(seed))
         see = method.collector.normalizer.see
-        return play(self.envs, lambda o: method.network.act(o, rng), self.episodes, seed, see)
+        return play(self.envs, method.network.actor(rng, self.envs.count), self.episodes, seed, see)
 
     def record(self, method: Method, progress: Progress, journal: Journal) -> None:
         """Play, and write the figures with their 95 % interval and every episode."""

@@ -17,7 +17,6 @@ from psigrad import seeds
 from psigrad.config import ControlConfig
 from psigrad.errors import UserError
 from psigrad.models.actor_critic import ActorCritic, Output, Passed, Recorded
-from psigrad.models.distributions import Array
 from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals, ratio
 from psigrad.objective.advantage import needs_of
 from psigrad.objective.aggregate import fixed_length, sequence_sum, token_mean
@@ -141,9 +140,7 @@ class OnPolicy:
         seed = self.config.run.seed
         rng = np.random.Generator(np.random.SFC64(seeds.derive(seed, "act", self.iterations)))
 
-        def act(observation: Array) -> Array:
-            return self.network.act(observation, rng)
-
+        act = self.network.actor(rng, self.collector.envs.count)
         if self.config.n_steps:
             return self.collector.steps(act, self.config.n_steps)
         fresh = seeds.derive(seed, "episodes", self.iterations)
@@ -197,8 +194,9 @@ class OnPolicy:
         if output.values is not None:
             value_all = self.network.state_value(output).detach()
             value = wide(value_all[: seen.steps])
-            last = value_all.new_zeros(n_rows)
-            last[seen.bootstrapped] = value_all[seen.steps :]
+            last = value_all[seen.steps :]
+            if len(last) < n_rows:
+                last = last.new_zeros(n_rows).index_put((seen.bootstrapped,), last)
             if self.network.of_actions and now.learned is not None:
                 action_value = wide(now.learned.detach().mean(0))
         batch = Batch(
