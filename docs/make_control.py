@@ -1,7 +1,10 @@
 """Measures and draws the learning curves of docs/control.md.
 
-python docs/make_control.py run FOLDER      every algorithm and environment of the page over five seeds (hours; what is there
-stays) python docs/make_control.py draw FOLDER     docs/images/control.json and control.png from the run folders
+    python docs/make_control.py run FOLDER      every algorithm and environment of the page over five seeds
+
+takes hours, and goes on where it was stopped;
+
+    python docs/make_control.py draw FOLDER     docs/images/control.json and control.png from the run folders
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from psigrad.models.actor_critic import ActorCritic
-from psigrad.models.distributions import Categorical, Normal
+from psigrad.models.distributions import Categorical, Noise, Normal
 from psigrad.models.networks import Towers
 
 
@@ -106,6 +106,14 @@ def test_acting_with_numpy_is_the_networks_policy(tmp_path):
     other = ActorCritic(4, Categorical(3), (16,))
     other.load(tmp_path)
     torch.testing.assert_close(other(torch.from_numpy(x)).policy, network(torch.from_numpy(x)).policy, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("distribution", [Categorical(3), Normal(2)])
+def test_noise_goes_on_from_block_to_block(distribution):
+    noise = Noise(distribution, np.random.default_rng(0), 4)
+    found = np.array([noise.step().copy() for _ in range(100)])
+    whole = distribution.noise(np.random.default_rng(0), (100, 4))
+    np.testing.assert_array_equal(found, whole)  # blocks of 32: no step's noise is used twice, none is lost
 
 
 def test_actions_are_drawn_with_their_probabilities():

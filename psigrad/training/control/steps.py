@@ -30,7 +30,7 @@ class FlatOptimizer:
     def __init__(self, flat: nn.Parameter, kind: Literal["adam", "rmsprop"], epsilon: float, max_grad_norm: float) -> None:
         self.flat, self.kind, self.epsilon, self.max_grad_norm = flat, kind, epsilon, max_grad_norm
         self.mean, self.square = torch.zeros_like(flat, requires_grad=False), torch.zeros_like(flat, requires_grad=False)
-        self._scratch = torch.empty_like(self.mean)
+        self._scratch, self._tiny = torch.empty_like(self.mean), self.mean.new_tensor(1e-30)
         self.steps = self.nonfinite = 0
 
     @torch.no_grad()
@@ -65,12 +65,16 @@ class FlatOptimizer:
         if self.kind == "adam":
             self.mean.lerp_(gradient, 1 - _BETA1)
             self.square.mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
-            spread = torch.sqrt(self.square, out=self._scratch).mul_(1 / math.sqrt(1 - _BETA2**self.steps)).add_(self.epsilon)
+            spread = self._root(1 / (1 - _BETA2**self.steps)).add_(self.epsilon)
             self.flat.addcdiv_(self.mean, spread, value=-rate / (1 - _BETA1**self.steps))
         else:
             self.square.mul_(_SMOOTHING).addcmul_(gradient, gradient, value=1 - _SMOOTHING)
-            spread = torch.sqrt(self.square, out=self._scratch).add_(self.epsilon)
+            spread = self._root(1.0).add_(self.epsilon)
             self.flat.addcdiv_(gradient, spread, value=-rate)
+
+    def _root(self, scale: float) -> Tensor:
+        """√(scale·v); of the zeros behind dead units MKL's square root takes twenty times as long as of other numbers."""
+        return torch.add(self._tiny, self.square, alpha=scale, out=self._scratch).sqrt_()
 
     def tensors(self) -> dict[str, Tensor]:
         """What must survive a stop besides the weights."""
