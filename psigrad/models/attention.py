@@ -44,7 +44,7 @@ class Layout(Protocol):
 class FusedLayout(Protocol):
     """Who attends to whom inside fused layers.
 
-    `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and, in training, the
+    `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and the
     log-normaliser of the scores [S, H].
     """
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from psigrad.errors import UserError
 from psigrad.models import attention
 from psigrad.models.fused import Decoder, Unlike
+from psigrad.models.kept import Kept, Known
 from psigrad.models.packing import ForwardInputs, Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -37,10 +38,15 @@ def forward(
     input_ids: Tensor,
     position_ids: Tensor,
     layout: attention.Layout | attention.FusedLayout,
+    keep: Kept | None = None,
+    known: Known | None = None,
 ) -> Tensor:
-    """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
+    """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S].
+
+    A decoder adds what its layers computed to `keep`, or takes it from what is `known`.
+    """
     if decoder is not None:
-        return decoder(input_ids, position_ids, layout)
+        return decoder(input_ids, position_ids, layout, keep, known)
     return hf.base_model(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -53,7 +59,7 @@ def forward(
 def target_hidden(hf: PreTrainedModel, decoder: Decoder | None, inputs: ForwardInputs) -> Tensor:
     """Hidden states [M, E] that predict the targets, packed or padded."""
     if inputs.layout is not None:
-        hidden = forward(hf, decoder, inputs.input_ids, inputs.position_ids, inputs.layout)
+        hidden = forward(hf, decoder, inputs.input_ids, inputs.position_ids, inputs.layout, known=inputs.known)
     else:
         hidden = hf.base_model(
             input_ids=inputs.input_ids,

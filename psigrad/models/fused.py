@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from psigrad.models.attention import FusedLayout, PackedLayout
+from psigrad.models.kept import Kept, Known
 from psigrad.native.kernels import Heads, Kernels, kernels
 
 KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -168,9 +169,15 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, x: Tensor, angles: tuple[Tensor, Tensor], layout: PackedLayout, *weights: Tensor
+        ctx: Any,
+        layer: Layer,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: PackedLayout,
+        known: Known | None,
+        *weights: Tensor,
     ) -> Tensor:
-        y, kept = layer.forward(x, angles, layout)
+        y, kept = layer.forward(x, angles, layout) if known is None else known.layer(layer.index)
         ctx.layer, ctx.angles, ctx.layout = layer, angles, layout
         ctx.save_for_backward(x, *kept, *weights)  # the weights only so that a change in place is noticed
         return y
@@ -179,9 +186,9 @@ class _Through(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *kept = ctx.saved_tensors[:6]
-        learns = ctx.needs_input_grad[4:]
+        learns = ctx.needs_input_grad[5:]
         dx, dweights = ctx.layer.backward(dy.contiguous(), x, tuple(kept), ctx.angles, ctx.layout, learns)
-        return None, dx, None, None, *dweights
+        return None, dx, None, None, None, *dweights
 
 
 class _Norm(torch.autograd.Function):
@@ -233,21 +240,44 @@ class Decoder:
         self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
         self.dtype = self.layers[0].weights.dtype
         self.eps = float(base.norm.variance_epsilon)
+        self.parameters: list[nn.Parameter] = list(base.parameters())
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: FusedLayout) -> Tensor:
-        """Hidden states [B, S, E]; ids and positions are [B, S]."""
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: FusedLayout,
+        keep: Kept | None = None,
+        known: Known | None = None,
+    ) -> Tensor:
+        """Hidden states [B, S, E]; ids and positions are [B, S]. Without gradient what the layers computed goes to `keep`; layers
+        that are `known` are not run.
+        """
         shape = input_ids.shape
         x = self.base.embed_tokens(input_ids).flatten(0, 1).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
         angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.base.parameters()):
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             assert isinstance(layout, PackedLayout)
             for layer in self.layers:
-                given = (layer, x, angles, layout, *layer.weights.given)
+                given = (layer, x, angles, layout, known, *layer.weights.given)
                 x = checkpoint(_Through.apply, *given, use_reentrant=False) if self.recompute else _Through.apply(*given)
             x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
         else:
-            for layer in self.layers:
-                x, _ = layer.forward(x, angles, layout)
+            if known is not None:
+                x, _ = known.layer(len(self.layers) - 1)
+            else:
+                x = self._run(x, angles, layout, keep)
             x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
         return x.to(self.hf.dtype).view(*shape, -1)
+
+    def _run(self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, keep: Kept | None) -> Tensor:
+        """The last layer's output, without gradient."""
+        layers = []
+        for layer in self.layers:
+            x, parts = layer.forward(x, angles, layout)
+            if keep is not None:
+                layers.append((x, *parts))
+        if keep is not None:
+            keep.add(layers, self.parameters)
+        return x

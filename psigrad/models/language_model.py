@@ -19,6 +19,7 @@ from psigrad.errors import UserError
 from psigrad.models import attention, backbone
 from psigrad.models.backbone import DTYPES, Lora
 from psigrad.models.fused import Decoder
+from psigrad.models.kept import Kept
 from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
@@ -34,6 +35,7 @@ class LanguageModel:
     `hf` is the transformers model (with LoRA layers inside when `adapter` is set, the peft wrapper that saves and merges them).
     `why_padded` is empty where the packed forward reproduces the model; else it says why the padded one runs instead.
     `decoder` runs the packed forward in fused kernels where they reproduce the model; `why_unfused` says why not.
+    `kept`, where given, collects what sampling computes, so that training on those tokens need not compute it again.
     `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
     """
 
@@ -44,6 +46,7 @@ class LanguageModel:
     train_mode: bool = False
     value_head: nn.Linear | None = None
     decoder: Decoder | None = None
+    kept: Kept | None = None
     why_unfused: str = ""
 
     @property
@@ -90,9 +93,11 @@ class LanguageModel:
             head.load_state_dict(load_file(folder / f"{VALUE_HEAD}.safetensors"))
         self.value_head = head.to(self.device)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout | attention.FusedLayout) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout | attention.FusedLayout, keep: Kept | None = None
+    ) -> Tensor:
         """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
-        return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout)
+        return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout, keep)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
@@ -137,6 +142,8 @@ class LanguageModel:
         self.hf.train(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
+        if self.kept is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
+            forward = replace(forward, known=self.kept.find(inputs.prompts, inputs.completions, self.decoder.parameters))
         values = None
         if value:
             hidden, head, values = self._with_values(forward)
@@ -146,7 +153,7 @@ class LanguageModel:
         if kl_to is not None:
             alone = self.without_adapter() if kl_to is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
-                reference_hidden, reference_head = kl_to._target_hidden(forward)
+                reference_hidden, reference_head = kl_to._target_hidden(replace(forward, known=None))
         wanted = Wanted(temperature, entropy, accuracy, reference_head)
         stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden)
         return replace(stats, value=values), forward.targets
@@ -164,8 +171,7 @@ class LanguageModel:
         themselves.
         """
         if inputs.layout is not None:
-            hidden = self.forward(inputs.input_ids, inputs.position_ids, inputs.layout)
-            return hidden[0].index_select(0, inputs.targets.rows), self.head
+            return backbone.target_hidden(self.hf, self.decoder, inputs), self.head
         out = self.hf(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,

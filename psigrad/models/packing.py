@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from psigrad.models.attention import PackedLayout
+from psigrad.models.kept import Known
 
 Ids = Sequence[int]
 
@@ -71,6 +72,8 @@ class ForwardInputs:
     layout: PackedLayout | None = None
     attention_mask: Tensor | None = None
     prefix_ends: Tensor | None = None
+    known: Known | None = None
+    """Layers that need not be run, where they were kept."""
 
 
 @dataclass

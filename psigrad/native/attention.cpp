@@ -217,7 +217,7 @@ struct Step {
     int64_t wide = padded(p.dim), share = p.heads / p.kv_heads, ld = 0;
     std::vector<float> queries, scores, sums, key_room, value_room;
 
-    void run(T* out, Rows<const T> q, Rows<const T> k, Rows<const T> v, int64_t g, int64_t kv) {
+    void run(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, int64_t g, int64_t kv) {
         const int64_t *slots = c.members + c.first[g], count = c.first[g + 1] - c.first[g], prompt = c.prompt_lengths[g], rows = count * share;
         int64_t longest = 0;
         for (int64_t m = 0; m < count; m++) longest = std::max(longest, c.places[slots[m]] + 1);
@@ -231,7 +231,8 @@ struct Step {
             for (int64_t r = 0; r < rows; r++) scores[r * ld + j] = inner(queries.data() + r * wide, keys + j * row, wide);
         for (int64_t m = 0; m < count; m++) own_scores(k, v, slots[m], m, kv, prompt);
         for (int64_t m = 0; m < count; m++)
-            for (int64_t h = 0; h < share; h++) normalise(scores.data() + (m * share + h) * ld, prompt + c.places[slots[m]] + 1);
+            for (int64_t h = 0; h < share; h++)
+                normaliser[slots[m] * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[slots[m]] + 1);
         row = p.kv_heads * p.dim;
         const float* values = products(c.prompt_values[g] + kv * p.dim, prompt, p.dim, row, value_room);
         multiply(rows, wide, prompt, scores.data(), ld, 1, values, row, sums.data(), wide, false);
@@ -258,7 +259,8 @@ struct Step {
         }
     }
 
-    void normalise(float* s, int64_t length) const {
+    // scores to shares; their log sum exp
+    float normalise(float* s, int64_t length) const {
         int64_t low = lowest(p, length - 1);
         float top = s[low], sum = 0;
 #pragma omp simd reduction(max : top)
@@ -266,19 +268,20 @@ struct Step {
 #pragma omp simd reduction(+ : sum)
         for (int64_t j = low; j < length; j++) s[j] = exponential(s[j] - top), sum += s[j];
         std::fill(s, s + low, 0.0f);
-        sum = 1.0f / sum;
+        float share = 1.0f / sum;
 #pragma omp simd
-        for (int64_t j = low; j < length; j++) s[j] *= sum;
+        for (int64_t j = low; j < length; j++) s[j] *= share;
+        return top + std::log(sum);
     }
 };
 
 template <class T>
-void one_step(T* out, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Cache<T>& c, const Plan& p, int threads) {
+void one_step(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Cache<T>& c, const Plan& p, int threads) {
 #pragma omp parallel num_threads(threads) if (c.groups * p.kv_heads > 1)
     {
         Step<T> step{p, c};
 #pragma omp for schedule(dynamic)
-        for (int64_t unit = 0; unit < c.groups * p.kv_heads; unit++) step.run(out, q, k, v, unit / p.kv_heads, unit % p.kv_heads);
+        for (int64_t unit = 0; unit < c.groups * p.kv_heads; unit++) step.run(out, normaliser, q, k, v, unit / p.kv_heads, unit % p.kv_heads);
     }
 }
 
@@ -298,9 +301,10 @@ void attention_gradient(int half, void* gradient, int64_t row, const void* dout,
     BOTH(half, backward<T>({(T*)gradient, row}, {(T*)gradient + heads * dim, row}, {(T*)gradient + (heads + kv_heads) * dim, row}, (const T*)dout, (const T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, p, threads))
 }
 
-// out[slots, heads, dim] of one new token per slot, whose key and value enter its own cache [slots, kv_heads, capacity, dim]
-void decode(int half, void* out, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
+// out[slots, heads, dim] and normaliser[slots, heads] of one new token per slot, whose key and value enter its own cache [slots,
+// kv_heads, capacity, dim]
+void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
-    BOTH(half, one_step<T>((T*)out, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, places, capacity, (const T* const*)prompt_keys, (const T* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
+    BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, places, capacity, (const T* const*)prompt_keys, (const T* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
 }
 }

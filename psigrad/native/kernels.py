@@ -22,7 +22,7 @@ _SIGNATURES = {
     "swiglu_gradient": "tppppiit",
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
-    "decode": "tppppiiipppipppppiiiiift",
+    "decode": "tpppppiiipppipppppiiiiift",
 }
 
 
@@ -152,14 +152,17 @@ class Kernels:
         self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
         return gradient
 
-    def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, heads: Heads, window: int) -> Tensor:
-        """Output [B, H·D] of a new token per slot, which sees its prompt and its own slot; its key and value enter the slot."""
+    def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
+        """Output [B, H·D] and log-normaliser [B, H] of a new token per slot, which sees its prompt and its own slot; its key and
+        value enter the slot.
+        """
+        normaliser = torch.empty(len(qkv), heads.queries)
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
         own = (slots.keys.data_ptr(), slots.values.data_ptr(), slots.places.data_ptr(), slots.keys.shape[2])
         groups = (slots.prompt_keys, slots.prompt_values, slots.prompt_lengths, slots.members, slots.first)
         given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
-        self._call.decode(_HALF[qkv.dtype], out.data_ptr(), *_tables(rotated, qkv, heads), *given)
-        return out
+        self._call.decode(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *_tables(rotated, qkv, heads), *given)
+        return out, normaliser
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.models.attention import PackedLayout
+from psigrad.models.kept import Kept
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, pack
 from psigrad.rollout.cache import KVCache
@@ -94,6 +95,10 @@ class _Batch:
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
         self.counts = np.zeros(len(self.seeds), dtype=np.int64)
         self.stopped = np.zeros(len(self.seeds), dtype=bool)
+        self.kept = model.kept if model.decoder is not None else None
+        # where each prompt's first token and each written token but the last went among the kept rows
+        self.prompt_rows: dict[int, int] = {}
+        self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None
 
     def can_admit(self) -> bool:
         return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
@@ -108,7 +113,11 @@ class _Batch:
         inputs = pack(Groups([self.requests[r].prompt_ids for r, _ in groups], [[] for _ in groups]), self.model.device)
         assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
         copies = torch.tensor([i for i, (_, members) in enumerate(groups) for _ in members], device=self.model.device)
-        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, self.cache.prefill(inputs.layout, copies))
+        keep = self._keep()
+        if keep is not None:
+            starts = np.cumsum([keep.rows] + [len(self.requests[r].prompt_ids) for r, _ in groups])
+            self.prompt_rows |= {r: int(start) for (r, _), start in zip(groups, starts, strict=False)}
+        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, self.cache.prefill(inputs.layout, copies), keep)
         logits = self.model.head(hidden[0].index_select(0, inputs.prefix_ends)).index_select(0, copies)
         new = np.concatenate([members for _, members in groups])
         before = self.sequences.size
@@ -120,8 +129,25 @@ class _Batch:
         last = self.ids[self.sequences, self.counts[self.sequences] - 1]
         step = self.cache.decode()
         tokens = torch.from_numpy(last).to(self.model.device)[:, None]
-        hidden = self.model.forward(tokens, step.positions[:, None], step)
+        keep = self._keep()
+        if keep is not None and self.rows is not None:
+            self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.rows + np.arange(self.sequences.size)
+        hidden = self.model.forward(tokens, step.positions[:, None], step, keep)
         self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
+
+    def _keep(self) -> Kept | None:
+        """Where this forward pass is to be kept, while there is room."""
+        return self.kept if self.kept is not None and self.kept.open else None
+
+    def _name_rows(self) -> None:
+        """Say which kept rows are whose."""
+        if self.kept is None or self.rows is None or not self.kept.open:
+            return
+        rows = torch.from_numpy(self.rows)
+        for r, request in enumerate(self.requests):
+            start, members = self.prompt_rows[r], range(self.firsts[r], self.firsts[r + 1])
+            own = [(tuple(self.ids[i, : self.counts[i]].tolist()), rows[i, : max(self.counts[i] - 1, 0)]) for i in members]
+            self.kept.name(request.prompt_ids, torch.arange(start, start + len(request.prompt_ids)), own)
 
     def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:
         """Draw and record a token for `sequences`, which stand in the slots from `before` on; let go of those that end."""
@@ -139,6 +165,8 @@ class _Batch:
             self.sequences = self.sequences[order.cpu().numpy()]
 
     def completions(self) -> list[list[Completion]]:
+        """What was written, by request."""
+        self._name_rows()
         done = [
             Completion(
                 ids=tuple(self.ids[i, :count].tolist()),

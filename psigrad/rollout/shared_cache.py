@@ -149,7 +149,7 @@ class SharedDecode:
         slots = Slots(
             keys, values, self.places, *arranged.pointers(layer.index), arranged.lengths, arranged.members, arranged.first
         )
-        return layer.native.decode(rotated, qkv, slots, layer.heads, layer.window), self.places
+        return layer.native.decode(rotated, qkv, slots, layer.heads, layer.window)
 
 
 def _addresses(tables: Sequence[Tensor], starts: Sequence[int]) -> Tensor:

@@ -5,11 +5,13 @@ Read this file first. The mathematics is the `PolicyGradient`'s; who samples is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad import seeds
+from psigrad.models.kept import Kept
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preference_catalog import OnlinePreference
 from psigrad.rewards import check_unscored
@@ -24,6 +26,9 @@ from psigrad.training.online import Online
 from psigrad.training.state import State
 from psigrad.training.token_figures import log_probs_of
 from psigrad.training.update import learning_rate
+
+# Steps from one whose update computes all again to the next such.
+CHECK_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,13 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 def step(run: Online, state: State) -> tuple[State, str]:
     """One step of the loop: from `state` to the next, with what it has to show."""
     number, clock = state.step + 1, Clock()
-    collected = collect(run, state, clock)
     lr = learning_rate(run.config.optim, state.step, run.total_steps)
     update = Update(metrics={}, algorithm=state.algorithm, advantages=[])
-    if collected.groups:
-        with clock("time/update"):
-            update = _learned(run, collected.groups, state, lr)
+    with _keeping(run, state.step):
+        collected = collect(run, state, clock)
+        if collected.groups:
+            with clock("time/update"):
+                update = _learned(run, collected.groups, state, lr)
     tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in collected.trajectories)
     metrics = {
         **collection_metrics(collected.trajectories, run.config.num_generations),
@@ -82,6 +88,20 @@ def step(run: Online, state: State) -> tuple[State, str]:
         algorithm=update.algorithm,
     )
     return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
+
+
+@contextlib.contextmanager
+def _keeping(run: Online, step: int) -> Iterator[None]:
+    """What sampling computes is kept for the update; but every now and then the update computes all again, and how far the two
+    differ shows that sampler and trainer are one policy.
+    """
+    limit = run.config.keep_activations_gb * 1e9
+    if limit and step % CHECK_EVERY and run.episodes is None:  # an episode's tokens are sampled turn by turn
+        run.model.kept = Kept(limit)
+    try:
+        yield
+    finally:
+        run.model.kept = None
 
 
 def collect(run: Online, state: State, clock: Clock) -> Collected:

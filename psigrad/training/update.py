@@ -87,6 +87,8 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+        # the fused step changes its parameters without counting their versions up, by which others notice
+        torch.autograd.graph.increment_version(self.masters.values())
         with torch.no_grad():
             for name, p in self.parameters.items():
                 if self.masters[name] is not p:

@@ -91,12 +91,22 @@ def passing(work: Work, policy: Shape, kept: Terms, *, width: int, recompute: bo
     ]
     if kept.fused not in (0, width):
         found.append(Item("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
+    if work.keeps and kept.fused and not recompute:
+        size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
+        found.append(_kept(size, work.keeps))
     if work.samples:
         slots = f"{work.slots} sequences"
         found.append(Item("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
         # log-probs, and in float64 the probabilities and their cumulative sum
         found.append(Item("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}"))
     return found
+
+
+def _kept(size: float, limit: float) -> Item:
+    """What sampling computed: held until it has been learnt from, or let go as soon as it outgrows its limit."""
+    if size <= limit:
+        return Item("kept from sampling", size, "held", "so that training runs no forward pass of its own")
+    return Item("kept from sampling", limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
 
 
 def _backward(policy: Shape, tokens: int, work: Work) -> float:

@@ -55,6 +55,8 @@ class Work:
     critic: bool = False
     shared_critic: bool = False
     entropy: bool = False
+    keeps: float = 0.0
+    """Most bytes for what sampling computed and training need not compute again."""
 
     @property
     def group(self) -> int:
@@ -124,6 +126,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
     algorithm: Any = online.method(config)
     preferring = isinstance(algorithm, OnlinePreference)
     single = config.num_iterations * config.num_minibatches == 1
+    several_turns = bool(config.environment or config.tools)
     return Work(
         rows=config.prompts_per_step,
         members=config.num_generations,
@@ -141,6 +144,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         critic=algorithm.needs_critic and not config.critic_shared,
         shared_critic=algorithm.needs_critic and config.critic_shared,
         entropy=not preferring and algorithm.needs_entropy,
+        keeps=0.0 if several_turns or config.sampling.sampler != "embedded" else config.keep_activations_gb * 1e9,
     )
 
 

@@ -1,0 +1,137 @@
+"""Activations that sampling kept, in place of the training forward pass: the same log-probs and gradients, and refused as soon as
+they may be stale.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+
+from psigrad.models.kept import Kept
+from psigrad.models.language_model import prepare
+from psigrad.models.packing import Groups
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.types import Request, SamplingParams
+
+COMMON = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON, hidden_size=64, attention_bias=True, tie_word_embeddings=True),
+    "mistral": MistralConfig(**COMMON, hidden_size=48, sliding_window=5),
+    "qwen3": Qwen3Config(**COMMON, hidden_size=40, head_dim=8),
+}
+REQUESTS = [Request((5, 6, 7, 8, 9, 10), (1, 2, 3)), Request((11,), (4, 5, 6)), Request(tuple(range(2, 30)), (7, 8, 9))]
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request, tokenizer):
+    config = CONFIGS[request.param]
+    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), 0, 1
+    torch.manual_seed(0)
+    made = prepare(AutoModelForCausalLM.from_config(config), tokenizer)
+    assert made.decoder is not None, made.why_unfused
+    with torch.no_grad():  # sharp distributions, ends at unlike lengths
+        for p in made.hf.parameters():
+            p.mul_(2)
+    return made
+
+
+def sampled(model, requests=REQUESTS, limit=1e9, **settings) -> Groups:
+    """Completions of the requests, their activations kept."""
+    model.kept = Kept(limit)
+    params = SamplingParams(max_tokens=20, stop_token_ids=tuple(range(60)))
+    groups = EmbeddedSampler(model, **settings).sample(list(requests), params)
+    drawn = Groups([r.prompt_ids for r in requests], [[c.ids for c in group] for group in groups])
+    lengths = {len(ids) for group in drawn.completions for ids in group}
+    assert len(lengths) > 2, "the test is about sequences that leave the batch at unlike times"
+    return drawn
+
+
+def found(model, groups):
+    """What was kept of the groups."""
+    return model.kept.find(groups.prompts, groups.completions, model.decoder.parameters)
+
+
+def results(model, groups):
+    """(log-probs, gradient of their weighted sum)."""
+    logp = model.evaluate(groups).logp
+    weights = torch.linspace(0.5, 2, logp.numel()).view_as(logp)
+    grads = torch.autograd.grad((logp * weights).sum(), list(model.trainable().values()))
+    return logp.detach(), torch.cat([g.flatten() for g in grads])
+
+
+def unlike(a, b) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch": 4}], ids=["at once", "in a stream"])
+def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings):
+    groups = sampled(model, **settings)
+    assert found(model, groups) is not None
+    logp, gradient = results(model, groups)
+    with torch.no_grad():
+        assert unlike(model.evaluate(groups).logp, logp) < 1e-6
+    model.kept = None
+    expected, oracle = results(model, groups)
+    assert float((logp - expected).abs().max()) < 5e-5
+    assert unlike(gradient, oracle) < 1e-4
+
+
+def test_some_of_the_completions_in_another_order_are_found(model):
+    groups = sampled(model)
+    some = Groups([groups.prompts[2], groups.prompts[0]], [groups.completions[2][1:], groups.completions[0][::-1]])
+    assert found(model, some) is not None
+    _, gradient = results(model, some)
+    model.kept = None
+    assert unlike(gradient, results(model, some)[1]) < 1e-4
+
+
+def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(model):
+    groups = sampled(model)
+    _, gradient = results(model, groups)
+    with torch.inference_mode():
+        for part in model.kept.passes[1].layers[1]:
+            part.mul_(1.5)
+    assert unlike(results(model, groups)[1], gradient) > 1e-2
+
+
+def test_a_changed_weight_makes_them_stale(model):
+    groups = sampled(model)
+    with torch.no_grad():
+        next(iter(model.trainable().values())).mul_(1.1)  # in place, as an optimiser does it
+    assert found(model, groups) is None
+    assert not model.kept.passes, "what is stale is let go"
+    logp, gradient = results(model, groups)
+    model.kept = None
+    expected, oracle = results(model, groups)
+    assert torch.equal(logp, expected) and torch.equal(gradient, oracle)
+
+
+def test_other_tokens_are_not_found(model):
+    groups = sampled(model)
+    assert found(model, Groups(groups.prompts, [[*groups.completions[0], (2, 3, 4)], [], []])) is None
+    assert found(model, Groups([(5, 6, 7)], [[groups.completions[0][0]]])) is None
+
+
+def test_beyond_the_limit_nothing_is_kept_and_the_same_is_drawn(model):
+    groups = sampled(model)
+    size = model.kept.bytes
+    assert size > 0
+    again = sampled(model, limit=size / 2)
+    assert again.completions == groups.completions
+    assert not model.kept.passes and found(model, again) is None
+    assert sampled(model, limit=size).completions == groups.completions
+    assert found(model, groups) is not None  # exactly enough
+
+
+def test_two_calls_of_the_sampler_add_up(model):
+    groups = sampled(model)
+    first, size = model.kept, model.kept.rows
+    more = [Request((40, 41, 42), (10, 11))]
+    params = SamplingParams(max_tokens=12)
+    drawn = EmbeddedSampler(model).sample(more, params)
+    assert model.kept is first and first.rows > size
+    both = Groups([*groups.prompts, more[0].prompt_ids], [*groups.completions, [c.ids for c in drawn[0]]])
+    _, gradient = results(model, both)
+    model.kept = None
+    assert unlike(gradient, results(model, both)[1]) < 1e-4
