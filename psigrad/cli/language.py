@@ -8,6 +8,7 @@ from typing import Any
 
 from psigrad.cli.common import finished
 from psigrad.errors import UserError
+from psigrad.recipes.quick import quick_imports
 
 
 def train(name: str) -> Callable[[list[str]], int]:
@@ -22,10 +23,12 @@ def train(name: str) -> Callable[[list[str]], int]:
         config = flags.parse(method.settings, name, arguments, defaults=method.sets)
         for setting in {"algorithm", "loss"} & set(method.sets):
             agree(name, getattr(config, setting), setting)
-        from psigrad.recipes.plan import command
+        with quick_imports():
+            from psigrad.recipes.plan import command
 
+            recipe = import_module(f"psigrad.recipes.{method.recipe}")
         command.warn(config)
-        return finished(import_module(f"psigrad.recipes.{method.recipe}").run(config))
+        return finished(recipe.run(config))
 
     return run
 
@@ -145,6 +148,7 @@ def demo(arguments: list[str]) -> int:
     from psigrad import flags
 
     settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
-    from psigrad.recipes import demo
+    with quick_imports():
+        from psigrad.recipes import demo
 
     return finished(demo.run(**settings))

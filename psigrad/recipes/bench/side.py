@@ -1,8 +1,8 @@
 """One side of the comparison in a process of its own.
 
-`python -m psigrad.recipes.bench.side ours|trl FOLDER DTYPE THREADS DEVICE START`, where START is the time of day at which
-the process was begun. Talks in lines: "check" answers with loss and gradient norm on the fixed batch, "step" runs one optimiser
-step and answers with its seconds by phase, tokens and peak memory.
+Its arguments are ours|trl FOLDER DTYPE THREADS DEVICE START, where START is the time of day at which the process was begun.
+Talks in lines: "check" answers with loss and gradient norm on the fixed batch, "step" runs one optimiser step and answers with
+its seconds by phase, tokens and peak memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from psigrad.recipes.quick import quick_imports
+
 # Where answers go; whatever the libraries print goes to stderr.
 _CHANNEL = 1
 
@@ -28,12 +30,13 @@ def main(who: str, folder: str, dtype: str, threads: str, device: str, start: st
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    if who == "ours":
+        with quick_imports():  # as the commands do
+            from psigrad.recipes.bench import side_ours
     import torch
 
     torch.set_num_threads(int(threads) or len(os.sched_getaffinity(0)))
     if who == "ours":
-        from psigrad.recipes.bench import side_ours
-
         parts = side_ours.build(Path(folder), dtype, device)
     else:
         from psigrad.recipes.bench import side_trl
@@ -68,7 +71,3 @@ def _on_device(device: str) -> dict[str, float]:
 
 def _say(answer: dict[str, Any]) -> None:
     os.write(_CHANNEL, (json.dumps(answer) + "\n").encode())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:7])
