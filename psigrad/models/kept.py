@@ -9,29 +9,25 @@ has changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 Ids = Sequence[int]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass over S rows: of each layer its output [S, E] and what its backward pass needs [S, …]."""
-
-    first: int
-    layers: list[tuple[Tensor, ...]]
+# Of each layer its output [rows, E] and what its backward pass needs [rows, …].
+Layers = list[tuple[Tensor, ...]]
+# Rows of one block of memory. Pieces kept one by one would lie between what sampling allocates and frees, and leave holes that
+# nothing large fits into: a gigabyte where the vocabulary is large.
+SLAB = 1024
 
 
 class Kept:
-    """Activations of sampled tokens by rows, up to `limit` bytes; beyond that nothing is kept at all."""
+    """Activations of sampled tokens by rows, up to `limit` bytes; beyond that, or once a weight has changed, nothing is kept."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.rows = self.bytes = 0
-        self.passes: list[Pass] = []
+        self.slabs: list[Layers] = []
         self._prompts: dict[tuple[int, ...], Tensor] = {}
         self._completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._marks: list[tuple[int, int]] = []
@@ -41,34 +37,44 @@ class Kept:
         """Whether there is room for more."""
         return self.bytes <= self.limit
 
-    def add(self, layers: list[tuple[Tensor, ...]], weights: Iterable[nn.Parameter]) -> int:
-        """Keep a pass of the model with these `weights`; the number of its first row."""
-        marks, first = _marks(weights), self.rows
-        if self.passes and marks != self._marks:
-            self.clear()
-            self.bytes = 0
-        self._marks = marks
+    def add(self, layers: Layers, weights: Iterable[nn.Parameter]) -> None:
+        """Keep what a pass of the model with these `weights` computed; its rows are numbered on from `rows`."""
+        marks = _marks(weights)
+        self._marks = self._marks or marks
         self.bytes += sum(x.numel() * x.element_size() for layer in layers for x in layer)
-        self.rows += len(layers[0][0])
+        if marks != self._marks:
+            self.limit = -1.0  # what came before is stale, and who numbers rows counts on them
         if self.open:
-            self.passes.append(Pass(first, layers))
+            self._copy(layers)
         else:
             self.clear()
-        return first
+
+    def _copy(self, layers: Layers) -> None:
+        count, done = len(layers[0][0]), 0
+        while done < count:
+            place = self.rows % SLAB
+            if place == 0:
+                self.slabs.append([tuple(x.new_empty(SLAB, *x.shape[1:]) for x in layer) for layer in layers])
+            share = min(count - done, SLAB - place)
+            for slab, layer in zip(self.slabs[-1], layers, strict=True):
+                for to, x in zip(slab, layer, strict=True):
+                    to[place : place + share] = x[done : done + share]
+            done += share
+            self.rows += share
 
     def name(self, prompt: tuple[int, ...], prompt_rows: Tensor, completions: Iterable[tuple[tuple[int, ...], Tensor]]) -> None:
         """Say whose the rows are: those of a prompt's tokens, and of each of its completions but the last token."""
-        if self.passes:
+        if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, ids): rows for ids, rows in completions}
 
     def clear(self) -> None:
         """Let everything go."""
-        self.passes, self._prompts, self._completions = [], {}, {}
+        self.slabs, self._prompts, self._completions = [], {}, {}
 
     def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[nn.Parameter]) -> Known | None:
         """The rows of packed prompts and the completions of each, if all of them are known and no weight has changed since."""
-        if not self.passes:
+        if not self.slabs:
             return None
         if _marks(weights) != self._marks:
             self.clear()
@@ -77,7 +83,7 @@ class Kept:
         for prompt, group in zip(prompts, completions, strict=True):
             found += [self._completions.get((tuple(prompt), tuple(ids))) if len(ids) else _NONE for ids in group]
         rows = [x for x in found if x is not None]
-        return Known(self.passes, torch.cat(rows)) if rows and len(rows) == len(found) else None
+        return Known(self.slabs, torch.cat(rows)) if rows and len(rows) == len(found) else None
 
 
 _NONE = torch.zeros(0, dtype=torch.long)
@@ -86,25 +92,27 @@ _NONE = torch.zeros(0, dtype=torch.long)
 class Known:
     """The layers of a forward pass that need not be run, for rows in the order of their packed forward."""
 
-    def __init__(self, passes: list[Pass], rows: Tensor) -> None:
+    def __init__(self, slabs: list[Layers], rows: Tensor) -> None:
         self._count = len(rows)
         order = rows.argsort()
-        bounds = torch.tensor([p.first for p in passes[1:]], dtype=torch.long)
-        shares = torch.bincount(torch.bucketize(rows, bounds, right=True), minlength=len(passes)).tolist()
-        self._pieces = [
-            (p, place, rows[place] - p.first) for p, place in zip(passes, order.split(shares), strict=True) if len(place)
-        ]
+        shares = torch.bincount(rows // SLAB, minlength=len(slabs)).tolist()
+        places = order.split(shares)
+        self._pieces = [(slab, at, rows[at] % SLAB) for slab, at in zip(slabs, places, strict=True) if len(at)]
+        if len(self._pieces) == 1:
+            self._pieces = [(self._pieces[0][0], torch.arange(len(rows)), rows % SLAB)]
 
     def layer(self, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output, and what its backward pass needs, as the layer's own forward gives them."""
-        y, *kept = (self._gathered(index, part) for part in range(len(self._pieces[0][0].layers[index])))
+        y, *kept = (self._gathered(index, part) for part in range(len(self._pieces[0][0][index])))
         return y, tuple(kept)
 
     def _gathered(self, index: int, part: int) -> Tensor:
-        like = self._pieces[0][0].layers[index][part]
-        out = torch.empty(self._count, *like.shape[1:], dtype=like.dtype)
-        for p, place, rows in self._pieces:
-            out.index_copy_(0, place, p.layers[index][part].index_select(0, rows))
+        first = self._pieces[0][0][index][part]
+        out = torch.empty(self._count, *first.shape[1:], dtype=first.dtype)
+        if len(self._pieces) == 1:
+            return torch.index_select(first, 0, self._pieces[0][2], out=out)
+        for slab, at, rows in self._pieces:
+            out.index_copy_(0, at, slab[index][part].index_select(0, rows))
         return out
 
 

@@ -54,7 +54,7 @@ BY_ENVIRONMENT: dict[tuple[str, str], Settings] = {
     | {"network.net_arch": (256, 256), "dqn.buffer_size": 100_000, "dqn.learning_starts": 1000}
     | {"dqn.target_update_interval": 10, "dqn.train_freq": 256, "dqn.gradient_steps": 128}
     | {"dqn.exploration_fraction": 0.16, "dqn.exploration_final_eps": 0.04}
-    | {"lr_scheduler_type": "linear", "dqn.double_q": True},  # as above
+    | {"lr_scheduler_type": "linear", "dqn.double_q": True, "gamma": 0.98},  # as above; with 0.99 two seeds of six failed
     ("ppo", "LunarLander-v3"): {"n_envs": 16, "n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999}
     | {"gae_lambda": 0.98, "ent_coef": 0.01, "total_timesteps": 1_000_000},
     ("a2c", "LunarLander-v3"): {"gamma": 0.995, "learning_rate": 8.3e-4, "lr_scheduler_type": "linear", "ent_coef": 1e-5}

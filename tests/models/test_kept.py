@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
+from psigrad.models import kept
 from psigrad.models.kept import Kept
 from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
@@ -64,8 +65,10 @@ def unlike(a, b) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.parametrize("slab", [kept.SLAB, 16])
 @pytest.mark.parametrize("settings", [{}, {"max_batch": 4}], ids=["at once", "in a stream"])
-def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings):
+def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings, slab, monkeypatch):
+    monkeypatch.setattr(kept, "SLAB", slab)
     groups = sampled(model, **settings)
     assert found(model, groups) is not None
     logp, gradient = results(model, groups)
@@ -90,7 +93,7 @@ def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(
     groups = sampled(model)
     _, gradient = results(model, groups)
     with torch.inference_mode():
-        for part in model.kept.passes[1].layers[1]:
+        for part in model.kept.slabs[0][1]:
             part.mul_(1.5)
     assert unlike(results(model, groups)[1], gradient) > 1e-2
 
@@ -100,7 +103,9 @@ def test_a_changed_weight_makes_them_stale(model):
     with torch.no_grad():
         next(iter(model.trainable().values())).mul_(1.1)  # in place, as an optimiser does it
     assert found(model, groups) is None
-    assert not model.kept.passes, "what is stale is let go"
+    assert not model.kept.slabs, "what is stale is let go"
+    EmbeddedSampler(model).sample([REQUESTS[0]], SamplingParams(max_tokens=3))
+    assert not model.kept.slabs, "nor is anything added to it"
     logp, gradient = results(model, groups)
     model.kept = None
     expected, oracle = results(model, groups)
@@ -119,7 +124,7 @@ def test_beyond_the_limit_nothing_is_kept_and_the_same_is_drawn(model):
     assert size > 0
     again = sampled(model, limit=size / 2)
     assert again.completions == groups.completions
-    assert not model.kept.passes and found(model, again) is None
+    assert not model.kept.slabs and found(model, again) is None
     assert sampled(model, limit=size).completions == groups.completions
     assert found(model, groups) is not None  # exactly enough
 
