@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,12 @@ def main(who: str, folder: str, dtype: str, threads: str, device: str, start: st
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    if who == "ours":
-        with quick_imports():  # as the commands do
-            from psigrad.recipes.bench import side_ours
+    with quick_imports():  # as the commands do
+        side = import_module(f"psigrad.recipes.bench.side_{who}")
     import torch
 
     torch.set_num_threads(int(threads) or len(os.sched_getaffinity(0)))
-    if who == "ours":
-        parts = side_ours.build(Path(folder), dtype, device)
-    else:
-        from psigrad.recipes.bench import side_trl
-
-        parts = side_trl.build(Path(folder), dtype, device)
+    parts = side.build(Path(folder), dtype, device)
     _say({"ready": time.time() - float(start)})
     _serve(*parts, device)
 
