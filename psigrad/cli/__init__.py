@@ -77,18 +77,10 @@ def help_text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0
-    if arguments[0] in ("-V", "--version"):
-        print(f"psigrad {__version__}")
-        return 0
-    name, rest = arguments[0], arguments[1:]
     try:
-        if name not in COMMANDS:
-            raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS) or '.'}")
-        return COMMANDS[name].run(rest)
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # a reader who has left is noticed here, not when Python ends
+        return status
     except KeyboardInterrupt:
         print("psigrad: interrupted", file=sys.stderr)
         return 130
@@ -101,6 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"psigrad: {error}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"psigrad {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS) or '.'}")
+    return COMMANDS[name].run(rest)
 
 
 def _meant_for_people(error: ValueError) -> bool:
