@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 Activation = Literal["tanh", "relu"]
 Layers = list[tuple[Tensor, Tensor]]
+# States that go through the layers together, so that what a layer computes is still in the core's cache when it is read again.
+_TOGETHER = 2048
 
 
 class Towers(nn.Module):
@@ -69,7 +71,8 @@ class Towers(nn.Module):
     def record(self, x_MD: Tensor) -> Tape:
         """The same, ready to be differentiated once."""
         with torch.no_grad():
-            return Tape(self, self._activations(x_MD))
+            layers = self._views()
+            return Tape(self, [self._activations(x, layers) for x in x_MD.split(_TOGETHER)])
 
     def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
         """The same by PyTorch's own operations, which can be differentiated any number of times."""
@@ -147,26 +150,29 @@ class Tape:
     operation. `Towers.plain` is its oracle.
     """
 
-    def __init__(self, towers: Towers, activations: list[Tensor]) -> None:
-        self.towers, self._hs = towers, activations
-
-    @property
-    def output(self) -> Tensor:
+    def __init__(self, towers: Towers, parts: list[list[Tensor]]) -> None:
+        self.towers, self._parts = towers, parts
+        self.output = parts[0][-1] if len(parts) == 1 else torch.cat([hs[-1] for hs in parts], 1)
         """[K, M, widest], without gradient."""
-        return self._hs[-1]
 
     @torch.no_grad()
     def backward(self, grad_KMO: Tensor) -> Tensor:
         """The gradient with respect to `flat`, given that of the output; 0 for the `extra` numbers. Good until the next call."""
-        towers, hs, d = self.towers, self._hs, grad_KMO
+        towers = self.towers
         out, grads = towers._room()
         back = torch.ops.aten.tanh_backward if towers.activation == "tanh" else _relu_backward
         layers = towers._views()
-        for i in reversed(range(len(layers))):
-            torch.bmm(hs[i].transpose(1, 2), d, out=grads[i][0])
-            torch.sum(d, 1, keepdim=True, out=grads[i][1])
-            if i:
-                d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), hs[i])
+        for part, (hs, d) in enumerate(zip(self._parts, grad_KMO.split(_TOGETHER, 1), strict=True)):
+            for i in reversed(range(len(layers))):
+                weight, bias = grads[i]
+                if part:
+                    weight.baddbmm_(hs[i].transpose(1, 2), d)
+                    bias.add_(d.sum(1, keepdim=True))
+                else:
+                    torch.bmm(hs[i].transpose(1, 2), d, out=weight)
+                    torch.sum(d, 1, keepdim=True, out=bias)
+                if i:
+                    d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), hs[i])
         return out
 
 

@@ -75,17 +75,18 @@ class Prepared:
         Only the per-step parts are the same on it: the token ratio, and the token_mean aggregate.
         """
         mask = self.batch.mask & self.keep[:, None]
-        rows = mask.nonzero()[:, 0]
+        at = mask.flatten().nonzero()[:, 0]  # looked for once: a boolean index looks for itself each time
+        rows = at.div(mask.shape[1], rounding_mode="floor")
         own = {f.name: getattr(self.batch, f.name) for f in fields(Batch) if f.name != "inputs"}
-        per_step = {name: x[mask][:, None] for name, x in own.items() if x is not None and x.dim() == 2}
+        per_step = {name: _pick(x, at) for name, x in own.items() if x is not None and x.dim() == 2}
         per_row = {name: x[rows] for name, x in own.items() if x is not None and x.dim() == 1}
         return replace(
             self,
             batch=Batch(**per_step, **per_row),
-            advantage=self.advantage[mask][:, None],
+            advantage=_pick(self.advantage, at),
             keep=self.keep[rows],
             needs_gradient=self.needs_gradient[rows],
-            returns=None if self.returns is None else self.returns[mask][:, None],
+            returns=None if self.returns is None else _pick(self.returns, at),
         )
 
 
@@ -366,6 +367,11 @@ class PolicyGradient:
         value_old = within(_given(prepared.batch.value, "value", "the critic's loss"))
         returns = within(_given(prepared.returns, "returns", "the critic's loss"))
         return critic(value, value_old, returns)
+
+
+def _pick(x: Tensor, at: Tensor) -> Tensor:
+    """Elements of a [N, T] by their place in the flat order, as a column."""
+    return x.flatten()[at][:, None]
 
 
 def _name(part: object) -> str:
