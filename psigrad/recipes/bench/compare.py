@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.recipes.bench.floor import floor, rates
 from psigrad.recipes.bench.workload import Workload, build
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
@@ -98,8 +99,9 @@ def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, dev
         finally:
             for side in sides.values():
                 side.close()
+        found = {who: medians(work, taken) for who, taken in steps.items()}
+        found["ours"]["floor"] = floor(work, Path(folder), found["ours"]["tokens"], dtype, rates(dtype, threads, device))
     head = {"workload": work.name, "dtype": dtype, "threads": threads, "check": checks, "to_first_step": first}
-    found = {who: medians(work, taken) for who, taken in steps.items()}
     return {**head, **found, **ratios(work, steps)}
 
 
@@ -113,8 +115,10 @@ def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, devi
             steps = [side.ask("step") for _ in range(work.steps)]
         finally:
             side.close()
+        found = medians(work, steps)
+        found["floor"] = floor(work, Path(folder), found["tokens"], dtype, rates(dtype, threads, device))
     head = {"workload": work.name, "dtype": dtype, "threads": threads, "to_first_step": {"ours": first}}
-    return {**head, "ours": medians(work, steps)}
+    return {**head, "ours": found}
 
 
 def _agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> None:
@@ -182,6 +186,9 @@ def table(results: list[dict[str, Any]]) -> str:
         phases = [f"{ours['phases'].get(name, 0.0):.3f}" for name in PHASES]
         figures = [f"{ours['tokens_per_second']:.0f}", f"{ours['peak_mb']:.0f}", f"{r['to_first_step']['ours']:.1f}"]
         lines.append([r["workload"], r["dtype"], f"{ours['seconds']:.3f}", *phases, *figures])
+        least = ours["floor"]
+        parts = [f"{least[name]:.3f}" if name in least else "" for name in PHASES]
+        lines.append(["", "floor", f"{sum(least.values()):.3f}", *parts, "", "", ""])
     text = _aligned(lines)
     compared = [r for r in results if "trl" in r]
     if not compared:

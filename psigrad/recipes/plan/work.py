@@ -59,6 +59,11 @@ class Work:
     """Most bytes for what sampling computed and training need not compute again."""
 
     @property
+    def fresh(self) -> float:
+        """Passes over the batch that run forward: the first optimiser step starts from what sampling kept."""
+        return self.passes - (1 / self.minibatches if self.keeps else 0)
+
+    @property
     def group(self) -> int:
         """Tokens computed for one prompt and the completions that are trained on."""
         return self.lengths.prompt + self.trained * self.lengths.completion
@@ -177,7 +182,7 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     body, head = 2 * policy.matrices * work.tokens + scores, 2 * policy.head * trained
     backward = (1 if frozen else 2) + (1 if recompute else 0)
     # the head's logits are computed again for the backward pass wherever they do not fit one chunk
-    training = work.passes * (body * (1 + backward) + head * (2 + (1 if frozen else 2)))
+    training = work.passes * (body * backward + head * (2 + (1 if frozen else 2))) + work.fresh * body
     training += work.passes * work.critic * 3 * body
     passes = (work.reference + work.old_pass) * (body + head) + (work.critic or work.shared_critic) * body
     if not work.samples:

@@ -1,0 +1,67 @@
+"""The fewest seconds that a step could take here: its arithmetic at the rate of this machine's matrix products, and no weight or
+cached number read faster than memory delivers it. What a phase takes beyond its floor is what could still be won.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from psigrad.models.backbone import DTYPES
+from psigrad.models.fused import compute_dtype
+from psigrad.recipes.bench.workload import Workload
+from psigrad.recipes.plan.hardware import Machine, machine
+from psigrad.recipes.plan.shape import counted
+from psigrad.recipes.plan.work import Cost, Lengths, Work, cost_of
+
+
+def rates(dtype: str, threads: int, device: str) -> Machine:
+    """This machine's rates, in the type that is multiplied in."""
+    used = compute_dtype(DTYPES[dtype]) if device == "cpu" else DTYPES[dtype]
+    name = next(name for name, kind in DTYPES.items() if kind is used)
+    before = torch.get_num_threads()
+    try:
+        return machine(device, name, threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine) -> dict[str, float]:
+    """Seconds by phase of a step on the model under `folder` with `tokens` completion tokens; offline, tokens of all rows."""
+    cost = _cost(work, folder, tokens, dtype)
+    found = {"forward-backward": cost.training / rate.peak}
+    if work.kind == "online":
+        found["sample"] = max(cost.sampling / rate.peak, cost.read / rate.bandwidth)
+        if cost.passes:
+            found["log-probs"] = cost.passes / rate.peak
+    return found
+
+
+def _cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
+    shape = counted(AutoConfig.from_pretrained(folder / "model"))
+    online = work.kind == "online"
+    members = {"online": work.generations, "sft": 1}.get(work.kind, 2)
+    prompts = 0 if online else work.prompts * work.prompt_tokens  # offline they are counted among the tokens
+    completion = round((tokens - prompts) / (work.prompts * members))
+    longest = work.completion_tokens if online else completion
+    done = Work(
+        rows=work.prompts,
+        members=members,
+        trained=members,
+        lengths=Lengths(work.prompt_tokens, completion, work.prompt_tokens, longest),
+        passes=work.iterations,
+        minibatches=1,
+        budget=4096,
+        samples=online,
+        slots=work.prompts * members,
+        steps=0,
+        dataset=0,
+        reference=work.beta > 0,
+        keeps=float(online),
+    )
+    width = DTYPES[dtype].itemsize
+    cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
+    weights = width * (shape.matrices + shape.head)
+    return cost_of(done, shape, frozen=False, recompute=False, weight_bytes=weights, cache_bytes=cached)
