@@ -27,6 +27,8 @@ TASK = "spell_backward"
 WRONG_SHARE = 0.6
 HELD_OUT = 400
 WORDS = 16000
+SAMPLING = Sampling(max_completion_length=12)
+EVALUATION = Evaluation(eval_prompts=HELD_OUT, metric="exact")
 
 
 def run(
@@ -39,10 +41,6 @@ def run(
     start, folder = time.perf_counter(), Path(output_dir)
     setup.prepare_torch(Run())
     files = prepare(folder, seed, progress)
-    shared = {
-        "sampling": Sampling(max_completion_length=12),
-        "evaluation": Evaluation(eval_prompts=HELD_OUT, metric="exact"),
-    }
     tuned = sft.run(
         SFTConfig(
             model=Model(path=str(files["base"])),
@@ -50,29 +48,35 @@ def run(
             optim=Optim(learning_rate=3e-3, adam_beta2=0.99, weight_decay=0.01, warmup_steps=50),
             run=Run(output_dir=str(folder / "sft"), max_steps=sft_steps, seed=seed, save_steps=200, progress=progress),
             batch_size=64,
-            **shared,
+            sampling=SAMPLING,
+            evaluation=EVALUATION,
         )
     )
-    trained = online.run(
-        OnlineConfig(
-            model=Model(path=str(tuned.model)),
-            data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"])),
-            optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
-            run=Run(output_dir=str(folder / "grpo"), max_steps=rl_steps, seed=seed, save_steps=50, progress=progress),
-            algorithm={"preset": "grpo", "kl": None, "name": "grpo"},  # beta = 0, as in TRL: verifiable rewards need no leash
-            reward=("reasoning_gym",),
-            prompts_per_step=16,
-            num_generations=8,
-            sampling=shared["sampling"],
-            evaluation=replace(shared["evaluation"], eval_steps=25, eval_kl=True),
-        )
-    )
-    greedy = [_greedy(model, files["held_out"], seed, shared["sampling"]) for model in (tuned.model, trained.model)]
+    trained = online.run(reinforcing(tuned.model, files, folder / "grpo", seed, max_steps=rl_steps, progress=progress))
+    greedy = [_greedy(model, files["held_out"], seed) for model in (tuned.model, trained.model)]
     # a demo that was stopped and taken up again has spent time in an earlier call as well
     spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
     rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
     setup.summary(trained.folder, rows)
     return replace(trained, report=setup.write_report(trained.folder))
+
+
+def reinforcing(
+    model: Path, files: Mapping[str, Path], output: Path, seed: int, *, max_steps: int, progress: bool, dtype: str = "float32"
+) -> OnlineConfig:
+    """The settings of the second stage: GRPO from the fine-tuned `model` against the task's scorer."""
+    return OnlineConfig(
+        model=Model(path=str(model), dtype=dtype),  # type: ignore[arg-type] (checked where it is used)
+        data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"])),
+        optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
+        run=Run(output_dir=str(output), max_steps=max_steps, seed=seed, save_steps=50, progress=progress),
+        algorithm={"preset": "grpo", "kl": None, "name": "grpo"},  # beta = 0, as in TRL: verifiable rewards need no leash
+        reward=("reasoning_gym",),
+        prompts_per_step=16,
+        num_generations=8,
+        sampling=SAMPLING,
+        evaluation=replace(EVALUATION, eval_steps=25, eval_kl=True),
+    )
 
 
 def prepare(folder: Path, seed: int, progress: bool) -> dict[str, Path]:
@@ -104,13 +108,13 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _greedy(model: Path, held_out: Path, seed: int, sampling: Sampling) -> dict[str, Any]:
+def _greedy(model: Path, held_out: Path, seed: int) -> dict[str, Any]:
     """Held-out accuracy at temperature 0."""
     return evaluate.run(
         EvalConfig(
             model=Model(path=str(model)),
             data=Data(dataset=str(held_out)),
-            sampling=sampling,
+            sampling=SAMPLING,
             evaluation=Evaluation(eval_prompts=HELD_OUT, eval_temperature=0.0),
             run=Run(seed=seed),
             reward=("exact",),
