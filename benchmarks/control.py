@@ -48,7 +48,7 @@ MANY: dict[str, dict[str, Any]] = {
     "a2c": {**ZOO["a2c"], "n_envs": 1024, "n_steps": 8},
 }
 # What solves it soonest. DQN needs more than the zoo's settings to solve it surely (docs/control.md); SB3 has no Double DQN.
-SOONEST: dict[str, dict[str, Any]] = {**BEST, "dqn": {**ZOO["dqn"], "gamma": 0.98, "buffer_size": 10_000, "double_q": True}}
+SOONEST: dict[str, dict[str, Any]] = {**BEST, "dqn": {**ZOO["dqn"], "buffer_size": 10_000, "double_q": True}}
 
 
 def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
