@@ -80,7 +80,7 @@ def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> fl
 def _measured(chosen: list[Trajectory], judge: Judge, truth: Judge, rows: list[Row]) -> Report:
     """What the metric says of the completions that the reward chose."""
     by_reward = figures_of(chosen, 1, judge.metric)
-    measured = score(truth.scorer, chosen, rows.__getitem__)
+    measured = score(truth.scorer, chosen, {t.row: rows[t.row] for t in chosen})
     return Report({**by_reward, **figures_of(measured, 1, truth.metric)}, measured, rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psigrad.rewards.pool import InlineScorer, RewardPool, check_unscored
 from psigrad.rewards.resolve import RewardSpec, resolve
-from psigrad.rewards.types import Failed, Failure, Result, RewardError, Scored, Scorer, Unscored
+from psigrad.rewards.types import Failed, Failure, Result, RewardError, Scored, Scorer, Scoring, Streaming, Unscored, begin
 
 __all__ = [
     "Failed",
@@ -16,7 +16,10 @@ __all__ = [
     "RewardSpec",
     "Scored",
     "Scorer",
+    "Scoring",
+    "Streaming",
     "Unscored",
+    "begin",
     "check_unscored",
     "resolve",
 ]

@@ -16,6 +16,9 @@ from psigrad.rewards.resolve import RewardSpec
 from psigrad.rewards.shipping import homes, pack
 from psigrad.rewards.types import Result, RewardError
 
+# Seconds between two turns from which on a worker's time does not run: its parent was at work elsewhere.
+_ABSENCE = 1.0
+
 
 class RewardPool:
     """Scores with `workers` processes; a function has `timeout` seconds for a group, and for each sample on its second try.
@@ -71,18 +74,18 @@ class RewardPool:
         prompt_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Result]:
         """One result per completion, in order; see `Scorer`. Raises `RewardError` where the functions do not load."""
+        scoring, every = self.begin(), samples_of(prompts, completions, completion_ids, columns)
+        for part in chunks(len(completions), groups):
+            scoring.take(picked(every, part))
+        return scoring.results()
+
+    def begin(self) -> PoolScoring:
+        """A scoring to which groups are added as they come; see `Streaming`."""
         if not self._workers:
             raise RewardError("The reward pool is closed; make a new one.")
         for worker in [w for w in self._workers if w.job is not None]:
-            self._replace(worker)  # a call that was interrupted left it at work
-        every = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        said: list[dict[int, Said]] = [{} for _ in self.specs]
-        jobs = deque(Job(tuple(range(len(self.specs))), tuple(part)) for part in chunks(len(completions), groups))
-        while jobs or any(worker.job for worker in self._workers):
-            self._hand_out(jobs, every)
-            for worker in self._awaited():
-                jobs.extendleft(reversed(self._collected(worker, said)))
-        return combined(self, said, len(completions))
+            self._replace(worker)  # a scoring that was given up left it at work
+        return PoolScoring(self)
 
     def _hand_out(self, jobs: deque[Job], every: dict[str, Sequence[Any]]) -> None:
         for worker in [w for w in self._workers if w.ready and w.job is None]:
@@ -92,9 +95,11 @@ class RewardPool:
                 worker.job = jobs.popleft()
                 worker.ask((worker.job.functions, picked(every, worker.job.indices)), self.timeout)
 
-    def _awaited(self) -> list[Worker]:
-        """The workers that owe something, after one of them stirred or ran out of time."""
+    def _awaited(self, wait: bool) -> list[Worker]:
+        """The workers that owe something, with `wait` after one of them stirred or ran out of time."""
         busy = [worker for worker in self._workers if worker.job is not None or not worker.ready]
+        if not wait:
+            return busy
         with selectors.DefaultSelector() as selector:
             for worker in busy:
                 worker.watch(selector)
@@ -151,6 +156,64 @@ class RewardPool:
         return status
 
 
+class PoolScoring:
+    """A `Scoring` by a pool's workers, at work from the first group on."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+        self._every: dict[str, list[Any]] = {}
+        self._said: list[dict[int, Said]] = [{} for _ in pool.specs]
+        self._jobs: deque[Job] = deque()
+        self._count, self._seen = 0, time.monotonic()
+
+    def add(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: dict[str, list[Any]],
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """See `Scoring`."""
+        self.take(samples_of(prompts, completions, completion_ids, columns))
+        self.turn()
+
+    def take(self, samples: dict[str, list[Any]]) -> None:
+        """Queue one group."""
+        for name, values in samples.items():
+            self._every.setdefault(name, []).extend(values)
+        count = len(samples["completions"])
+        functions = tuple(range(len(self._said)))
+        self._jobs.append(Job(functions, tuple(range(self._count, self._count + count))))
+        self._count += count
+
+    def turn(self) -> None:
+        """See `Scoring`."""
+        if self._pending():
+            self._turn(wait=False)
+
+    def results(self) -> list[Result]:
+        """See `Scoring`."""
+        while self._pending():
+            self._turn(wait=True)
+        return combined(self._pool, self._said, self._count)
+
+    def _pending(self) -> bool:
+        return bool(self._jobs) or any(worker.job for worker in self._pool._workers)
+
+    def _turn(self, wait: bool) -> None:
+        pool, now = self._pool, time.monotonic()
+        if now - self._seen > _ABSENCE:  # nobody listened meanwhile, so nobody was late
+            for worker in pool._workers:
+                worker.deadline += now - self._seen
+        pool._hand_out(self._jobs, self._every)
+        for worker in pool._awaited(wait):
+            self._jobs.extendleft(reversed(pool._collected(worker, self._said)))
+        if not wait:
+            pool._hand_out(self._jobs, self._every)
+        self._seen = time.monotonic()
+
+
 class InlineScorer:
     """The same without processes: for functions that are trusted, and for tests. Nothing here can stop a function that hangs."""
 
@@ -168,7 +231,7 @@ class InlineScorer:
         prompt_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Result]:
         """One result per completion, in order; see `Scorer`."""
-        every = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        every = samples_of(prompts, completions, completion_ids, columns)
         said: list[dict[int, Said]] = [{} for _ in self.specs]
         parts = [tuple(part) for part in chunks(len(completions), groups)]
         jobs = deque(Job((which,), part) for part in parts for which in range(len(self.specs)))
@@ -178,6 +241,13 @@ class InlineScorer:
             answer = answer_of(spec.name, spec.function, picked(every, job.indices))
             jobs.extendleft(reversed(taken(job, answer, said)))
         return combined(self, said, len(completions))
+
+
+def samples_of(
+    prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """What reward functions are shown, by name."""
+    return {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
 
 
 def picked(every: dict[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:

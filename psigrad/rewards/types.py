@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from psigrad.errors import UserError
 
@@ -64,6 +64,76 @@ class Scorer(Protocol):
         together; `prompt_ids` are for scorers that read the policy's own tokens.
         """
         ...
+
+
+class Scoring(Protocol):
+    """Completions that are scored as they come, group by group."""
+
+    def add(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: dict[str, list[Any]],
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """One more group, which is shown to the functions together."""
+        ...
+
+    def turn(self) -> None:
+        """Do what can be done now without waiting."""
+        ...
+
+    def results(self) -> list[Result]:
+        """One result per completion, in the order in which they were added."""
+        ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A `Scorer` that can begin before it has seen all completions. Its results are those of `score`."""
+
+    def begin(self) -> Scoring:
+        """A new scoring; what an earlier one has not finished is given up."""
+        ...
+
+
+class AtOnce:
+    """A `Scoring` by any `Scorer`: all completions together, at the end."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._given: tuple[list[Any], list[Any], list[Any], list[Any], list[int]] = ([], [], [], [], [])
+        self._columns: dict[str, list[Any]] = {}
+
+    def add(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: dict[str, list[Any]],
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """See `Scoring`."""
+        group = self._given[4][-1] + 1 if self._given[4] else 0
+        parts = (prompts, completions, completion_ids, prompt_ids or [], [group] * len(completions))
+        for values, new in zip(self._given, parts, strict=True):
+            values.extend(new)
+        for name, column in columns.items():
+            self._columns.setdefault(name, []).extend(column)
+
+    def turn(self) -> None:
+        """There is nothing to do yet."""
+
+    def results(self) -> list[Result]:
+        """See `Scoring`."""
+        prompts, completions, ids, prompt_ids, groups = self._given
+        return self._scorer.score(prompts, completions, ids, self._columns, groups, prompt_ids or None) if completions else []
+
+
+def begin(scorer: Scorer) -> Scoring:
+    """A scoring by `scorer`, as early as it can."""
+    return scorer.begin() if isinstance(scorer, Streaming) else AtOnce(scorer)
 
 
 def text_of(completion: Any) -> str:

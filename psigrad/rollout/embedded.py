@@ -33,16 +33,25 @@ class EmbeddedSampler:
     @torch.inference_mode()
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
         """The completions of each request, in order. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+        done = dict(complete for step in self.steps(requests, params) for complete in step)
+        return [done[place] for place in range(len(requests))]
+
+    @torch.inference_mode()
+    def steps(self, requests: list[Request], params: SamplingParams) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Stepping`. What the trainer may keep (`models/kept.py`) is named when the last request is complete."""
         check_room(self.model, requests, params)
         self.model.hf.eval()
         batch = _Batch(self.model, requests, params, self.max_batch)
+        yield batch.completed()
         while batch.waiting or batch.sequences.size:
             batch.admit()
+            yield batch.completed()
             while batch.sequences.size and not batch.can_admit():
                 batch.decode()
                 if self.progress is not None:
                     self.progress(batch.sequences.size)
-        return batch.completions()
+                yield batch.completed()
+        batch.name_rows()
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
@@ -95,6 +104,9 @@ class _Batch:
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
         self.counts = np.zeros(len(self.seeds), dtype=np.int64)
         self.stopped = np.zeros(len(self.seeds), dtype=bool)
+        self.owner = np.repeat(np.arange(len(requests)), np.diff(firsts))
+        # completions that each request still lacks, and the requests that lack none since they were last asked for
+        self.lacking, self.complete = np.diff(firsts), [r for r in range(len(requests)) if not requests[r].seeds]
         self.kept = model.kept if model.decoder is not None else None
         # where each prompt's first token and each written token but the last went among the kept rows
         self.prompt_rows: dict[int, int] = {}
@@ -139,7 +151,7 @@ class _Batch:
         """Where this forward pass is to be kept, while there is room."""
         return self.kept if self.kept is not None and self.kept.open else None
 
-    def _name_rows(self) -> None:
+    def name_rows(self) -> None:
         """Say which kept rows are whose."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
@@ -161,20 +173,23 @@ class _Batch:
         self.stopped[sequences] = np.isin(ids, self.stops)
         ended = self.stopped[self.sequences] | (self.counts[self.sequences] == self.params.max_tokens)
         if ended.any():
+            owners = self.owner[self.sequences[ended]]
+            np.subtract.at(self.lacking, owners, 1)
+            self.complete += [int(r) for r in np.unique(owners) if not self.lacking[r]]
             order = self.cache.remove(torch.from_numpy(ended).to(self.model.device))
             self.sequences = self.sequences[order.cpu().numpy()]
 
-    def completions(self) -> list[list[Completion]]:
-        """What was written, by request."""
-        self._name_rows()
-        done = [
-            Completion(
-                ids=tuple(self.ids[i, :count].tolist()),
-                logprobs=tuple(self.logprobs[0, i, :count].tolist()),
-                sampling_logprobs=tuple(self.logprobs[1, i, :count].tolist()),
-                finish_reason="stop" if self.stopped[i] else "length",
-                seed=int(self.seeds[i]),
-            )
-            for i, count in enumerate(self.counts)
-        ]
-        return [done[a:b] for a, b in zip(self.firsts[:-1], self.firsts[1:], strict=True)]
+    def completed(self) -> list[tuple[int, list[Completion]]]:
+        """The requests that have become complete since the last call, with what was written."""
+        places, self.complete = self.complete, []
+        return [(r, [self._completion(i) for i in range(self.firsts[r], self.firsts[r + 1])]) for r in places]
+
+    def _completion(self, i: int) -> Completion:
+        count = self.counts[i]
+        return Completion(
+            ids=tuple(self.ids[i, :count].tolist()),
+            logprobs=tuple(self.logprobs[0, i, :count].tolist()),
+            sampling_logprobs=tuple(self.logprobs[1, i, :count].tolist()),
+            finish_reason="stop" if self.stopped[i] else "length",
+            seed=int(self.seeds[i]),
+        )

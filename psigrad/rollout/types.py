@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length"]
 
@@ -63,6 +64,15 @@ class Sampler(Protocol):
 
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
         """The completions of each request, in the order of the requests and of their seeds."""
+        ...
+
+
+@runtime_checkable
+class Stepping(Protocol):
+    """A `Sampler` that tells which requests are complete while others are still being written."""
+
+    def steps(self, requests: list[Request], params: SamplingParams) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """`sample` step by step: after each, the places of the requests that it completed, with their completions."""
         ...
 
 

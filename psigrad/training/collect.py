@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +16,9 @@ from psigrad.data.batches import order
 from psigrad.data.templates import completion_for_reward, decode
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective import Batch, terminal
-from psigrad.rewards import Failed, Result, Scored, Scorer, Unscored
+from psigrad.rewards import Failed, Result, Scored, Scorer, Unscored, begin
 from psigrad.rollout.episodes import Episodes, play, returns
-from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory
+from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams, Stepping, Trajectory
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ def prompts_from(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) 
     return picked
 
 
-def sample(
+def rollout(
     sampler: Sampler,
+    scorer: Scorer | None,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
@@ -54,57 +56,110 @@ def sample(
     model: LanguageModel,
     version: int,
     episodes: Episodes | None = None,
+    missing_eos_penalty: float = 0.0,
+    phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
 ) -> list[Trajectory]:
-    """`num_generations` completions of each prompt, or episodes from it; `seed_of(i, k)` seeds the k-th of the i-th prompt."""
-    if episodes is not None:
-        return play(
-            episodes,
-            sampler,
-            [(p.index, p.ids, p.row) for p in prompts],
-            params,
-            num_generations=num_generations,
-            seed_of=seed_of,
-            tokenizer=model.tokenizer,
-            version=version,
-            max_length=model.max_length,
-        )
-    requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
-    return [
-        Trajectory(prompt.index, k, prompt.ids, completion, version, text=decode(model.tokenizer, completion.ids))
-        for prompt, group in zip(prompts, sampler.sample(requests, params), strict=True)
-        for k, completion in enumerate(group)
-    ]
+    """`num_generations` completions of each prompt, or episodes from it, with their rewards; `seed_of(i, k)` seeds the k-th of
+    the i-th prompt.
+
+    A group is scored as soon as its last completion has ended, while others are still being written, where sampler and scorer
+    can. `phase` times "time/sample" and "time/score", the wait for what is not scored by then.
+    """
+    scoring = _Scoring(scorer, {p.index: p.row for p in prompts})
+
+    def group(place: int, completions: Sequence[Completion]) -> list[Trajectory]:
+        index, ids = prompts[place].index, prompts[place].ids
+        return [Trajectory(index, k, ids, c, version, text=decode(model.tokenizer, c.ids)) for k, c in enumerate(completions)]
+
+    with phase("time/sample"):
+        if episodes is None:
+            requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
+            trajectories = _completed(sampler, requests, params, group, scoring)
+        else:
+            trajectories = play(
+                episodes,
+                sampler,
+                [(p.index, p.ids, p.row) for p in prompts],
+                params,
+                num_generations=num_generations,
+                seed_of=seed_of,
+                tokenizer=model.tokenizer,
+                version=version,
+                max_length=model.max_length,
+            )
+            scoring.add_all(trajectories)
+    with phase("time/score"):
+        return scoring.scored(trajectories, missing_eos_penalty)
 
 
-def score(
-    scorer: Scorer | None, trajectories: list[Trajectory], rows: Callable[[int], Any], *, missing_eos_penalty: float = 0.0
+def _completed(
+    sampler: Sampler,
+    requests: list[Request],
+    params: SamplingParams,
+    group: Callable[[int, Sequence[Completion]], list[Trajectory]],
+    scoring: _Scoring,
 ) -> list[Trajectory]:
-    """The trajectories with their rewards; `rows(index)` is the dataset row, whose columns the rewards receive.
+    """The completions of every request as the trajectories of a `group`, handed to `scoring` when it is complete."""
+    found: dict[int, list[Trajectory]] = {}
+    ended = sampler.steps(requests, params) if isinstance(sampler, Stepping) else [enumerate(sampler.sample(requests, params))]
+    for step in ended:
+        for place, completions in step:
+            found[place] = group(place, completions)
+            scoring.add(found[place])
+        scoring.turn()
+    return [t for place in range(len(requests)) for t in found[place]]
+
+
+def score(scorer: Scorer | None, trajectories: list[Trajectory], rows: Mapping[int, Any]) -> list[Trajectory]:
+    """The trajectories with their rewards; `rows[index]` is the dataset row, whose columns the rewards receive."""
+    scoring = _Scoring(scorer, {t.row: rows[t.row] for t in trajectories})
+    scoring.add_all(trajectories)
+    return scoring.scored(trajectories)
+
+
+class _Scoring:
+    """Trajectories on their way to their rewards; the columns of all `rows`, by index, are shown for each of them.
 
     Rewards of the environment and of steps are added to the scorer's; without a scorer they are all there is.
-    `missing_eos_penalty` is taken from the reward of completions that the length limit cut.
     """
-    if scorer is None:
-        results: Sequence[Result] = [Scored(0.0) for _ in trajectories]
-    else:
-        results = _scored(scorer, trajectories, rows)
-    scored = [_outcome(t, result) for t, result in zip(trajectories, results, strict=True)]
-    return [_without_end(t, missing_eos_penalty) for t in scored] if missing_eos_penalty else scored
 
+    def __init__(self, scorer: Scorer | None, rows: Mapping[int, Any]) -> None:
+        self._scoring, self._rows = None if scorer is None else begin(scorer), rows
+        self._names = sorted({name for row in rows.values() for name in row.columns})
+        self._places: dict[int, int] = {}
 
-def _scored(scorer: Scorer, trajectories: list[Trajectory], rows: Callable[[int], Any]) -> Sequence[Result]:
-    """What the scorer says. An episode is shown whole: as its messages, or as its text where the prompt is plain."""
-    sources = [rows(t.row) for t in trajectories]
-    names = {name for row in sources for name in row.columns}
-    return scorer.score(
-        [row.prompt for row in sources],
-        [list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, trajectories, strict=True)],
-        [list(t.completion.ids) for t in trajectories],
-        {name: [row.columns.get(name) for row in sources] for name in sorted(names)},
-        # a row may be drawn twice in a step: its two groups are not one
-        groups=list(itertools.accumulate(int(t.k == 0) for t in trajectories)),
-        prompt_ids=[t.prompt_ids for t in trajectories],
-    )
+    def add_all(self, trajectories: list[Trajectory]) -> None:
+        """Group by group; a row may be drawn twice in a step: its two groups are not one."""
+        starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
+        for start, end in itertools.pairwise([*starts, len(trajectories)]):
+            self.add(trajectories[start:end])
+
+    def add(self, group: list[Trajectory]) -> None:
+        """An episode is shown whole: as its messages, or as its text where the prompt is plain."""
+        self._places |= {id(t): len(self._places) + i for i, t in enumerate(group)}
+        if self._scoring is None:
+            return
+        sources = [self._rows[t.row] for t in group]
+        self._scoring.add(
+            [row.prompt for row in sources],
+            [list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)],
+            [list(t.completion.ids) for t in group],
+            {name: [row.columns.get(name) for row in sources] for name in self._names},
+            [t.prompt_ids for t in group],
+        )
+
+    def turn(self) -> None:
+        """Let the scorer go on."""
+        if self._scoring is not None:
+            self._scoring.turn()
+
+    def scored(self, trajectories: list[Trajectory], missing_eos_penalty: float = 0.0) -> list[Trajectory]:
+        """The same trajectories with their rewards. `missing_eos_penalty` is taken from the reward of completions that the
+        length limit cut.
+        """
+        results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
+        scored = [_outcome(t, results[self._places[id(t)]]) for t in trajectories]
+        return [_without_end(t, missing_eos_penalty) for t in scored] if missing_eos_penalty else scored
 
 
 def _without_end(trajectory: Trajectory, penalty: float) -> Trajectory:

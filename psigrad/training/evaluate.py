@@ -15,7 +15,7 @@ from psigrad.models.packing import Groups
 from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
-from psigrad.training.collect import Prompt, record, sample, score
+from psigrad.training.collect import Prompt, record, rollout
 from psigrad.training.intervals import mean_interval, pass_at_k
 from psigrad.training.journal import Clock, Journal
 
@@ -40,9 +40,9 @@ class Evaluator:
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
         """`eval/…` figures and the completions behind them."""
-        by_index = {p.index: p.row for p in self.prompts}
-        trajectories = sample(
+        trajectories = rollout(
             sampler,
+            self.scorer,
             self.prompts,
             self.params,
             num_generations=self.num_generations,
@@ -51,7 +51,6 @@ class Evaluator:
             version=version,
             episodes=self.episodes,
         )
-        trajectories = score(self.scorer, trajectories, by_index.__getitem__)
         figures = figures_of(trajectories, self.num_generations, self.metric)
         if self.reference is not None:
             kl = self.kl(model, trajectories)

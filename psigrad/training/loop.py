@@ -17,7 +17,7 @@ from psigrad.objective.preference_catalog import OnlinePreference
 from psigrad.rewards import check_unscored
 from psigrad.rollout.types import Trajectory
 from psigrad.training import learn, prefer
-from psigrad.training.collect import prompts_from, record, sample, score, scored_groups, to_batch
+from psigrad.training.collect import prompts_from, record, rollout, scored_groups, to_batch
 from psigrad.training.cycle import cycle
 from psigrad.training.journal import Clock
 from psigrad.training.learn import Update
@@ -114,21 +114,20 @@ def collect(run: Online, state: State, clock: Clock) -> Collected:
     refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
     for _ in range(1 + (config.max_refills if refills else 0)):
         wanted = prompts_from(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
-        with clock("time/sample"):
-            fresh = sample(
-                run.sampler,
-                wanted,
-                run.params,
-                num_generations=config.num_generations,
-                # the place in the endless sequence of prompts names step and prompt at once
-                seed_of=lambda i, k, cursor=cursor: seeds.derive(config.run.seed, "sample", cursor + i, k),
-                model=run.model,
-                version=state.step,
-                episodes=run.episodes,
-            )
-        with clock("time/score"):
-            by_index = {p.index: p.row for p in wanted}
-            fresh = score(run.scorer, fresh, by_index.__getitem__, missing_eos_penalty=config.missing_eos_penalty)
+        fresh = rollout(
+            run.sampler,
+            run.scorer,
+            wanted,
+            run.params,
+            num_generations=config.num_generations,
+            # the place in the endless sequence of prompts names step and prompt at once
+            seed_of=lambda i, k, cursor=cursor: seeds.derive(config.run.seed, "sample", cursor + i, k),
+            model=run.model,
+            version=state.step,
+            episodes=run.episodes,
+            missing_eos_penalty=config.missing_eos_penalty,
+            phase=clock,
+        )
         cursor, prompts = cursor + len(wanted), prompts + len(wanted)
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)

@@ -15,7 +15,7 @@ from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.models.packing import Groups, Ids
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
-from psigrad.rewards import Failed, Result, Scored, Scorer, Unscored
+from psigrad.rewards import Failed, Result, Scored, Scorer, Scoring, Unscored, begin
 from psigrad.training.lessons.reward import step_values
 
 
@@ -131,6 +131,14 @@ class Mixture:
     ) -> list[Result]:
         """One result per completion, in order; see `Scorer`."""
         given = [s.score(prompts, completions, completion_ids, columns, groups, prompt_ids) for s in self.scorers]
+        return self.added(given)
+
+    def begin(self) -> Scoring:
+        """Each scorer begins as early as it can; see `Streaming`."""
+        return _MixedScoring(self, [begin(scorer) for scorer in self.scorers])
+
+    def added(self, given: Sequence[Sequence[Result]]) -> list[Result]:
+        """The sum of the scorers' results, completion by completion."""
         return [self._added(results) for results in zip(*given, strict=True)]
 
     def _added(self, results: Sequence[Result]) -> Result:
@@ -144,3 +152,29 @@ class Mixture:
             steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
         return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)
+
+
+@dataclass(frozen=True)
+class _MixedScoring:
+    """A `Scoring` by several."""
+
+    mixture: Mixture
+    parts: Sequence[Scoring]
+
+    def add(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Ids],
+        columns: dict[str, list[Any]],
+        prompt_ids: Sequence[Ids] | None = None,
+    ) -> None:
+        for part in self.parts:
+            part.add(prompts, completions, completion_ids, columns, prompt_ids)
+
+    def turn(self) -> None:
+        for part in self.parts:
+            part.turn()
+
+    def results(self) -> list[Result]:
+        return self.mixture.added([part.results() for part in self.parts])

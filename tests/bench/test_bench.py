@@ -41,6 +41,8 @@ def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration, tmp
     ours = found["ours"]
     assert set(ours["phases"]) >= {"sample", "score", "forward-backward", "optimizer", "rest"}
     assert sum(ours["phases"].values()) == pytest.approx(ours["seconds"], rel=0.3, abs=0.02)  # medians of each
+    assert set(ours["floor"]) == {"sample", "forward-backward"} and 0 < sum(ours["floor"].values()) < ours["seconds"]
+    assert 0 < ours["mfu"] < 1 and "MFU" in table[2]
     assert 4 <= ours["tokens"] <= 16 and ours["tokens_per_second"] > 0
     assert 200 < ours["peak_mb"] < 4000
     assert found["to_first_step"]["ours"] > ours["seconds"]

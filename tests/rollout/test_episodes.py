@@ -26,6 +26,11 @@ from psigrad.rollout.types import SamplingParams
 from psigrad.training.collect import score, to_batch
 
 
+def judged(trajectories, row):
+    """With the rewards of their environment alone."""
+    return score(None, trajectories, {t.row: row for t in trajectories})
+
+
 class Countdown:
     """Three turns; the reward of a turn is its number."""
 
@@ -124,7 +129,7 @@ def test_the_environments_turn_is_what_the_template_writes_between_turns(model):
 
 
 def test_rewards_stand_on_the_last_token_of_their_turn_and_the_mask_is_the_policys(model):
-    trajectories = score(None, played(model, Countdown, PLAIN), lambda i: PLAIN)
+    trajectories = judged(played(model, Countdown, PLAIN), PLAIN)
     batch = to_batch([trajectories])
     for n, t in enumerate(trajectories):
         assert t.reward == returns(t) == sum(range(1, t.turns + 1))
@@ -143,7 +148,7 @@ def test_reward_functions_see_the_conversation_and_are_added_to_the_environment(
         return [10.0] * len(completions)
 
     raw = played(model, Countdown, CHAT)
-    trajectories = score(InlineScorer([reward(says)]), raw, lambda i: CHAT)
+    trajectories = score(InlineScorer([reward(says)]), raw, {t.row: CHAT for t in raw})
     assert [t.reward for t in trajectories] == [10 + returns(t) for t in trajectories]
     assert [m["role"] for m in shown[0]][:2] == ["assistant", "user"] and shown[0][1]["content"] == "turn 1"
     batch = to_batch([trajectories])
@@ -178,7 +183,7 @@ def test_an_opening_is_read_behind_the_prompt(model):
 
 
 def test_an_environment_that_breaks_leaves_its_episode_unscored(model):
-    trajectories = score(None, played(model, Broken, PLAIN), lambda i: PLAIN)
+    trajectories = judged(played(model, Broken, PLAIN), PLAIN)
     broken = [t for t in trajectories if t.turns > 1]
     assert broken and all(t.status == "unscored" and "fell over" in t.reason and t.reward is None for t in broken)
 

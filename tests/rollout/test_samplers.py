@@ -203,3 +203,28 @@ def test_a_stream_that_is_let_go_leaves_the_sampler_as_it_was(models, requests_)
     first = next(begun)
     begun.close()
     assert made.sample([request], SETTINGS[0])[0][0].ids[0] == first
+
+
+@pytest.mark.parametrize("max_batch", [4, 256])
+def test_steps_give_each_request_when_its_last_completion_has_ended(models, requests_, max_batch):
+    params = SETTINGS[4]  # many stop tokens: lengths differ
+    whole = EmbeddedSampler(models["qwen3"], max_batch).sample(requests_, params)
+    longest = [max(len(c.ids) for c in group) for group in whole]
+    given, entered = {}, {}
+    for step, completed in enumerate(EmbeddedSampler(models["qwen3"], max_batch).steps(requests_, params)):
+        for place, completions in completed:
+            assert place not in given
+            given[place], entered[place] = completions, step
+    assert [given[place] for place in range(len(requests_))] == whole
+    if max_batch == 256:  # all begin together: who writes longer is complete later, and not only at the very end
+        assert all(
+            (longest[a] < longest[b]) == (entered[a] < entered[b]) for a in given for b in given if longest[a] != longest[b]
+        )
+    assert len(set(entered.values())) > 3
+
+
+def test_a_request_without_seeds_is_complete_at_once(models, requests_):
+    nothing = Request(requests_[0].prompt_ids, ())
+    sampler = EmbeddedSampler(models["qwen3"])
+    assert sampler.sample([nothing, requests_[1], nothing], SETTINGS[0])[::2] == [[], []]
+    assert sampler.sample([nothing], SETTINGS[0]) == [[]]

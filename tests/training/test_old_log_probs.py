@@ -51,13 +51,13 @@ def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_ad
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_again(tmp_path, monkeypatch, shift, iterations):
     """bfloat16 with several passes: the old log-probs are the trainer's own, and the gap is that of the sampler's even so."""
-    sample = EmbeddedSampler.sample
+    steps = EmbeddedSampler.steps
 
     def shifted(self, requests, params):
-        out = sample(self, requests, params)
-        return [[replace(c, logprobs=tuple(x + shift for x in c.logprobs)) for c in group] for group in out]
+        for step in steps(self, requests, params):
+            yield [(i, [replace(c, logprobs=tuple(x + shift for x in c.logprobs)) for c in group]) for i, group in step]
 
-    monkeypatch.setattr(EmbeddedSampler, "sample", shifted)
+    monkeypatch.setattr(EmbeddedSampler, "steps", shifted)
     job = make_job(tmp_path)
     config = replace(online_config(job, tmp_path / "run", max_steps=1), num_iterations=iterations, num_minibatches=1)
     config = replace(config, model=Model(path=str(job / "base"), dtype="bfloat16"))

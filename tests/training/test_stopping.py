@@ -10,7 +10,7 @@ from resuming import RECIPES, digest, events_of, run_to_end
 from tiny_jobs import forked
 
 from psigrad.models.language_model import LanguageModel
-from psigrad.rewards import RewardPool
+from psigrad.rewards.pool import PoolScoring
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.training import checkpoint
 from psigrad.training.evaluate import Evaluator
@@ -19,8 +19,8 @@ from psigrad.training.update import Optimizer
 
 PHASES = {
     "start": (LanguageModel, "trainable", 1),
-    "rollout": (EmbeddedSampler, "sample", 4),
-    "reward": (RewardPool, "score", 3),
+    "rollout": (EmbeddedSampler, "steps", 4),
+    "reward": (PoolScoring, "results", 3),
     "update": (Optimizer, "apply", 3),
     "evaluation": (Evaluator, "__call__", 2),
     "save": (checkpoint, "save", 1),

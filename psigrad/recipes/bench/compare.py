@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.recipes.bench.floor import floor, rates
+from psigrad.recipes.bench.floor import cost, floor, rates
 from psigrad.recipes.bench.workload import Workload, build
+from psigrad.recipes.plan.hardware import Machine
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
 # float32 weights, ours has weights in bfloat16.
@@ -100,7 +101,7 @@ def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, dev
             for side in sides.values():
                 side.close()
         found = {who: medians(work, taken) for who, taken in steps.items()}
-        found["ours"]["floor"] = floor(work, Path(folder), found["ours"]["tokens"], dtype, rates(dtype, threads, device))
+        found["ours"] |= _efficiency(work, Path(folder), found["ours"], dtype, rates(dtype, threads, device))
     head = {"workload": work.name, "dtype": dtype, "threads": threads, "check": checks, "to_first_step": first}
     return {**head, **found, **ratios(work, steps)}
 
@@ -116,9 +117,15 @@ def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, devi
         finally:
             side.close()
         found = medians(work, steps)
-        found["floor"] = floor(work, Path(folder), found["tokens"], dtype, rates(dtype, threads, device))
+        found |= _efficiency(work, Path(folder), found, dtype, rates(dtype, threads, device))
     head = {"workload": work.name, "dtype": dtype, "threads": threads, "to_first_step": {"ours": first}}
     return {**head, "ours": found}
+
+
+def _efficiency(work: Workload, folder: Path, found: dict[str, Any], dtype: str, rate: Machine) -> dict[str, Any]:
+    """The floor of every phase, and model FLOPs utilisation: the step's arithmetic over what the machine does in its time."""
+    flops = cost(work, folder, found["tokens"], dtype).flops
+    return {"floor": floor(work, folder, found["tokens"], dtype, rate), "mfu": flops / (found["seconds"] * rate.peak)}
 
 
 def _agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> None:
@@ -188,7 +195,7 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append([r["workload"], r["dtype"], f"{ours['seconds']:.3f}", *phases, *figures])
         least = ours["floor"]
         parts = [f"{least[name]:.3f}" if name in least else "" for name in PHASES]
-        lines.append(["", "floor", f"{sum(least.values()):.3f}", *parts, "", "", ""])
+        lines.append(["", "floor", f"{sum(least.values()):.3f}", *parts, f"{ours['mfu']:.0%} MFU", "", ""])
     text = _aligned(lines)
     compared = [r for r in results if "trl" in r]
     if not compared:

@@ -30,16 +30,17 @@ def rates(dtype: str, threads: int, device: str) -> Machine:
 
 def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine) -> dict[str, float]:
     """Seconds by phase of a step on the model under `folder` with `tokens` completion tokens; offline, tokens of all rows."""
-    cost = _cost(work, folder, tokens, dtype)
-    found = {"forward-backward": cost.training / rate.peak}
+    spent = cost(work, folder, tokens, dtype)
+    found = {"forward-backward": spent.training / rate.peak}
     if work.kind == "online":
-        found["sample"] = max(cost.sampling / rate.peak, cost.read / rate.bandwidth)
-        if cost.passes:
-            found["log-probs"] = cost.passes / rate.peak
+        found["sample"] = max(spent.sampling / rate.peak, spent.read / rate.bandwidth)
+        if spent.passes:
+            found["log-probs"] = spent.passes / rate.peak
     return found
 
 
-def _cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
+def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
+    """The FLOPs of a step, and the bytes that decoding reads."""
     shape = counted(AutoConfig.from_pretrained(folder / "model"))
     online = work.kind == "online"
     members = {"online": work.generations, "sft": 1}.get(work.kind, 2)
