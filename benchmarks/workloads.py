@@ -30,8 +30,8 @@ WORKLOADS = {
             steps=2,
         ),
         Workload("W4", "W1 with a KL to a reference and two passes over each batch", beta=0.04, iterations=2, steps=4),
-        Workload("DPO", "W1's model, 16 pairs per step, answers of 16 to 64 tokens", "dpo", steps=8),
-        Workload("RM", "the same pairs, a reward model", "reward", steps=8),
-        Workload("SFT", "W1's model, 16 rows per step, 16 to 64 tokens", "sft", steps=8),
+        Workload("DPO", "W1's model, 16 pairs per step, answers of 16 to 64 tokens", "dpo", steps=16),
+        Workload("RM", "the same pairs, a reward model", "reward", steps=16),
+        Workload("SFT", "W1's model, 16 rows per step, 16 to 64 tokens", "sft", steps=16),
     )
 }
