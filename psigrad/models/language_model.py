@@ -24,6 +24,9 @@ from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
 
+# Numbers of a float32 matrix that no cache of a processor holds (64 MB).
+_BEYOND_CACHES = 1 << 24
+
 # The file of the value head in a checkpoint, and the prefix of its parameters' names.
 VALUE_HEAD = "value_head"
 
@@ -100,8 +103,12 @@ class LanguageModel:
         return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout, keep)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states."""
-        return self.hf.get_output_embeddings()(hidden)
+        """Logits [B, V] of hidden states [B, E]."""
+        output = self.hf.get_output_embeddings()
+        if _is_slow_by_rows(output, hidden):
+            return (output.weight @ hidden.t()).t().contiguous()
+        logits: Tensor = output(hidden)
+        return logits
 
     def evaluate(
         self,
@@ -204,6 +211,20 @@ class LanguageModel:
     def save_merged(self, folder: Path) -> None:
         """The whole model, adapter merged in, so that `AutoModelForCausalLM.from_pretrained(folder)` opens it."""
         backbone.write(backbone.merged(self.hf, self.adapter), self.tokenizer, folder)
+
+
+def _is_slow_by_rows(output: nn.Module, hidden: Tensor) -> bool:
+    """Whether a few states meet a matrix too large for the caches: MKL reads it once for every two of 3 to 11 rows, and the other
+    way round once for all.
+    """
+    return (
+        type(output) is nn.Linear
+        and output.bias is None
+        and hidden.device.type == "cpu"
+        and hidden.dtype == torch.float32
+        and 4 <= len(hidden) <= 11
+        and output.weight.numel() >= _BEYOND_CACHES
+    )
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,9 @@ from torch import Tensor
 from psigrad import seeds
 from psigrad.models.logprobs import upcast
 from psigrad.rollout.types import SamplingParams
+
+# Tokens of a large vocabulary that are summed together.
+_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -52,21 +56,57 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
-    log_pi = logits.log_softmax(-1)
     if params.temperature == 0:
-        ids = log_pi.argmax(-1)
-        return Drawn(ids, _at(log_pi, ids), torch.zeros_like(log_pi[:, 0]))
+        ids = logits.argmax(-1)
+        return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
     plain = params.top_p >= 1 and params.top_k == 0 and params.min_p == 0
-    log_q = log_pi if plain else filtered(logits, params).log_softmax(-1)
+    kept = logits if plain else filtered(logits, params)
+    weights, normaliser = _weights(kept)
+    u = torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None]
+    ids = inverse(weights, u)
+    logq = _at(kept, ids) - normaliser
+    return Drawn(ids, logq if plain else _at(logits, ids) - logits.logsumexp(-1), logq)
+
+
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logits − their maximum) [B, V] and log Σ exp(logits) [B]."""
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    return weights, top[:, 0] + weights.sum(-1).log()
+
+
+def inverse(weights: Tensor, u: Tensor) -> Tensor:
+    """The first place [B] whose cumulative weight exceeds u [B, 1] · the total, of weights [B, V] >= 0 in any scale.
+
+    A large vocabulary is summed in blocks and looked at only inside the block that is hit: a tenth of the time.
+    """
+    batch, size = weights.shape
+    if size <= 2 * _BLOCK:
+        return _first_above(weights, lambda total: u * total)
+    blocks = torch.nn.functional.pad(weights, (0, -size % _BLOCK)).view(batch, -1, _BLOCK)
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = u * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min_(0)), 0.0)
+    inside = blocks[torch.arange(batch, device=weights.device), block[:, 0]]
+    ids = block[:, 0] * _BLOCK + _first_above(inside, lambda total: target - before)
+    # what rounding leaves over may point behind all weights: then the last that counts is meant
+    lost = ~(weights.gather(1, ids.clamp_max(size - 1)[:, None])[:, 0] > 0)
+    return torch.where(lost, _last(weights), ids) if lost.any() else ids
+
+
+def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
+    """The first place whose cumulative weight is above target(total) [B, 1], at most the last that has any weight."""
     # float64: a float32 sum over a large vocabulary would make rare tokens unreachable
-    cdf = log_q.double().exp().cumsum(-1)
-    u = torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(cdf.device)[:, None] * cdf[:, -1:]
-    ids = torch.searchsorted(cdf, u, right=True)[:, 0]
-    # u · total may round up to the total itself: then the last token that has any probability is meant
-    last = cdf.shape[-1] - 1 - (log_q.flip(-1) > -torch.inf).int().argmax(-1)
-    ids = torch.minimum(ids, last)
-    logp = _at(log_pi, ids)
-    return Drawn(ids, logp, logp if plain else _at(log_q, ids))
+    sums = weights.double().cumsum(-1)
+    ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]
+    # u · total may round up to the total itself
+    return torch.minimum(ids, _last(weights)) if (ids == weights.shape[1]).any() else ids
+
+
+def _last(weights: Tensor) -> Tensor:
+    """The last place [B] with any weight."""
+    return weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:

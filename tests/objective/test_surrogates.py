@@ -25,7 +25,12 @@ MASK = torch.ones(SHAPE, dtype=torch.bool)
 SURROGATES = [score, unclipped, clip(0.2, 0.3), dual_clip(0.2, 0.3, 1.4), kl_penalty(0.5)]
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
+def named(part):
+    """The name of a function, the text of anything else."""
+    return getattr(part, "__name__", None) or str(part)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=named)
 @pytest.mark.parametrize("ratio", [token, trajectory], ids=["token", "trajectory"])
 def test_gradcheck(surrogate, ratio) -> None:
     leaf = LOGP.clone().requires_grad_()
@@ -40,7 +45,7 @@ def test_gradcheck_of_the_detached_weight_with_the_weight_held_constant() -> Non
     assert torch.autograd.gradcheck(lambda p: -weight * ADVANTAGE * p, LOGP.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("surrogate", [*SURROGATES, truncated_weight(5.0)], ids=str)
+@pytest.mark.parametrize("surrogate", [*SURROGATES, truncated_weight(5.0)], ids=named)
 def test_at_ratio_1_every_surrogate_has_the_policy_gradient(surrogate) -> None:
     leaf = LOGP.clone().requires_grad_()
     surrogate(leaf, leaf - LOGP, ADVANTAGE).sum().backward()

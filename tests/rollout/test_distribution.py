@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from psigrad import seeds
-from psigrad.rollout.distribution import draw, filtered
+from psigrad.rollout.distribution import draw, filtered, inverse
 from psigrad.rollout.types import SamplingParams
 
 
@@ -75,6 +75,56 @@ def test_the_last_draw_before_one_never_lands_on_an_impossible_token(monkeypatch
     monkeypatch.setattr(seeds, "uniform", lambda s, c: np.full(len(s), 1 - 2.0**-53))
     logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
     assert int(draw(logits, SamplingParams(1), np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)).ids) == 1
+
+
+def slow_inverse(weights, u):
+    """One sum over all weights, in float64."""
+    sums = weights.double().cumsum(-1)
+    return torch.searchsorted(sums, u * sums[:, -1:], right=True)[:, 0]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1024, 2048, 2049, 5000, 20480])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "sparse"])
+def test_the_inverse_by_blocks_is_that_of_one_sum(size, kind):
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(400, size, generator=generator)
+    if kind == "peaked":
+        weights = (weights / weights.amax(-1, keepdim=True)) ** 40
+    elif kind == "sparse":
+        weights *= torch.rand(400, size, generator=generator) < 3 / size
+        weights[:, size // 2] += 1e-3
+    u = torch.rand(400, 1, generator=generator, dtype=torch.float64)
+    assert torch.equal(inverse(weights, u), slow_inverse(weights, u))
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_reached():
+    """Each of 9,000 tokens of a share of 1e-12 has its own u; sums in float32, the control, find few of them."""
+    weights = torch.full((1, 10_000), 1e-12)
+    weights[0, 500] = 1.0
+    sums = weights.double().cumsum(-1)[0]
+    wanted = torch.arange(1000, 10_000)
+    u = ((sums[wanted - 1] + sums[wanted]) / 2 / sums[-1])[:, None]
+    many = weights.expand(len(wanted), -1)
+    assert torch.equal(inverse(many, u), wanted)
+    short = torch.searchsorted(weights.cumsum(-1).expand(len(wanted), -1).contiguous(), u.float(), right=True)[:, 0]
+    assert (short == wanted).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("size", [40, 3000])
+def test_what_rounding_leaves_over_lands_on_the_last_weight(size):
+    weights = torch.rand(5, size)
+    weights[:, size - 7 :] = 0
+    assert inverse(weights, torch.full((5, 1), 1 - 2.0**-53, dtype=torch.float64)).tolist() == [size - 8] * 5
+    assert inverse(weights, torch.ones(5, 1, dtype=torch.float64)).tolist() == [size - 8] * 5
+
+
+def test_log_probs_of_a_large_vocabulary_are_log_softmax():
+    logits = 3 * torch.randn(6, 50_000, generator=torch.Generator().manual_seed(1))
+    for params in (SamplingParams(1), SamplingParams(1, temperature=0.5, top_k=100), SamplingParams(1, temperature=0)):
+        drawn = draw(logits, params, np.arange(6, dtype=np.uint64), np.zeros(6, dtype=np.int64))
+        scaled = logits / (params.temperature or 1.0)
+        wanted = scaled.log_softmax(-1).gather(1, drawn.ids[:, None])[:, 0]
+        assert torch.allclose(drawn.logprobs, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(
