@@ -102,7 +102,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_reached():
     weights = torch.full((1, 10_000), 1e-12)
     weights[0, 500] = 1.0
     share, wanted = weights[0, 0].double(), torch.arange(1000, 10_000)
-    u = ((1 + (wanted - 0.5) * share) / (1 + 9999 * share))[:, None]  # exact: one long sum would drift by a token
+    u = ((1 + (wanted.double() - 0.5) * share) / (1 + 9999 * share))[:, None]  # exact: one long sum would drift by a token
     many = weights.expand(len(wanted), -1)
     assert torch.equal(inverse(many, u), wanted)
     short = torch.searchsorted(weights.cumsum(-1).expand(len(wanted), -1).contiguous(), u.float(), right=True)[:, 0]
