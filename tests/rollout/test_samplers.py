@@ -233,7 +233,7 @@ def test_a_request_without_seeds_is_complete_at_once(models, requests_):
 @pytest.mark.parametrize("rows", [1, 4, 8, 11, 12])
 def test_the_head_gives_few_states_the_same_logits(models, monkeypatch, rows):
     model = models["qwen3"]
-    hidden = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+    hidden = torch.randn(rows, model.hf.config.hidden_size, generator=torch.Generator().manual_seed(rows))
     plain = model.head(hidden)
     monkeypatch.setattr(language_model, "_BEYOND_CACHES", 1)
     calls = []
