@@ -103,11 +103,11 @@ def test_numeric_reads_a_fraction_as_one_number(completion, answer, reward):
 def test_ctrl_c_does_not_reach_the_workers(pool_of, zoo, score):
     pool = pool_of(zoo("length"), timeout=30.0)
     score(pool, ["a"])
-    workers = [p.pid for p in psutil.Process().children()]
+    workers = [worker.process.pid for worker in pool._workers]
     for pid in workers:
         os.kill(pid, signal.SIGINT)
     assert score(pool, ["bb"])[0].value == 2.0
-    assert [p.pid for p in psutil.Process().children()] == workers
+    assert [worker.process.pid for worker in pool._workers] == workers and all(map(psutil.pid_exists, workers))
 
 
 def test_workers_have_one_thread_and_no_torch(pool_of, score):
