@@ -4,7 +4,7 @@
 
 takes an hour on a laptop, and goes on where it was stopped;
 
-    python docs/make_demo.py draw FOLDER    docs/images/demo.json, demo.png (three seeds, float32) and precision.png from it
+    python docs/make_demo.py draw FOLDER    docs/images/demo.json, demo.png (float32) and precision.png from it
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 SEEDS = range(5)
-SHOWN = 3
 STEPS = 500
 DTYPES = {"float32": "grpo", "bfloat16": "grpo_bfloat16"}
 # One process for each run, as a user has it.
@@ -54,6 +53,8 @@ def gather(folder: Path) -> dict[str, Any]:
     """Held-out accuracy over steps for each precision and seed, and the demo's final figures by seed."""
     found: dict[str, Any] = {"steps": [], "curves": {}, "final": {}}
     for dtype, name in DTYPES.items():
+        if not all((folder / str(seed) / name / "model").exists() for seed in SEEDS):
+            continue  # the pictures show whole sets of seeds
         rows = [[json.loads(line) for line in _metrics(folder, seed, name)] for seed in SEEDS]
         curves = [[(r["step"], r["eval/exact/mean"]) for r in own if "eval/exact/mean" in r] for own in rows]
         found["steps"] = [step for step, _ in curves[0]]
@@ -70,9 +71,10 @@ def _metrics(folder: Path, seed: int, name: str) -> list[str]:
 
 def draw(found: dict[str, Any]) -> None:
     """The two pictures."""
-    three = found["curves"]["float32"][:SHOWN]
-    _picture({"": three}, found["steps"], ROOT / "docs" / "images" / "demo.png", each=True)
-    _picture(found["curves"], found["steps"], ROOT / "docs" / "images" / "precision.png", each=False)
+    plain = {"": found["curves"]["float32"]}
+    _picture(plain, found["steps"], ROOT / "docs" / "images" / "demo.png", each=True)
+    if len(found["curves"]) == len(DTYPES):
+        _picture(found["curves"], found["steps"], ROOT / "docs" / "images" / "precision.png", each=False)
 
 
 def _picture(sets: dict[str, Sequence[Sequence[float]]], steps: Sequence[int], path: Path, each: bool) -> None:
