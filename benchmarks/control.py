@@ -47,8 +47,8 @@ MANY: dict[str, dict[str, Any]] = {
     "ppo": {**ZOO["ppo"], "n_envs": 1024, "n_steps": 8, "n_epochs": 4, "batch_size": 2048},
     "a2c": {**ZOO["a2c"], "n_envs": 1024, "n_steps": 8},
 }
-# What solves it soonest. DQN needs more than the zoo's settings to solve it surely (docs/control.md); SB3 has no Double DQN.
-SOONEST: dict[str, dict[str, Any]] = {**BEST, "dqn": {**ZOO["dqn"], "buffer_size": 10_000, "double_q": True}}
+# What solves it soonest; SB3 has no Double DQN.
+SOONEST: dict[str, dict[str, Any]] = {**BEST, "dqn": {**ZOO["dqn"], "double_q": True}}
 
 
 def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
