@@ -214,7 +214,7 @@ class LanguageModel:
 
 
 def _is_slow_by_rows(output: nn.Module, hidden: Tensor) -> bool:
-    """Whether a few states meet a matrix too large for the caches: MKL reads it once for every two of 3 to 11 rows, and the other
+    """Whether a few states meet a matrix too large for the caches: MKL reads it once for every two of 4 to 11 rows, and the other
     way round once for all.
     """
     return (

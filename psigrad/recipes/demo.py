@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from psigrad import seeds
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
@@ -62,11 +62,18 @@ def run(
 
 
 def reinforcing(
-    model: Path, files: Mapping[str, Path], output: Path, seed: int, *, max_steps: int, progress: bool, dtype: str = "float32"
+    model: Path,
+    files: Mapping[str, Path],
+    output: Path,
+    seed: int,
+    *,
+    max_steps: int,
+    progress: bool,
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> OnlineConfig:
     """The settings of the second stage: GRPO from the fine-tuned `model` against the task's scorer."""
     return OnlineConfig(
-        model=Model(path=str(model), dtype=dtype),  # type: ignore[arg-type] (checked where it is used)
+        model=Model(path=str(model), dtype=dtype),
         data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"])),
         optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
         run=Run(output_dir=str(output), max_steps=max_steps, seed=seed, save_steps=50, progress=progress),

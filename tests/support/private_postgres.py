@@ -32,7 +32,7 @@ def server() -> Iterator[str]:
         subprocess.run([initdb, "-D", data, "-U", "psigrad", "-A", "trust", "-N"], check=True, **common)
         options = ["-c", "listen_addresses=", "-c", "fsync=off", "-c", "max_connections=200", "-k", folder]
         log = (folder / "log").open("w")
-        # in a session of its own: it stops where a test sends Ctrl-C to the group that it would be in
+        # in a session of its own: Ctrl-C would stop it before the tests that are still asking it
         process = subprocess.Popen([postgres, "-D", data, *options], stderr=log, start_new_session=True, **common)
         ready = [binary("pg_isready") or "pg_isready", "-h", folder, "-U", "psigrad", "-t", "30"]
         for _ in range(300):
