@@ -1,25 +1,27 @@
 """CartPole-v1 beside Stable-Baselines3: steps per second at the same settings and at each library's best, and seconds to solve
 it.
 
-python benchmarks/control.py [--rounds N] [--only ppo a2c dqn]
+python benchmarks/control.py [--rounds N] [--only ppo a2c dqn] [--measure speed solve]
 
 First both libraries get the same weights, observations, actions and rewards, and their gradients are compared (psigrad's own
 rollout through SB3's own buffer and `train`). Then they run in turn, each in a process of its own with one thread, and the
-medians and the ratios of neighbouring runs are printed and written to benchmarks/results/control.json. "solve" is the time of
+medians and the ratios of neighbouring runs are printed and written to benchmarks/results/control.json. "To solve" is the time of
 training (without that of evaluating) to the first of the evaluations, every 2048 steps, whose mean return over 100 episodes is
-475 or more.
+475 or more: each library with what solves it soonest, SB3 by rl-zoo3's settings or by psigrad's, whichever is faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,18 @@ import torch
 
 RESULTS = Path(__file__).parent / "results" / "control.json"
 SECONDS = 4.0
+EVERY, ENDLESS = 2048, 10**9
+# Steps after which a run counts as never solved.
+GIVEN_UP = 500_000
 # rl-zoo3's settings, in SB3's names
 ZOO: dict[str, dict[str, Any]] = {
     "ppo": {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "ent_coef": 0.0}
     | {"learning_rate": 1e-3, "clip_range": 0.2},
     "a2c": {"n_steps": 5, "learning_rate": 7e-4, "ent_coef": 0.0},
     "dqn": {"learning_rate": 2.3e-3, "batch_size": 64, "buffer_size": 100_000, "learning_starts": 1000, "gamma": 0.99}
-    | {"target_update_interval": 10, "train_freq": 256, "gradient_steps": 128}
-    | {"exploration_fraction": 0.16, "exploration_final_eps": 0.04},
+    | {"target_update_interval": 10, "train_freq": 256, "gradient_steps": 128, "net_arch": [256, 256]}
+    # 8,000 steps of exploration, as in rl-zoo3's 50,000
+    | {"exploration_fraction": 0.08, "exploration_final_eps": 0.04, "total_timesteps": 100_000},
 }
 # What was found to be fastest here and to solve the task; SB3 is run with it as well, and its faster one counts as its best.
 BEST: dict[str, dict[str, Any]] = {
@@ -47,21 +53,26 @@ MANY: dict[str, dict[str, Any]] = {
     "ppo": {**ZOO["ppo"], "n_envs": 1024, "n_steps": 8, "n_epochs": 4, "batch_size": 2048},
     "a2c": {**ZOO["a2c"], "n_envs": 1024, "n_steps": 8},
 }
-# What solves it soonest; SB3 has no Double DQN.
-SOONEST: dict[str, dict[str, Any]] = {**BEST, "dqn": {**ZOO["dqn"], "double_q": True}}
+# What solves it soonest with psigrad; SB3 has no Double DQN.
+SOONEST: dict[str, dict[str, Any]] = {
+    **BEST,
+    "dqn": ZOO["dqn"]
+    | {"double_q": True, "n_envs": 8, "train_freq": 64, "gradient_steps": 32, "buffer_size": 10_000}
+    | {"net_arch": [128, 128], "exploration_fraction": 0.03},
+}
 
 
 def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
     """psigrad's method with the settings."""
     from psigrad.recipes import control
 
-    values = {"n_envs": 1 if algorithm == "dqn" else 8, **given, "tuned": False, "total_timesteps": 100_000}
+    values = {"n_envs": 1 if algorithm == "dqn" else 8, "total_timesteps": ENDLESS, **given, "tuned": False}
     if values.get("batch_size") == values["n_envs"] * values.get("n_steps", 0):
         values["batch_size"] = 0  # the whole rollout
     if algorithm == "a2c":
         values |= {"optimizer": "rmsprop"}
     if algorithm == "dqn":
-        values |= {"net_arch": (256, 256), "activation": "relu", "max_grad_norm": 10.0}
+        values |= {"activation": "relu", "max_grad_norm": 10.0}
     from psigrad.recipes.setup import prepare_torch
 
     made = control.settings(algorithm, "CartPole-v1", {**values, "seed": seed, "threads": 1})
@@ -72,53 +83,66 @@ def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
 
 
 def theirs(algorithm: str, given: dict[str, Any], seed: int) -> Any:
-    """SB3's model with the settings."""
+    """SB3's model with the settings, but for Double DQN, which it has not."""
     import stable_baselines3
     from stable_baselines3.common.env_util import make_vec_env
 
-    values = dict(given)
+    values = {name: value for name, value in given.items() if name not in ("double_q", "total_timesteps")}
     count = values.pop("n_envs", 1 if algorithm == "dqn" else 8)
-    extra = {"policy_kwargs": {"net_arch": [256, 256]}} if algorithm == "dqn" else {}
+    if algorithm == "dqn":
+        values["policy_kwargs"] = {"net_arch": values.pop("net_arch")}
+        values["train_freq"] //= count  # it counts steps of all environments together
     kind = getattr(stable_baselines3, algorithm.upper())
-    return kind("MlpPolicy", make_vec_env("CartPole-v1", count), device="cpu", seed=seed, **extra, **values)
+    return kind("MlpPolicy", make_vec_env("CartPole-v1", count), device="cpu", seed=seed, **values)
 
 
-class Turns:
-    """A library's training as something that can be gone on with, and its policy."""
+Watch = Callable[[int, Callable[[Any], Any]], bool]
 
-    def __init__(self, library: str, algorithm: str, given: dict[str, Any], seed: int) -> None:
-        self.library = library
-        self.model: Any = (ours if library == "psigrad" else theirs)(algorithm, given, seed)
-        self.begun = False
 
-    def go_on(self, steps: int) -> int:
-        """At least `steps` more; how many there were."""
-        if self.library == "psigrad":
-            start = self.model.timesteps
-            while self.model.timesteps < start + steps:
-                self.model.iterate(False)
-            return int(self.model.timesteps - start)
-        start = self.model.num_timesteps
-        self.model.learn(steps, reset_num_timesteps=not self.begun)
-        self.begun = True
-        return int(self.model.num_timesteps - start)
+def train(library: str, algorithm: str, given: dict[str, Any], seed: int, watch: Watch) -> None:
+    """Train until its steps are done or `watch(steps, act)` says no; it is asked before the first step and every 2048 steps, and
+    `act` gives likeliest actions.
+    """
+    total = given.get("total_timesteps", ENDLESS)
+    model = (ours if library == "psigrad" else theirs)(algorithm, given, seed)
+    if library == "psigrad":
+        asked = 0
+        watch(0, model.network.act)
+        while model.timesteps < total:
+            model.iterate(False)
+            if model.timesteps >= asked + EVERY:
+                asked = model.timesteps
+                if not watch(asked, model.network.act):
+                    return
+        return
+    from stable_baselines3.common.callbacks import BaseCallback
 
-    def act(self, observation: Any) -> Any:
-        """Likeliest actions."""
-        if self.library == "psigrad":
-            return self.model.network.act(observation, None)
-        return self.model.predict(observation, deterministic=True)[0]
+    class Asking(BaseCallback):  # in one call of `learn`, whose schedules run over all its steps
+        asked = 0
+
+        def _on_training_start(self) -> None:
+            watch(0, model.predict)
+
+        def _on_step(self) -> bool:
+            if self.num_timesteps < self.asked + EVERY:
+                return True
+            self.asked = self.num_timesteps
+            return watch(self.asked, lambda observation: model.predict(observation, deterministic=True)[0])
+
+    model.learn(total, callback=Asking())
 
 
 def speed(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
     """Steps per second, updates included, after a warm-up."""
-    turns = Turns(library, algorithm, given, seed)
-    chunk = 2048
-    turns.go_on(chunk)
-    steps, start = 0, time.perf_counter()
-    while time.perf_counter() - start < SECONDS:
-        steps += turns.go_on(chunk)
-    return {"steps_per_second": steps / (time.perf_counter() - start)}
+    seen: list[tuple[int, float]] = []
+
+    def watch(steps: int, act: Callable[[Any], Any]) -> bool:
+        seen.append((steps, time.perf_counter()))
+        return len(seen) < 3 or seen[-1][1] - seen[1][1] < SECONDS
+
+    train(library, algorithm, given, seed, watch)
+    (first, start), (last, end) = seen[1], seen[-1]  # what comes before is the warm-up
+    return {"steps_per_second": (last - first) / (end - start)}
 
 
 def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
@@ -126,15 +150,22 @@ def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dic
     from psigrad.rollout import vector
     from psigrad.rollout.collect import play
 
-    turns, envs = Turns(library, algorithm, given, seed), vector.make("CartPole-v1", 100)
-    steps, seconds = 0, 0.0
-    while steps < 300_000:
-        start = time.perf_counter()
-        steps += turns.go_on(2048)
-        seconds += time.perf_counter() - start
-        if np.mean(play(envs, turns.act, 100, 1)[0]) >= 475:
-            return {"seconds": seconds, "steps": steps}
-    return {"seconds": float("inf"), "steps": steps}
+    envs, found = vector.make("CartPole-v1", 100), {"seconds": math.inf, "steps": math.inf}
+    trained = since = 0.0
+
+    def watch(steps: int, act: Callable[[Any], Any]) -> bool:
+        nonlocal trained, since
+        solved = False
+        if steps:
+            trained += time.perf_counter() - since
+            solved = bool(np.mean(play(envs, act, 100, 1)[0]) >= 475)
+        if solved:
+            found.update(seconds=trained, steps=steps)
+        since = time.perf_counter()
+        return not solved and steps < GIVEN_UP
+
+    train(library, algorithm, given, seed, watch)
+    return found
 
 
 def agree(algorithm: str) -> float:
@@ -201,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=["ppo", "a2c", "dqn"])
+    parser.add_argument("--measure", nargs="+", choices=["speed", "solve"], default=["speed", "solve"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -214,9 +246,10 @@ def main() -> None:
             print(f"{algorithm}: gradients agree to {difference:.1e}")
             assert difference < 1e-5, "the libraries compute different gradients; no ratio means anything"
         for case, settings in (("same settings", ZOO), ("best settings", BEST), ("many copies", MANY)):
-            if algorithm in settings:
+            if algorithm in settings and "speed" in given.measure:
                 _keep(_speeds(algorithm, case, settings[algorithm], given.rounds))
-        _keep(_solves(algorithm, given.rounds))
+        if "solve" in given.measure:
+            _keep(_solves(algorithm, given.rounds))
     print(f"\nwritten: {RESULTS}")
 
 
@@ -235,12 +268,21 @@ def _speeds(algorithm: str, case: str, settings: dict[str, Any], rounds: int) ->
 
 
 def _solves(algorithm: str, rounds: int) -> dict[str, Any]:
-    pairs = [
-        (_run("psigrad", algorithm, SOONEST[algorithm], i, "solve"), _run("sb3", algorithm, ZOO[algorithm], i, "solve"))
-        for i in range(rounds)
-    ]
-    a, b = ([pair[k]["seconds"] for pair in pairs] for k in (0, 1))
-    return _line(algorithm, "to solve, best against rl-zoo's", "seconds", a, b, [y / x for x, y in zip(a, b, strict=True)])
+    """Seconds of each library with what solves it soonest: of SB3's two settings that with the lower median."""
+    sides = [("psigrad", SOONEST), ("sb3", ZOO), ("sb3", SOONEST)]
+    runs = [[_run(who, algorithm, s[algorithm], i, "solve")["seconds"] for who, s in sides] for i in range(rounds)]
+    a, zoo, same = zip(*runs, strict=True)
+    for name, seconds in (("rl-zoo3's", zoo), ("psigrad's", same)):
+        print(f"SB3 with {name} settings: {statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})")
+    b, whose = min((statistics.median(found), found, whose) for found, whose in ((zoo, "rl-zoo3's"), (same, "psigrad's")))[1:]
+    # runs of one seed have nothing in common across libraries: the ratio is of the medians, its range a 95 % bootstrap interval
+    rng = np.random.default_rng(0)
+    drawn = [np.median(rng.choice(x, (10_000, rounds)), 1) for x in (a, b)]
+    low, high = np.percentile(drawn[1] / drawn[0], [2.5, 97.5])
+    line = {"algorithm": algorithm, "case": "to 475", "unit": "seconds", "psigrad": statistics.median(a)}
+    line |= {"sb3": statistics.median(b), "ratio": statistics.median(b) / statistics.median(a), "low": low, "high": high}
+    print(json.dumps(line), flush=True)
+    return line | {"rounds": rounds, "sb3_settings": whose, "runs": {"psigrad": a, "rl-zoo3's": zoo, "psigrad's": same}}
 
 
 def _run(library: str, algorithm: str, given: dict[str, Any], seed: int, measure: str) -> dict[str, float]:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError
 from psigrad.models import attention
-from psigrad.models.fused import Decoder, Unlike
+from psigrad.models.fused import Decoder
+from psigrad.models.fused_layer import Unlike
 from psigrad.models.kept import Kept, Known
 from psigrad.models.packing import ForwardInputs, Groups
 

@@ -72,6 +72,12 @@ class LanguageModel:
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
 
+    @property
+    def keeping(self) -> Kept | None:
+        """`kept`, while what the fused decoder computes is what trains: not with the adapter switched off."""
+        trains = self.decoder is not None and (self.adapter is None or self.decoder.adapted)
+        return self.kept if trains else None
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name, in the model's order."""
         own = {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
@@ -149,8 +155,8 @@ class LanguageModel:
         self.hf.train(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
-        if self.kept is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
-            forward = replace(forward, known=self.kept.find(inputs.prompts, inputs.completions, self.decoder.parameters))
+        if self.keeping is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
+            forward = replace(forward, known=self.keeping.find(inputs.prompts, inputs.completions, self.decoder.parameters))
         values = None
         if value:
             hidden, head, values = self._with_values(forward)

@@ -160,7 +160,7 @@ class Tape:
         """The gradient with respect to `flat`, given that of the output; 0 for the `extra` numbers. Good until the next call."""
         towers = self.towers
         out, grads = towers._room()
-        back = torch.ops.aten.tanh_backward if towers.activation == "tanh" else _relu_backward
+        back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
         layers = towers._views()
         for part, (hs, d) in enumerate(zip(self._parts, grad_KMO.split(_TOGETHER, 1), strict=True)):
             for i in reversed(range(len(layers))):
@@ -174,6 +174,10 @@ class Tape:
                 if i:
                     d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), hs[i])
         return out
+
+
+def _tanh_backward_(grad: Tensor, output: Tensor) -> Tensor:
+    return torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=grad)
 
 
 def _relu_backward(grad: Tensor, output: Tensor) -> Tensor:

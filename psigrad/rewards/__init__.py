@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from psigrad.rewards.pool import InlineScorer, RewardPool, check_unscored
 from psigrad.rewards.resolve import RewardSpec, resolve
+from psigrad.rewards.samples import Samples
 from psigrad.rewards.types import Failed, Failure, Result, RewardError, Scored, Scorer, Scoring, Streaming, Unscored, begin
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "RewardError",
     "RewardPool",
     "RewardSpec",
+    "Samples",
     "Scored",
     "Scorer",
     "Scoring",

@@ -6,13 +6,14 @@ import math
 import selectors
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.rewards.call import Answer, Malformed, Said, answer_of, combine
 from psigrad.rewards.process import START_LIMIT, Job, Worker
 from psigrad.rewards.resolve import RewardSpec
+from psigrad.rewards.samples import Samples, chunks, picked
 from psigrad.rewards.shipping import homes, pack
 from psigrad.rewards.types import Result, RewardError
 
@@ -64,19 +65,11 @@ class RewardPool:
         while self._workers:
             self._workers.pop().kill()
 
-    def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: dict[str, list[Any]],
-        groups: Sequence[int] | None = None,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[Result]:
+    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
         """One result per completion, in order; see `Scorer`. Raises `RewardError` where the functions do not load."""
-        scoring, every = self.begin(), samples_of(prompts, completions, completion_ids, columns)
-        for part in chunks(len(completions), groups):
-            scoring.take(picked(every, part))
+        scoring, shown = self.begin(), samples.shown
+        for part in chunks(len(samples), groups):
+            scoring.take(picked(shown, part))
         return scoring.results()
 
     def begin(self) -> PoolScoring:
@@ -87,13 +80,13 @@ class RewardPool:
             self._replace(worker)  # a scoring that was given up left it at work
         return PoolScoring(self)
 
-    def _hand_out(self, jobs: deque[Job], every: dict[str, Sequence[Any]]) -> None:
+    def _hand_out(self, jobs: deque[Job], shown: Mapping[str, Sequence[Any]]) -> None:
         for worker in [w for w in self._workers if w.ready and w.job is None]:
             if not worker.alive():
                 self._replace(worker)  # killed while idle, which is no sample's fault
             elif jobs:
                 worker.job = jobs.popleft()
-                worker.ask((worker.job.functions, picked(every, worker.job.indices)), self.timeout)
+                worker.ask((worker.job.functions, picked(shown, worker.job.indices)), self.timeout)
 
     def _awaited(self, wait: bool) -> list[Worker]:
         """The workers that owe something, with `wait` after one of them stirred or ran out of time."""
@@ -161,28 +154,21 @@ class PoolScoring:
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._every: dict[str, list[Any]] = {}
+        self._shown: dict[str, list[Any]] = {}
         self._said: list[dict[int, Said]] = [{} for _ in pool.specs]
         self._jobs: deque[Job] = deque()
         self._count, self._seen = 0, time.monotonic()
 
-    def add(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: dict[str, list[Any]],
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def add(self, samples: Samples) -> None:
         """See `Scoring`."""
-        self.take(samples_of(prompts, completions, completion_ids, columns))
+        self.take(samples.shown)
         self.turn()
 
-    def take(self, samples: dict[str, list[Any]]) -> None:
+    def take(self, shown: Mapping[str, Sequence[Any]]) -> None:
         """Queue one group."""
-        for name, values in samples.items():
-            self._every.setdefault(name, []).extend(values)
-        count = len(samples["completions"])
+        for name, values in shown.items():
+            self._shown.setdefault(name, []).extend(values)
+        count = len(shown["completions"])
         functions = tuple(range(len(self._said)))
         self._jobs.append(Job(functions, tuple(range(self._count, self._count + count))))
         self._count += count
@@ -206,11 +192,11 @@ class PoolScoring:
         if now - self._seen > _ABSENCE:  # nobody listened meanwhile, so nobody was late
             for worker in pool._workers:
                 worker.deadline += now - self._seen
-        pool._hand_out(self._jobs, self._every)
+        pool._hand_out(self._jobs, self._shown)
         for worker in pool._awaited(wait):
             self._jobs.extendleft(reversed(pool._collected(worker, self._said)))
         if not wait:
-            pool._hand_out(self._jobs, self._every)
+            pool._hand_out(self._jobs, self._shown)
         self._seen = time.monotonic()
 
 
@@ -221,38 +207,18 @@ class InlineScorer:
         self.specs = unique(specs)
         self.weights, self.failure_value = checked_weights(self.specs, weights), failure_value
 
-    def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: dict[str, list[Any]],
-        groups: Sequence[int] | None = None,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[Result]:
+    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
         """One result per completion, in order; see `Scorer`."""
-        every = samples_of(prompts, completions, completion_ids, columns)
+        shown = samples.shown
         said: list[dict[int, Said]] = [{} for _ in self.specs]
-        parts = [tuple(part) for part in chunks(len(completions), groups)]
+        parts = [tuple(part) for part in chunks(len(samples), groups)]
         jobs = deque(Job((which,), part) for part in parts for which in range(len(self.specs)))
         while jobs:
             job = jobs.popleft()
             spec = self.specs[job.functions[0]]
-            answer = answer_of(spec.name, spec.function, picked(every, job.indices))
+            answer = answer_of(spec.name, spec.function, picked(shown, job.indices))
             jobs.extendleft(reversed(taken(job, answer, said)))
-        return combined(self, said, len(completions))
-
-
-def samples_of(
-    prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
-) -> dict[str, Any]:
-    """What reward functions are shown, by name."""
-    return {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-
-
-def picked(every: dict[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-    """The samples at these indices."""
-    return {name: [values[i] for i in indices] for name, values in every.items()}
+        return combined(self, said, len(samples))
 
 
 def taken(job: Job, answer: Answer, said: list[dict[int, Said]]) -> list[Job]:
@@ -297,19 +263,6 @@ def checked_weights(specs: Sequence[RewardSpec], weights: Sequence[float]) -> tu
     if not all(math.isfinite(weight) for weight in weights):
         raise UserError(f"reward_weights are {list(weights)}; each must be a finite number.")
     return tuple(weights) or (1.0,) * len(specs)
-
-
-def chunks(count: int, groups: Sequence[int] | None) -> list[list[int]]:
-    """Indices that are scored together: neighbours with the same group number, or 16 at a time."""
-    if groups is None:
-        return [list(range(start, min(start + 16, count))) for start in range(0, count, 16)]
-    parts: list[list[int]] = []
-    for i in range(count):
-        if i and groups[i] == groups[i - 1]:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return parts
 
 
 def check_unscored(reasons: Sequence[str | None], limit: float) -> None:

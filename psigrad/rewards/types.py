@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from psigrad.errors import UserError
+from psigrad.rewards.samples import Samples, joined
 
 
 @dataclass(frozen=True)
@@ -51,32 +52,15 @@ class RewardError(UserError):
 class Scorer(Protocol):
     """Who scores. `RewardPool` does it in processes that can be killed, `InlineScorer` where it stands."""
 
-    def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: dict[str, list[Any]],
-        groups: Sequence[int] | None = None,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[Result]:
-        """One result per completion, in order. Completions with the same number in `groups` are shown to the functions
-        together; `prompt_ids` are for scorers that read the policy's own tokens.
-        """
+    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
+        """One result per completion, in order. The functions see neighbours with the same number in `groups` together."""
         ...
 
 
 class Scoring(Protocol):
     """Completions that are scored as they come, group by group."""
 
-    def add(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: dict[str, list[Any]],
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def add(self, samples: Samples) -> None:
         """One more group, which is shown to the functions together."""
         ...
 
@@ -103,32 +87,19 @@ class AtOnce:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._given: tuple[list[Any], list[Any], list[Any], list[Any], list[int]] = ([], [], [], [], [])
-        self._columns: dict[str, list[Any]] = {}
+        self._given: list[Samples] = []
 
-    def add(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: dict[str, list[Any]],
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def add(self, samples: Samples) -> None:
         """See `Scoring`."""
-        group = self._given[4][-1] + 1 if self._given[4] else 0
-        parts = (prompts, completions, completion_ids, prompt_ids or [], [group] * len(completions))
-        for values, new in zip(self._given, parts, strict=True):
-            values.extend(new)
-        for name, column in columns.items():
-            self._columns.setdefault(name, []).extend(column)
+        self._given.append(samples)
 
     def turn(self) -> None:
         """There is nothing to do yet."""
 
     def results(self) -> list[Result]:
         """See `Scoring`."""
-        prompts, completions, ids, prompt_ids, groups = self._given
-        return self._scorer.score(prompts, completions, ids, self._columns, groups, prompt_ids or None) if completions else []
+        groups = [number for number, part in enumerate(self._given) for _ in range(len(part))]
+        return self._scorer.score(joined(self._given), groups) if groups else []
 
 
 def begin(scorer: Scorer) -> Scoring:

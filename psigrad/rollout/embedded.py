@@ -107,7 +107,7 @@ class _Batch:
         self.owner = np.repeat(np.arange(len(requests)), np.diff(firsts))
         # completions that each request still lacks, and the requests that lack none since they were last asked for
         self.lacking, self.complete = np.diff(firsts), [r for r in range(len(requests)) if not requests[r].seeds]
-        self.kept = model.kept if model.decoder is not None else None
+        self.kept = model.keeping
         # where each prompt's first token and each written token but the last went among the kept rows
         self.prompt_rows: dict[int, int] = {}
         self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None

@@ -16,7 +16,7 @@ from psigrad.data.batches import order
 from psigrad.data.templates import completion_for_reward, decode
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective import Batch, terminal
-from psigrad.rewards import Failed, Result, Scored, Scorer, Unscored, begin
+from psigrad.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, begin
 from psigrad.rollout.episodes import Episodes, play, returns
 from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams, Stepping, Trajectory
 
@@ -140,13 +140,14 @@ class _Scoring:
         if self._scoring is None:
             return
         sources = [self._rows[t.row] for t in group]
-        self._scoring.add(
-            [row.prompt for row in sources],
-            [list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)],
-            [list(t.completion.ids) for t in group],
-            {name: [row.columns.get(name) for row in sources] for name in self._names},
-            [t.prompt_ids for t in group],
+        samples = Samples(
+            prompts=[row.prompt for row in sources],
+            completions=[list(t.messages) or completion_for_reward(row, t.text) for row, t in zip(sources, group, strict=True)],
+            completion_ids=[list(t.completion.ids) for t in group],
+            columns={name: [row.columns.get(name) for row in sources] for name in self._names},
+            prompt_ids=[t.prompt_ids for t in group],
         )
+        self._scoring.add(samples)
 
     def turn(self) -> None:
         """Let the scorer go on."""

@@ -15,7 +15,7 @@ from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.models.packing import Groups, Ids
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
-from psigrad.rewards import Failed, Result, Scored, Scorer, Scoring, Unscored, begin
+from psigrad.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored, begin
 from psigrad.training.lessons.reward import step_values
 
 
@@ -44,22 +44,15 @@ class ModelScorer:
         """What ends a step, for a process reward model; empty: the model judges whole texts."""
         return str(getattr(self.model.hf.config, STEP_SEPARATOR, "") or "")
 
-    def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Ids],
-        columns: dict[str, list[Any]],
-        groups: Sequence[int] | None = None,
-        prompt_ids: Sequence[Ids] | None = None,
-    ) -> list[Result]:
+    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
         """The model's score of every completion."""
-        if self.separator and prompt_ids is not None:
-            return [self._by_steps(p, c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
-        if self.same_tokens and prompt_ids is not None:
-            pairs = list(zip(prompt_ids, completion_ids, strict=True))
+        own = None if samples.prompt_ids is None else list(zip(samples.prompt_ids, samples.completion_ids, strict=True))
+        if self.separator and own is not None:
+            return [self._by_steps(*pair) for pair in own]
+        if self.same_tokens and own is not None:
+            pairs = own
         else:
-            pairs = [self._encoded(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+            pairs = [self._encoded(*texts) for texts in zip(samples.prompts, samples.completions, strict=True)]
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _encoded(self, prompt: Any, completion: Any) -> tuple[Ids, Ids]:
@@ -120,18 +113,9 @@ class Mixture:
     scorers: Sequence[Scorer]
     weights: Sequence[float]
 
-    def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Ids],
-        columns: dict[str, list[Any]],
-        groups: Sequence[int] | None = None,
-        prompt_ids: Sequence[Ids] | None = None,
-    ) -> list[Result]:
+    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
         """One result per completion, in order; see `Scorer`."""
-        given = [s.score(prompts, completions, completion_ids, columns, groups, prompt_ids) for s in self.scorers]
-        return self.added(given)
+        return self.added([scorer.score(samples, groups) for scorer in self.scorers])
 
     def begin(self) -> Scoring:
         """Each scorer begins as early as it can; see `Streaming`."""
@@ -161,16 +145,9 @@ class _MixedScoring:
     mixture: Mixture
     parts: Sequence[Scoring]
 
-    def add(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Ids],
-        columns: dict[str, list[Any]],
-        prompt_ids: Sequence[Ids] | None = None,
-    ) -> None:
+    def add(self, samples: Samples) -> None:
         for part in self.parts:
-            part.add(prompts, completions, completion_ids, columns, prompt_ids)
+            part.add(samples)
 
     def turn(self) -> None:
         for part in self.parts:

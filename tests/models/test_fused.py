@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -18,7 +19,8 @@ from transformers import (
 )
 
 from psigrad.models import scalar_model
-from psigrad.models.fused import Decoder, compute_dtype
+from psigrad.models.fused import Decoder
+from psigrad.models.fused_layer import Unlike, compute_dtype
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups, Rows
 from psigrad.native.build import library
@@ -96,6 +98,66 @@ def test_log_probs_and_every_gradient_equal_those_of_transformers(fused, inputs)
         assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name
 
 
+def adapted(config, tokenizer, dtype=torch.float32, **lora):
+    """The model under LoRA, its adapter at work."""
+    model = prepare(made(config, tokenizer, dtype).hf, tokenizer, lora=Lora(3, **lora))
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # fresh adapters add nothing: their B is 0
+        for p in model.trainable().values():
+            p.copy_(0.1 * torch.randn(p.shape, generator=draw))
+    return model
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "o_proj", "down_proj")], ids=["everywhere", "in places"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lora_gives_the_log_probs_and_gradients_of_peft(name, targets, tokenizer):
+    model = adapted(CONFIGS[name], tokenizer, target_modules=targets)
+    assert model.decoder is not None, model.why_unfused
+    parameters = model.trainable()
+    assert all("lora_" in name for name in parameters)
+
+    def run():
+        logp = model.evaluate(some_groups()).logp
+        weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
+        return logp.detach(), torch.autograd.grad((logp * weights).sum(), list(parameters.values()))
+
+    (ours, our_gradient), (theirs, their_gradient) = both(model, run)
+    assert torch.allclose(ours, theirs, atol=2e-5, rtol=0)
+    whole = torch.cat([g.flatten() for g in their_gradient]).norm()
+    for name, a, b in zip(parameters, our_gradient, their_gradient, strict=True):
+        assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name
+
+
+def test_a_lora_model_without_its_adapter_is_the_one_it_started_from(tokenizer):
+    model, base = adapted(CONFIGS["qwen3"], tokenizer), made(CONFIGS["qwen3"], tokenizer)
+    before = model.evaluate(some_groups()).logp.detach()
+    with model.without_adapter(), torch.no_grad():
+        assert torch.equal(model.evaluate(some_groups()).logp, base.evaluate(some_groups()).logp)
+    assert float((before - base.evaluate(some_groups()).logp.detach()).abs().max()) > 0.1
+    assert torch.equal(before, model.evaluate(some_groups()).logp)
+
+
+def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkeypatch):
+    """The control: merged into bfloat16 weights, what is below their rounding would be lost."""
+    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: False)
+    model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
+    assert model.decoder is not None, model.why_unfused
+    layer = model.decoder.layers[0]
+    adapter, weight = layer.adapters[0], layer.weights.given[0].detach()
+    with torch.no_grad():
+        for p in adapter.weights:
+            p.mul_(0.02)
+        x = torch.randn(50, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        ours = torch.empty(50, len(weight))
+        layer.unpacked(True).linear(0, x, ours)
+        a, b = adapter.weights
+        whole = weight.float() + adapter.scale * b @ a
+        exact, base = x @ whole.t(), x @ weight.float().t()
+        share = float((exact - base).norm())
+        assert float((ours - exact).norm()) < 1e-3 * share
+        assert float((x @ whole.bfloat16().float().t() - exact).norm()) > 0.2 * share
+
+
 def test_the_sampler_draws_the_same_tokens(fused):
     requests = [Request(tuple(p), (3 * i, 3 * i + 1, 3 * i + 2)) for i, p in enumerate(some_groups().prompts)]
     sampler = EmbeddedSampler(fused, max_batch=5)
@@ -120,7 +182,7 @@ def test_a_scalar_model_is_fused_too(tokenizer):
 
 @pytest.mark.parametrize("native", [False, True], ids=["multiplied in float32", "multiplied in bfloat16"])
 def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, native, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused._fast_bfloat16", lambda: native)
+    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: native)
     exact = made(CONFIGS["qwen3 of equal heads"], tokenizer)
     model = made(CONFIGS["qwen3 of equal heads"], tokenizer, torch.bfloat16)
     assert model.decoder is not None and model.decoder.dtype == (torch.bfloat16 if native else torch.float32)
@@ -138,7 +200,7 @@ def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, nativ
 
 
 def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused._fast_bfloat16", lambda: False)
+    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: False)
     model = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     before = model.evaluate(some_groups()).logp.detach()
     with torch.no_grad():
@@ -213,8 +275,16 @@ def test_other_models_adapters_and_precisions_say_why_they_are_not_fused(tokeniz
     assert gemma.decoder is None and "GemmaModel" in gemma.why_unfused
     double = made(CONFIGS["qwen3"], tokenizer, torch.float64)
     assert double.decoder is None and "float64" in double.why_unfused
-    adapted = prepare(made(CONFIGS["qwen3"], tokenizer).hf, tokenizer, lora=Lora(2))
-    assert adapted.decoder is None and "linear" in adapted.why_unfused.lower()
+    dropped = prepare(made(CONFIGS["qwen3"], tokenizer).hf, tokenizer, lora=Lora(2, dropout=0.1))
+    assert dropped.decoder is None and "dropout" in dropped.why_unfused
+
+
+@pytest.mark.parametrize(("settings", "reason"), [({"use_dora": True}, "variant"), ({"lora_bias": True}, "variant")])
+def test_variants_of_lora_are_left_to_peft(settings, reason, tokenizer):
+    model = made(CONFIGS["llama"], tokenizer)
+    peft.get_peft_model(model.hf, peft.LoraConfig(target_modules=["q_proj"], **settings))
+    with pytest.raises(Unlike, match=reason):
+        Decoder(model.hf)
 
 
 @pytest.fixture
@@ -252,7 +322,7 @@ def test_the_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch, forgetful
 
 def test_the_type_of_the_products_follows_the_processor(monkeypatch):
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("psigrad.models.fused._fast_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda fast=fast: fast)
         assert compute_dtype(torch.bfloat16) == expected
         assert compute_dtype(torch.float32) == torch.float32
 

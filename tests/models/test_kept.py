@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 from psigrad.models import kept
 from psigrad.models.kept import Kept
-from psigrad.models.language_model import prepare
+from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
@@ -110,6 +110,26 @@ def test_a_changed_weight_makes_them_stale(model):
     model.kept = None
     expected, oracle = results(model, groups)
     assert torch.equal(logp, expected) and torch.equal(gradient, oracle)
+
+
+def test_under_lora_they_serve_the_adapter_that_trains_and_nothing_else(model):
+    lora = prepare(model.hf, model.tokenizer, lora=Lora(2))
+    with torch.no_grad():
+        for p in lora.trainable().values():
+            p.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+    groups = sampled(lora)
+    assert found(lora, groups) is not None
+    _, gradient = results(lora, groups)
+    with lora.without_adapter(), torch.no_grad():
+        base = lora.evaluate(groups).logp
+    assert found(lora, groups) is not None, "the reference's pass leaves them alone"
+    with lora.without_adapter():
+        EmbeddedSampler(lora).sample([REQUESTS[0]], SamplingParams(max_tokens=3))
+    assert found(lora, groups) is not None
+    lora.kept = None
+    assert unlike(gradient, results(lora, groups)[1]) < 1e-4
+    with lora.without_adapter(), torch.no_grad():
+        assert torch.equal(base, lora.evaluate(groups).logp)
 
 
 def test_other_tokens_are_not_found(model):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from psigrad.rewards import InlineScorer, RewardPool, RewardSpec, resolve
+from psigrad.rewards import InlineScorer, RewardPool, RewardSpec, Samples, resolve
 
 ZOO = Path(__file__).with_name("zoo.py")
 
@@ -25,7 +25,8 @@ def score() -> Callable[..., Any]:
 
     def score(scorer: Any, completions: Sequence[Any], size: int = 4, **columns: list[Any]) -> Any:
         groups = [i // size for i in range(len(completions))]
-        return scorer.score(["question"] * len(completions), completions, [[1]] * len(completions), columns, groups)
+        samples = Samples(["question"] * len(completions), completions, [[1]] * len(completions), columns)
+        return scorer.score(samples, groups)
 
     return score
 

@@ -8,7 +8,7 @@ from math import inf, nan
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.rewards import Failed, InlineScorer, RewardError, RewardSpec, Scored, Unscored, check_unscored
+from psigrad.rewards import Failed, InlineScorer, RewardError, RewardSpec, Samples, Scored, Unscored, check_unscored
 
 ONES = ("list", "tuple", "ints", "bools", "fraction", "array", "array int", "array bool", "numpy scalars")
 ONES = (*ONES, "tensor", "tensor on graph", "tensor scalars")
@@ -97,7 +97,7 @@ def test_a_group_is_shown_together_and_only_a_group(scorer_of, zoo, score):
 def test_without_groups_sixteen_are_shown_together(scorer_of, zoo):
     scorer = scorer_of(zoo("rank_in_group"))
     texts = [chr(ord("a") + i) for i in range(20)]
-    values = [r.value for r in scorer.score(texts, texts, [[1]] * 20, {})]
+    values = [r.value for r in scorer.score(Samples(texts, texts, [[1]] * 20))]
     assert values == [*range(16), *range(4)]
 
 

@@ -18,7 +18,7 @@ SCRIPT = """
 from __future__ import annotations
 from dataclasses import dataclass
 import math
-from psigrad.rewards import RewardPool, Failure, resolve
+from psigrad.rewards import RewardPool, Failure, Samples, resolve
 
 SCALE = 3.0
 
@@ -42,7 +42,7 @@ def reward(completions, **columns):
 if __name__ == "__main__":
     fixed = lambda completions, **columns: [SCALE] * len(completions)
     with RewardPool([resolve(f) for f in (reward, Scaled(2.0), fixed)]) as pool:
-        print(pool.score(["q"] * 2, ["ab", "bad"], [[1]] * 2, {}, [0, 1]))
+        print(pool.score(Samples(["q"] * 2, ["ab", "bad"], [[1]] * 2), [0, 1]))
 """
 
 

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from psigrad.rewards import InlineScorer, Scored, Streaming, Unscored, begin, pool
+from psigrad.rewards import InlineScorer, Samples, Scored, Streaming, Unscored, begin, pool
 from psigrad.rewards.types import AtOnce
 
 
 def add(scoring, texts, **columns):
-    scoring.add(["question"] * len(texts), texts, [[1]] * len(texts), columns, [[7]] * len(texts))
+    scoring.add(Samples(["question"] * len(texts), texts, [[1]] * len(texts), columns, [[7]] * len(texts)))
 
 
 @pytest.mark.parametrize("workers", [1, 3])

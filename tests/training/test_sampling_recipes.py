@@ -19,7 +19,7 @@ from psigrad.models import scalar_model, tiny
 from psigrad.objective.preference_catalog import OnlinePreference, resolve, resolve_online
 from psigrad.recipes import evaluate, online, reward, sample
 from psigrad.recipes.online import method
-from psigrad.rewards import Failed, Scored, Unscored
+from psigrad.rewards import Failed, Samples, Scored, Unscored
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import loop, prefer
 from psigrad.training.lessons.reward import step_values
@@ -108,7 +108,7 @@ def test_a_process_reward_model_rewards_each_step_where_it_ends(job, tmp_path):
     scorer = ModelScorer("steps", model, same_tokens=True)
     assert scorer.separator == "e"
     prompt, completion = model.tokenizer("say a:").input_ids, model.tokenizer("be see").input_ids
-    (result,) = scorer.score(["say a:"], ["be see"], [completion], {}, prompt_ids=[prompt])
+    (result,) = scorer.score(Samples(["say a:"], ["be see"], [completion], prompt_ids=[prompt]))
     ends = step_ends(model.tokenizer, completion, "e")
     (logits,) = step_values(model, [([*prompt, *completion], [len(prompt) + e for e in ends])])
     assert result.value == 0 and [place for place, _ in result.steps] == ends and len(ends) == 3
@@ -133,7 +133,7 @@ class Fixed:
     def __init__(self, *results):
         self.results = list(results)
 
-    def score(self, prompts, completions, completion_ids, columns, groups=None, prompt_ids=None):
+    def score(self, samples, groups=None):
         return self.results
 
 
@@ -141,7 +141,7 @@ def test_a_mixture_adds_by_weight_and_keeps_every_fault():
     good = Scored(1.0, {"a": 1.0}, ((0, 0.5),))
     first = Fixed(good, good, good, Failed(-1.0, "bad"))
     second = Fixed(Scored(2.0, {"b": 2.0}, ((3, 1.0),)), Unscored("late"), Failed(-9.0, "wrong", {"b": None}), good)
-    results = Mixture([first, second], [1.0, 0.25]).score([""] * 4, [""] * 4, [[]] * 4, {})
+    results = Mixture([first, second], [1.0, 0.25]).score(Samples([""] * 4, [""] * 4, [[]] * 4))
     assert results[0] == Scored(1.5, {"a": 1.0, "b": 2.0}, ((0, 0.5), (3, 0.25)))
     assert results[1] == Unscored("late")
     assert isinstance(results[2], Failed) and results[2].value == -9.0

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from psigrad.models.backbone import DTYPES
-from psigrad.models.fused import compute_dtype
+from psigrad.models.fused_layer import compute_dtype
 from psigrad.recipes.bench.workload import Workload
 from psigrad.recipes.plan.hardware import Machine, machine
 from psigrad.recipes.plan.shape import counted

@@ -59,7 +59,12 @@ class Seen:
         """[N, T] with gradient; 0 where there is no step."""
         if self.full:
             return x_M.view(self.shape)
-        return x_M.new_zeros(self.shape).index_put((self.row, self.column), x_M)
+        return x_M.new_zeros(math.prod(self.shape)).index_copy(0, self._places, x_M).view(self.shape)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """[M] of each step in the batch's rows, one behind the other."""
+        return self.row * self.shape[1] + self.column
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,267 @@
+"""One layer of the fused decoder: forward, and backward by hand.
+
+The forward keeps what the backward can't recompute row by row: the residual stream at the two norms, the projections, attention's
+output and normaliser. LoRA's share of a linear layer is computed beside it, so that an adapter that is switched off leaves the
+model it started from, and half-precision weights do not swallow what it has learned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from psigrad.models.attention import FusedLayout, PackedLayout
+from psigrad.native.kernels import Heads, Kernels
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+class Unlike(Exception):
+    """Why a model can't be fused."""
+
+
+def compute_dtype(stored: torch.dtype) -> torch.dtype:
+    """bfloat16 weights are multiplied in bfloat16 where the processor gains by it, else in float32.
+
+    Intel's avx512_bf16 without AMX makes no more products per cycle than float32, and oneDNN's bfloat16 was two to three times
+    slower there than MKL's float32.
+    """
+    return torch.bfloat16 if stored == torch.bfloat16 and _fast_bfloat16() else torch.float32
+
+
+def _fast_bfloat16() -> bool:
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "amx_bf16" in info or ("AuthenticAMD" in info and "avx512_bf16" in info)
+
+
+class Weights:
+    """Tensors in the type that is computed in; half-precision ones are cast once for each value they take."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.given = list(given)
+        self.dtype = compute_dtype(self.given[0].dtype)
+        self._marks: list[tuple[int, int]] = []
+        self._cast: list[Tensor] = []
+
+    def now(self) -> list[Tensor]:
+        """The tensors, in the order they were given in."""
+        if all(p.dtype == self.dtype for p in self.given):
+            return self.given
+        marks = [(p.data_ptr(), p._version) for p in self.given]
+        if self._marks != marks:
+            self._marks, self._cast = marks, [p.detach().to(self.dtype) for p in self.given]
+        return self._cast
+
+
+@dataclass(frozen=True)
+class Share:
+    """What LoRA adds to a linear layer: s·x·Aᵀ·Bᵀ with A [r, in] and B [out, r] (Hu et al. 2021, arXiv:2106.09685)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """y ← y + s·x·Aᵀ·Bᵀ."""
+        y.addmm_(x @ self.a.t(), self.b.t(), alpha=self.scale)
+
+    def flow(self, dx: Tensor, dy: Tensor) -> None:
+        """dx ← dx + s·dy·B·A."""
+        dx.addmm_(dy @ self.b, self.a, alpha=self.scale)
+
+    def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of A and B."""
+        return ((dy @ self.b).t() @ x).mul_(self.scale), (dy.t() @ (x @ self.a.t())).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A layer's weights in the type that is computed in; of each of its seven matrices there may be a share."""
+
+    matrices: list[Tensor]
+    norms: list[Tensor]
+    head_norms: tuple[Tensor, Tensor] | None
+    biases: list[Tensor | None]
+    """Of the first four matrices."""
+    shares: list[Share | None]
+
+    def linear(self, i: int, x: Tensor, out: Tensor) -> None:
+        """The i-th matrix applied to x, with its bias and share."""
+        bias = self.biases[i] if i < 4 else None
+        if bias is None:
+            torch.mm(x, self.matrices[i].t(), out=out)
+        else:
+            torch.addmm(bias, x, self.matrices[i].t(), out=out)
+        self.share(i, x, out)
+
+    def share(self, i: int, x: Tensor, out: Tensor) -> None:
+        """The i-th matrix's share added to `out`."""
+        if (share := self.shares[i]) is not None:
+            share.add(out, x)
+
+    def flow(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
+        """dx, with what the i-th matrix's share adds to it."""
+        if (share := self.shares[i]) is not None:
+            share.flow(dx, dy)
+        return dx
+
+
+class Layer:
+    """One decoder layer over rows [S, E]."""
+
+    def __init__(self, index: int, module: Any, heads: Heads, native: Kernels) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        linear = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
+        linear, adapters = zip(*map(_taken_apart, linear), strict=True)
+        if any(child.bias is not None for child in linear[4:]):
+            raise Unlike("its feed-forward layers have biases")
+        self.index, self.heads, self.native = index, heads, native
+        # Mistral reads its window from the configuration, Qwen keeps one per layer
+        self.window = int(getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)) or 0)
+        norms = [module.input_layernorm, module.post_attention_layernorm]
+        self.has_head_norms = hasattr(attention, "q_norm")
+        if self.has_head_norms:
+            norms += [attention.q_norm, attention.k_norm]
+        self.biased = [i for i, child in enumerate(linear[:4]) if child.bias is not None]
+        given = [child.weight for child in linear] + [norm.weight for norm in norms] + [linear[i].bias for i in self.biased]
+        self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
+        given += [weight for adapter in self.adapters.values() for weight in adapter.weights]
+        self.weights = Weights(given)
+        self.eps = float(norms[0].variance_epsilon)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has adapters and they are not switched off."""
+        return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
+
+    def unpacked(self, adapted: bool) -> Unpacked:
+        """The weights of now; without shares unless `adapted`."""
+        now = iter(self.weights.now())
+        matrices, norms = [next(now) for _ in range(7)], [next(now), next(now)]
+        head_norms = (next(now), next(now)) if self.has_head_norms else None
+        biases: list[Tensor | None] = [None] * 4
+        for i in self.biased:
+            biases[i] = next(now)
+        shares: list[Share | None] = [None] * 7
+        if adapted:
+            for i, adapter in self.adapters.items():
+                shares[i] = Share(next(now), next(now), adapter.scale)
+        return Unpacked(matrices, norms, head_norms, biases, shares)
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The layer's output, and what `backward` needs besides x."""
+        weights = self.unpacked(adapted)
+        _, _, _, o, gate, _, down = weights.matrices
+        normed = self.native.rms_norm(x, weights.norms[0], self.eps)
+        qkv = x.new_empty(len(x), self.heads.row)
+        for i, part in enumerate(self._parts(qkv)):
+            weights.linear(i, normed, part)
+        rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)
+        mixed, normaliser = layout.mix(self, rotated, qkv)
+        middle = torch.addmm(x, mixed, o.t())
+        if weights.biases[3] is not None:
+            middle += weights.biases[3]
+        weights.share(3, mixed, middle)
+        normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
+        both = x.new_empty(len(x), 2 * len(gate))
+        weights.linear(4, normed, both[:, : len(gate)])
+        weights.linear(5, normed, both[:, len(gate) :])
+        gated = self.native.swiglu(both)
+        y = torch.addmm(middle, gated, down.t())
+        weights.share(6, gated, y)
+        return y, (middle, qkv, mixed, normaliser, both)
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        kept: tuple[Tensor, ...],
+        angles: tuple[Tensor, Tensor],
+        layout: PackedLayout,
+        adapted: bool,
+        learns: Sequence[bool],
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of x and of the weights that learn."""
+        weights = self.unpacked(adapted)
+        (q, k, v, o, gate, up, down), norms, head_norms = weights.matrices, weights.norms, weights.head_norms
+        middle, qkv, mixed, normaliser, both = kept
+        matrices: list[Tensor | None] = [None] * 7
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 7
+
+        def learn(i: int, dy: Tensor, x: Tensor) -> None:
+            matrices[i] = dy.t() @ x if learns[i] else None
+            if (share := weights.shares[i]) is not None:
+                pairs[i] = share.gradients(dy, x)
+
+        dboth, gated = self.native.swiglu_gradient(both, weights.flow(6, dy, dy @ down))
+        normed = self.native.rms_norm(middle, norms[1], self.eps)
+        halves = (dboth[:, : len(gate)], dboth[:, len(gate) :])
+        learn(4, halves[0], normed)
+        learn(5, halves[1], normed)
+        learn(6, dy, gated)
+        del gated
+        dnormed = torch.mm(halves[0], gate).addmm_(halves[1], up)
+        dnormed = weights.flow(5, halves[1], weights.flow(4, halves[0], dnormed))
+        dx = dy.clone()
+        small: list[Tensor | None] = [None, self.native.rms_norm_gradient(dx, middle, norms[1], dnormed, self.eps)]
+        learn(3, dx, mixed)
+        dbias = [dx.sum(0)] if weights.biases[3] is not None else []
+        rotated = self.native.rotary(qkv, head_norms, *angles, self.heads)
+        dmixed = weights.flow(3, dx, dx @ o)
+        dqkv = self.native.attention_gradient(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
+        dheads = self.native.rotary_gradient(dqkv, qkv, head_norms, *angles, self.heads)
+        parts = self._parts(dqkv)
+        normed = self.native.rms_norm(x, norms[0], self.eps)
+        dnormed = torch.mm(parts[0], q).addmm_(parts[1], k).addmm_(parts[2], v)
+        for i, part in enumerate(parts):
+            learn(i, part, normed)
+            weights.flow(i, part, dnormed)
+        small[0] = self.native.rms_norm_gradient(dx, x, norms[0], dnormed, self.eps)
+        heads = list(dheads) if self.has_head_norms else []
+        first = [parts[i].sum(0) for i in self.biased if i < 3]
+        return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
+
+    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        wide, narrow = self.heads.queries * self.heads.dim, self.heads.keys * self.heads.dim
+        return qkv.split([wide, narrow, narrow], dim=1)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of a linear layer under LoRA: peft's module, its A and B, and the scale of their product."""
+
+    module: Any
+    weights: tuple[nn.Parameter, nn.Parameter]
+    scale: float
+
+
+def _taken_apart(child: Any) -> tuple[nn.Linear, Adapter | None]:
+    """A linear layer and its adapter. Raises `Unlike` where it is neither plain nor plain LoRA."""
+    if type(child) is nn.Linear:
+        return child, None
+    kind = f"{type(child).__module__}.{type(child).__name__}"
+    if kind != "peft.tuners.lora.layer.Linear":  # by name: who has no adapter need not import peft
+        raise Unlike(f"a {type(child).__name__} stands where a linear layer was expected")
+    if type(child.base_layer) is not nn.Linear or child.fan_in_fan_out:
+        raise Unlike(f"LoRA is on a {type(child.base_layer).__name__}")
+    if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
+        raise Unlike("it has more adapters than one, or one that is merged or not at work")
+    (name,) = child.active_adapters
+    a, b = child.lora_A[name], child.lora_B[name]
+    if name in child.lora_variant or b.bias is not None:
+        raise Unlike("its adapter is a variant of LoRA")
+    if type(child.lora_dropout[name]) is not nn.Identity:
+        raise Unlike("its adapter has dropout")
+    return child.base_layer, Adapter(child, (a.weight, b.weight), float(child.scaling[name]))

@@ -1,0 +1,58 @@
+"""What a scorer is given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Completions with their prompts and what else is known of them; sequences of one length."""
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """The other columns of the prompts' rows, by name."""
+    prompt_ids: Sequence[Sequence[int]] | None = None
+    """For scorers that read the policy's own tokens."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @property
+    def shown(self) -> dict[str, Sequence[Any]]:
+        """What reward functions are shown, by name."""
+        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
+        return {**self.columns, **own}
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """All of these, one behind the other; they have the same columns."""
+
+    def all_of(lists: Sequence[Sequence[Any]]) -> list[Any]:
+        return list(itertools.chain(*lists))
+
+    known = [part.prompt_ids for part in parts if part.prompt_ids is not None]
+    return Samples(
+        all_of([part.prompts for part in parts]),
+        all_of([part.completions for part in parts]),
+        all_of([part.completion_ids for part in parts]),
+        {name: all_of([part.columns[name] for part in parts]) for name in parts[0].columns},
+        all_of(known) if known else None,
+    )
+
+
+def picked(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+    """What is shown of the samples at these indices."""
+    return {name: [values[i] for i in indices] for name, values in shown.items()}
+
+
+def chunks(count: int, groups: Sequence[int] | None) -> list[list[int]]:
+    """Indices that are scored together: neighbours with the same group number, or 16 at a time."""
+    if groups is None:
+        return [list(range(start, min(start + 16, count))) for start in range(0, count, 16)]
+    return [list(part) for _, part in itertools.groupby(range(count), lambda i: groups[i])]
