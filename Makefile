@@ -37,7 +37,7 @@ demo: $(INSTALLED)
 	$(RUN) -m psigrad demo
 
 test: lint types
-	$(RUN) -m pytest --durations 10
+	$(RUN) -m pytest --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600

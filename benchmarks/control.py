@@ -58,7 +58,7 @@ SOONEST: dict[str, dict[str, Any]] = {
     **BEST,
     "dqn": ZOO["dqn"]
     | {"double_q": True, "n_envs": 8, "train_freq": 64, "gradient_steps": 32, "buffer_size": 10_000}
-    | {"net_arch": [128, 128], "exploration_fraction": 0.03},
+    | {"net_arch": [128, 128], "exploration_fraction": 0.02, "learning_starts": 500},
 }
 
 

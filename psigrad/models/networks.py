@@ -72,7 +72,8 @@ class Towers(nn.Module):
         """The same, ready to be differentiated once."""
         with torch.no_grad():
             layers = self._views()
-            return Tape(self, [self._activations(x, layers) for x in x_MD.split(_TOGETHER)])
+            parts = (x_MD,) if len(x_MD) <= _TOGETHER else x_MD.split(_TOGETHER)
+            return Tape(self, [self._activations(x, layers) for x in parts])
 
     def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
         """The same by PyTorch's own operations, which can be differentiated any number of times."""
@@ -157,22 +158,27 @@ class Tape:
 
     @torch.no_grad()
     def backward(self, grad_KMO: Tensor) -> Tensor:
-        """The gradient with respect to `flat`, given that of the output; 0 for the `extra` numbers. Good until the next call."""
+        """The gradient with respect to `flat`, given that of the output for all states or for the first ones; 0 for the `extra`
+        numbers. Good until the next call.
+        """
         towers = self.towers
         out, grads = towers._room()
         back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
         layers = towers._views()
-        for part, (hs, d) in enumerate(zip(self._parts, grad_KMO.split(_TOGETHER, 1), strict=True)):
+        given = (grad_KMO,) if len(self._parts) == 1 else grad_KMO.split(_TOGETHER, 1)
+        for part, (hs, d) in enumerate(zip(self._parts, given, strict=False)):
+            states = d.shape[1]
             for i in reversed(range(len(layers))):
                 weight, bias = grads[i]
+                h = hs[i] if hs[i].shape[1] == states else hs[i][:, :states]
                 if part:
-                    weight.baddbmm_(hs[i].transpose(1, 2), d)
+                    weight.baddbmm_(h.transpose(1, 2), d)
                     bias.add_(d.sum(1, keepdim=True))
                 else:
-                    torch.bmm(hs[i].transpose(1, 2), d, out=weight)
+                    torch.bmm(h.transpose(1, 2), d, out=weight)
                     torch.sum(d, 1, keepdim=True, out=bias)
                 if i:
-                    d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), hs[i])
+                    d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), h)
         return out
 
 

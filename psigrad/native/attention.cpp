@@ -175,13 +175,14 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
     }
 }
 
-// A slot's own keys and values [slots, kv_heads, capacity, dim], and each group's prompt as rows [length, kv_heads, dim].
+// A slot's own keys and values [slots, kv_heads, capacity, dim], and each group's prompt, to be read from one end to the other: keys
+// [kv_heads, blocks of 16, dim, 16], values [kv_heads, length, dim filled up to a multiple of 16].
 template <class T>
 struct Cache {
     T *keys, *values;
     const int64_t* places;  // [slots] where the new token of a slot goes
     int64_t capacity;
-    const T *const *prompt_keys, *const *prompt_values;
+    const float *const *prompt_keys, *const *prompt_values;
     const int64_t *prompt_lengths, *members, *first;  // slots members[first[g] .. first[g + 1]) continue prompt g
     int64_t groups;
 };
@@ -225,17 +226,14 @@ struct Step {
         queries.assign(rows * wide, 0.0f), scores.resize(rows * ld), sums.resize(rows * wide);
         for (int64_t m = 0; m < count; m++)
             for (int64_t h = 0; h < share; h++) block_of(queries.data() + (m * share + h) * wide, q, slots[m], 1, kv * share + h, p.dim, wide, p.scale);
-        int64_t row = p.kv_heads * p.dim;
-        const float* keys = products(c.prompt_keys[g] + kv * p.dim, prompt, p.dim, row, key_room);
-        for (int64_t j = 0; j < prompt; j++)
-            for (int64_t r = 0; r < rows; r++) scores[r * ld + j] = inner(queries.data() + r * wide, keys + j * row, wide);
+        int64_t blocks = padded(prompt) / LANES;
+        const float* keys = c.prompt_keys[g] + kv * blocks * p.dim * LANES;
+        for (int64_t b = 0; b < blocks; b++) multiply(rows, LANES, p.dim, queries.data(), wide, 1, keys + b * p.dim * LANES, LANES, scores.data() + b * LANES, ld, false);
         for (int64_t m = 0; m < count; m++) own_scores(k, v, slots[m], m, kv, prompt);
         for (int64_t m = 0; m < count; m++)
             for (int64_t h = 0; h < share; h++)
                 normaliser[slots[m] * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[slots[m]] + 1);
-        row = p.kv_heads * p.dim;
-        const float* values = products(c.prompt_values[g] + kv * p.dim, prompt, p.dim, row, value_room);
-        multiply(rows, wide, prompt, scores.data(), ld, 1, values, row, sums.data(), wide, false);
+        multiply(rows, wide, prompt, scores.data(), ld, 1, c.prompt_values[g] + kv * prompt * wide, wide, sums.data(), wide, false);
         for (int64_t m = 0; m < count; m++) {
             int64_t own = p.dim, length = c.places[slots[m]] + 1;
             const float* mine = products(c.values + (slots[m] * p.kv_heads + kv) * c.capacity * p.dim, length, p.dim, own, value_room);
@@ -305,6 +303,6 @@ void attention_gradient(int half, void* gradient, int64_t row, const void* dout,
 // kv_heads, capacity, dim]
 void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
-    BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, places, capacity, (const T* const*)prompt_keys, (const T* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
+    BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, places, capacity, (const float* const*)prompt_keys, (const float* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
 }
 }

@@ -67,7 +67,7 @@ class Slots:
     places: Tensor
     """[B] where each slot's new token goes."""
     prompt_keys: Tensor
-    """[G] addresses of the prompts' keys, rows of H_kv·D numbers."""
+    """[G] addresses of the prompts' keys, and of their values, as `prompt_tables` makes them."""
     prompt_values: Tensor
     prompt_lengths: Tensor
     """[G]"""
@@ -75,6 +75,16 @@ class Slots:
     """[B] slots, group by group."""
     first: Tensor
     """[G + 1] where each group begins in `members`."""
+
+
+def prompt_tables(keys: Tensor, values: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """A prompt's keys and values [L, H_kv·D] as `decode` reads them from one end to the other, in float32: keys by head in blocks
+    of 16 neighbours [H_kv, ⌈L / 16⌉, D, 16], values by head [H_kv, L, D] with D filled up to a multiple of 16.
+    """
+    length, lanes = len(keys), 16
+    by_head = [x.float().view(length, heads.keys, heads.dim).transpose(0, 1) for x in (keys, values)]
+    blocks = torch.nn.functional.pad(by_head[0], (0, 0, 0, -length % lanes)).unflatten(1, (-1, lanes))
+    return blocks.transpose(2, 3).contiguous(), torch.nn.functional.pad(by_head[1], (0, -heads.dim % lanes)).contiguous()
 
 
 @functools.cache

@@ -1,25 +1,34 @@
-"""Deep Q-learning's target and loss."""
+"""Deep Q-learning's target and loss. What does not change from one update to the next is computed for many at once."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import smooth_l1_loss
+from torch.nn.functional import one_hot, smooth_l1_loss
 
 
-def td_target(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float, choosing_q: Tensor | None = None) -> Tensor:
-    """[M] what Q(s_t, a_t) is to become, without gradient.
+def backed_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
+    """[M, A] what Q(s_t, a_t) is to become for each action that may follow.
 
-    Formula: y = r + γ·(1 − terminated)·max_a Q⁻(s', a), and in Double DQN y = r + γ·(1 − terminated)·Q⁻(s', argmax_a Q(s', a))
+    Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]
 
-    `next_q` [M, A] is the target network's Q⁻(s', ·), `choosing_q` the learning network's Q(s', ·) for Double DQN. An episode
-    that was only cut by its time limit is not terminated: its next state keeps its worth.
+    An episode that was only cut by its time limit is not terminated: its next state keeps its worth.
 
-    Source: Mnih et al. 2015, Nature 518; van Hasselt et al. 2016, arXiv:1509.06461.
+    Source: Mnih et al. 2015, Nature 518.
     """
-    best = next_q.max(1).values if choosing_q is None else next_q.gather(1, choosing_q.argmax(1, keepdim=True))[:, 0]
-    # where, not a product: a diverged Q of a final state is inf, and 0 · inf is NaN
-    return (reward + gamma * torch.where(terminated, torch.zeros_like(best), best)).detach()
+    # filled, not multiplied by 0: a diverged Q of a final state is inf, and 0 · inf is NaN
+    return reward[:, None] + gamma * next_q.masked_fill(terminated[:, None], 0.0)
+
+
+def td_target(backed_up: Tensor, choosing_q: Tensor | None = None) -> Tensor:
+    """[M] y: the most of what is backed up [M, A], or in Double DQN what is backed up for the action that the learning network
+    would choose by its Q(s', ·) in `choosing_q` [M, A].
+
+    Source: van Hasselt et al. 2016, arXiv:1509.06461.
+    """
+    if choosing_q is None:
+        return backed_up.amax(1)
+    return backed_up.gather(1, choosing_q.argmax(1, keepdim=True))[:, 0]
 
 
 def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
@@ -30,12 +39,14 @@ def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
     return smooth_l1_loss(q.gather(1, action[:, None])[:, 0], target)
 
 
-def q_slope(q: Tensor, action: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """`q_loss` and its gradient [M, A] with respect to Q, in closed form: clip(d, −1, 1) / M at the actions taken."""
-    error = q.gather(1, action[:, None])[:, 0] - target
-    near = error.clamp(-1, 1)
-    loss = (near * (error - 0.5 * near)).mean()
-    return loss, torch.zeros_like(q).scatter_(1, action[:, None], (near / len(q))[:, None])
+def shares(action: Tensor, actions: int, size: int) -> Tensor:
+    """[M, A] 1 / size at the action taken, 0 at the others."""
+    return one_hot(action, actions).float().div_(size)
+
+
+def q_slope(q: Tensor, shares: Tensor, target: Tensor) -> Tensor:
+    """The gradient [M, A] of `q_loss` with respect to Q: clip(Q(s_t, ·) − y, −1, 1) · `shares` [M, A]."""
+    return (q - target[:, None]).clamp_(-1, 1).mul_(shares)
 
 
 def polyak(target: Tensor, source: Tensor, tau: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,15 +9,15 @@ import torch
 from torch import Tensor
 
 from psigrad.models.attention import Attending, PackedLayout
-from psigrad.native.kernels import Heads, Slots
+from psigrad.native.kernels import Heads, Slots, prompt_tables
 from psigrad.rollout.cache import grown, moves
 
 
 @dataclass
-class Page:
-    """The prompts of one prefill: each layer's keys and values as rows [S, H_kv·D], and where each prompt lies in them."""
+class Prompt:
+    """A prompt's keys and values of each layer, float32, in the order in which a decoding step reads them (`prompt_tables`)."""
 
-    spans: list[tuple[int, int]]
+    length: int
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -26,7 +25,7 @@ class Page:
 class Arrangement:
     """The active slots by the prompt that they continue."""
 
-    prompts: list[tuple[Page, int]]
+    prompts: list[Prompt]
     lengths: Tensor
     """[G] of the prompts."""
     members: Tensor
@@ -37,9 +36,9 @@ class Arrangement:
     def pointers(self, layer: int) -> tuple[Tensor, Tensor]:
         """[G] addresses of each prompt's keys, and of its values."""
         if layer not in self._pointers:
-            tables = [page.layers[layer] for page, _ in self.prompts]
-            starts = [page.spans[i][0] for page, i in self.prompts]
-            self._pointers[layer] = (_addresses([k for k, _ in tables], starts), _addresses([v for _, v in tables], starts))
+            tables = [prompt.layers[layer] for prompt in self.prompts]
+            keys, values = (torch.tensor([table[i].data_ptr() for table in tables]) for i in (0, 1))
+            self._pointers[layer] = (keys, values)
         return self._pointers[layer]
 
     @cached_property
@@ -54,7 +53,7 @@ class SharedCache:
         """`longest` is what a slot may come to hold behind its prompt, in tokens."""
         self.slots, self.longest = slots, longest
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.prompts: dict[int, tuple[Page, int]] = {}
+        self.prompts: dict[int, Prompt] = {}
         self.prompt = torch.zeros(0, dtype=torch.long)
         self.lengths = torch.zeros(0, dtype=torch.long)
         self._met = 0
@@ -67,13 +66,13 @@ class SharedCache:
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
         """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
         spans = [(start, length) for start, length in prompts.spans.prefixes.tolist()]
-        page = Page(spans)
-        self.prompts |= {self._met + i: (page, i) for i in range(len(spans))}
+        new = [Prompt(length) for _, length in spans]
+        self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
         self.prompt = torch.cat([self.prompt, self._met + copies])
         self.lengths = torch.cat([self.lengths, torch.zeros_like(copies)])
-        self._met += len(spans)
+        self._met += len(new)
         self._arranged = None
-        return SharedPrefill(prompts, page)
+        return SharedPrefill(prompts, [(start, prompt) for (start, _), prompt in zip(spans, new, strict=True)])
 
     def decode(self) -> SharedDecode:
         """The layout of one decoding step: a new token for every active slot."""
@@ -89,7 +88,7 @@ class SharedCache:
                     x[holes, :, :longest] = x[movers, :, :longest]
         self.lengths, self.prompt = self.lengths[order], self.prompt[order]
         alive = set(self.prompt.tolist())
-        self.prompts = {number: place for number, place in self.prompts.items() if number in alive}
+        self.prompts = {number: prompt for number, prompt in self.prompts.items() if number in alive}
         self._arranged = None
         return order
 
@@ -105,7 +104,7 @@ class SharedCache:
         if self._arranged is None:
             numbers, counts = torch.unique(self.prompt, return_counts=True)
             prompts = [self.prompts[number] for number in numbers.tolist()]
-            lengths = torch.tensor([page.spans[i][1] for page, i in prompts])
+            lengths = torch.tensor([prompt.length for prompt in prompts])
             first = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
             self._arranged = Arrangement(prompts, lengths, self.prompt.argsort(stable=True), first)
         return self._arranged
@@ -113,14 +112,16 @@ class SharedCache:
 
 @dataclass(frozen=True)
 class SharedPrefill:
-    """Packed prompts that also leave their keys and values in a page."""
+    """Packed prompts that also leave their keys and values to each `Prompt`, whose first token is at `start`."""
 
     prompts: PackedLayout
-    page: Page
+    starts: list[tuple[int, Prompt]]
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         width = layer.heads.keys * layer.heads.dim
-        self.page.layers[layer.index] = (rotated[:, -width:].contiguous(), qkv[:, -width:].contiguous())
+        for start, prompt in self.starts:
+            rows = slice(start, start + prompt.length)
+            prompt.layers[layer.index] = prompt_tables(rotated[rows, -width:], qkv[rows, -width:], layer.heads)
         return self.prompts.mix(layer, rotated, qkv)
 
 
@@ -150,7 +151,3 @@ class SharedDecode:
             keys, values, self.places, *arranged.pointers(layer.index), arranged.lengths, arranged.members, arranged.first
         )
         return layer.native.decode(rotated, qkv, slots, layer.heads, layer.window)
-
-
-def _addresses(tables: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
-    return torch.tensor([x.data_ptr() + start * x.stride(0) * x.element_size() for x, start in zip(tables, starts, strict=True)])

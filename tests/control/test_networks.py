@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from psigrad.models import networks
 from psigrad.models.actor_critic import ActorCritic
 from psigrad.models.distributions import Categorical, Noise, Normal
 from psigrad.models.networks import Towers
@@ -36,6 +37,14 @@ def test_each_tower_is_a_stack_of_linear_layers(activation):
 def test_the_closed_gradient_is_autograds(activation, extra):
     made, x, weight = towers(activation, extra), torch.randn(11, 5).double(), torch.randn(3, 11, 3).double()
     (made.plain(x) * weight).sum().backward()
+    torch.testing.assert_close(made.record(x).backward(weight), made.flat.grad)
+
+
+@pytest.mark.parametrize("together", [4, 100])
+def test_the_gradient_of_the_first_states_is_theirs_alone(together, monkeypatch):
+    monkeypatch.setattr(networks, "_TOGETHER", together)
+    made, x, weight = towers("relu"), torch.randn(11, 5).double(), torch.randn(3, 6, 3).double()
+    (made.plain(x[:6]) * weight).sum().backward()
     torch.testing.assert_close(made.record(x).backward(weight), made.flat.grad)
 
 

@@ -78,7 +78,7 @@ class DQN:
         self._follow(collected)
         if self.timesteps > settings.learning_starts:
             steps = collected if settings.gradient_steps < 0 else settings.gradient_steps
-            losses = self._learn(steps, rate, rng)
+            losses = self._learn(steps, rate, rng, metrics)
         self.iterations += 1
         if not metrics:
             return {}
@@ -112,24 +112,26 @@ class DQN:
             self.since_target = 0
             q_learning.polyak(self.target, self.network.flat.detach(), self.config.dqn.tau)
 
-    def _learn(self, steps: int, rate: float, rng: np.random.Generator) -> list[Tensor]:
-        """`steps` minibatches. The target network stands still meanwhile, so all their targets are made at once."""
-        size, network, config = self.config.batch_size, self.network, self.config
+    def _learn(self, steps: int, rate: float, rng: np.random.Generator, metrics: bool) -> list[Tensor]:
+        """`steps` minibatches; their losses where `metrics`. The target network stands still meanwhile, so it is asked once."""
+        size, towers, config = self.config.batch_size, self.network.towers, self.config
+        double = config.dqn.double_q
         drawn = self.replay.sample(steps * size, rng)
-        next_q = network.towers.with_flat(self.target, drawn.next_observation)[0]
-        targets = None if config.dqn.double_q else q_learning.td_target(drawn.reward, drawn.terminated, next_q, config.gamma)
+        next_q = towers.with_flat(self.target, drawn.next_observation)[0]
+        worth = q_learning.backed_up(drawn.reward, drawn.terminated, next_q, config.gamma).split(size)
+        shares = q_learning.shares(drawn.action, next_q.shape[1], size).split(size)
+        shown = drawn.observation.view(steps, size, -1)
+        if double:  # the network that learns is asked of both states in one pass
+            shown = torch.cat([shown, drawn.next_observation.view(steps, size, -1)], 1)
         losses = []
         for i in range(steps):
-            part = slice(i * size, (i + 1) * size)
-            if targets is None:
-                choosing = network.towers(drawn.next_observation[part])[0]
-                wanted = q_learning.td_target(drawn.reward[part], drawn.terminated[part], next_q[part], config.gamma, choosing)
-            else:
-                wanted = targets[part]
-            tape = network.towers.record(drawn.observation[part])
-            loss, slope = q_learning.q_slope(tape.output[0], drawn.action[part], wanted)
+            tape = towers.record(shown[i])
+            q = tape.output[0]
+            target = q_learning.td_target(worth[i], q[size:] if double else None)
+            slope = q_learning.q_slope(q[:size], shares[i], target)
             self.optimizer.step(tape.backward(slope[None]), rate)
-            losses.append(loss.detach())
+            if metrics:
+                losses.append(q_learning.q_loss(q[:size], drawn.action[i * size : (i + 1) * size], target))
         self.updates += steps
         return losses
 

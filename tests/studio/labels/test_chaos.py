@@ -130,7 +130,9 @@ def storm(where: str, tmp_path: Path, processes: int, threads: int, tasks: int, 
     return number
 
 
-@pytest.mark.parametrize("processes, threads", [(1, 8), (1, 32), (8, 1), (4, 8)])
+@pytest.mark.parametrize(
+    "processes, threads", [(4, 8), *(pytest.param(*p, marks=pytest.mark.long) for p in [(1, 8), (1, 32), (8, 1)])]
+)
 def test_no_acknowledged_answer_is_lost_or_doubled(where, tmp_path, processes, threads):
     storm(where, tmp_path, processes, threads, tasks=300, kills=3, step=1000)
 
