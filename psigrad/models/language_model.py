@@ -177,14 +177,16 @@ class LanguageModel:
             raise ValueError("This model has no value head; call add_value_head() first.")
         hidden = backbone.target_hidden(self.hf, self.decoder, inputs)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
-        return (hidden, self.head, values) if inputs.layout is not None else (*self._target_hidden(inputs), values)
+        if inputs.layout is not None:
+            return hidden, self.hf.get_output_embeddings(), values
+        return (*self._target_hidden(inputs), values)
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What predicts each target [M, …], and the head that makes logits of it: hidden states, or where padded the logits
         themselves.
         """
         if inputs.layout is not None:
-            return backbone.target_hidden(self.hf, self.decoder, inputs), self.head
+            return backbone.target_hidden(self.hf, self.decoder, inputs), self.hf.get_output_embeddings()
         out = self.hf(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,

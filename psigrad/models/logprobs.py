@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# Logits held at once: 2^24 floats are 64 MiB.
+# Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
+# The closed form holds them once, where autograd holds several copies, so its chunks may be larger: fewer passes over the head.
+CLOSED_CHUNK = 2
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Wanted:
     accuracy: bool = False
     reference_head: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def nothing_else(self) -> bool:
+        """Whether log-probs are all that is wanted."""
+        return not (self.entropy or self.accuracy) and self.reference_head is None
+
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
         empty = logits.new_empty(0)
@@ -67,6 +76,57 @@ class Wanted:
         return logp, entropy, kl, hit
 
 
+class _ChosenLogProbs(torch.autograd.Function):
+    """log π of chosen tokens under a large head, forward and backward in chunks that leave nothing but a normaliser per token.
+
+    With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The head's gradient is summed up in one matrix, where
+    autograd would make one for every chunk.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, rows: int) -> Tensor:
+        parts = []
+        for cut, logits in _logits(hidden, weight, temperature, rows):
+            chosen = logits.gather(1, ids[cut, None])[:, 0]
+            top = logits.amax(1)
+            normaliser = logits.sub_(top[:, None]).exp_().sum(1).log_().add_(top)
+            parts.append((chosen - normaliser, normaliser))
+        logp, normaliser = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, ids, normaliser)
+        ctx.temperature, ctx.rows = temperature, rows
+        return logp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogp: Tensor) -> tuple[Any, ...]:
+        hidden, weight, ids, normaliser = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # a sum of half-precision products would lose the small ones
+        dweight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
+        for cut, logits in _logits(hidden, weight, ctx.temperature, ctx.rows):
+            slope = dlogp[cut, None] / ctx.temperature
+            back = logits.sub_(normaliser[cut, None]).exp_().mul_(-slope)
+            back.scatter_add_(1, ids[cut, None], slope)
+            given = back.to(weight.dtype)
+            if dhidden is not None:
+                torch.mm(given, weight, out=dhidden[cut])
+            if dweight is not None:
+                if dweight.dtype == weight.dtype:
+                    dweight.addmm_(given.t(), hidden[cut])
+                else:
+                    dweight.add_(given.t() @ hidden[cut])
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of `rows` states at a time, in at least float32; the next overwrite them."""
+    room = hidden.new_empty(min(rows, len(hidden)), len(weight))
+    for start in range(0, len(hidden), rows):
+        cut = slice(start, min(start + rows, len(hidden)))
+        logits = upcast(torch.mm(hidden[cut], weight.t(), out=room[: cut.stop - start]))
+        yield cut, logits.div_(temperature) if temperature != 1.0 else logits
+
+
 def token_stats(
     hidden: Tensor,
     ids: Tensor,
@@ -75,8 +135,13 @@ def token_stats(
     wanted: Wanted,
     reference_hidden: Tensor | None = None,
 ) -> TokenStats:
-    """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass."""
+    """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
+
+    Where nothing but log-probs is wanted of a `head` that is a plain linear layer, the gradient is in closed form.
+    """
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
+    if wanted.nothing_else and type(head) is nn.Linear and head.bias is None and hidden.shape[0] > rows:
+        return TokenStats(_ChosenLogProbs.apply(hidden, head.weight, ids, wanted.temperature, CLOSED_CHUNK * rows))
 
     def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return wanted.of(head(h), i, r)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from psigrad.models.logprobs import CHUNK_ELEMENTS
+from psigrad.models.logprobs import CHUNK_ELEMENTS, CLOSED_CHUNK
 from psigrad.recipes.plan.activations import Terms
 from psigrad.recipes.plan.shape import Shape
 from psigrad.recipes.plan.work import Work
@@ -117,15 +117,14 @@ def _backward(policy: Shape, tokens: int, work: Work) -> float:
 def _head(work: Work, policy: Shape, learns_head: bool) -> Item:
     """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
     targets = min(work.micro_tokens, work.micro_completions * work.lengths.completion)
-    elements = min(targets * policy.vocabulary, CHUNK_ELEMENTS)
-    chunks = max(1.0, targets * policy.vocabulary / CHUNK_ELEMENTS)
-    copies = CHUNKS + 2 * work.entropy
-    size = 4.0 * elements * copies
-    if learns_head:  # each chunk's gradient on its way into the sum, and the sum itself where there is a gradient already
-        size += 4.0 * policy.head * (1 + (work.micro_batches > 1 and (chunks > 1 or policy.tied)))
-    return Item(
-        "head", size, "train", f"{count(targets)} targets × {policy.vocabulary}, at most {CHUNK_ELEMENTS >> 20} Mi logits at once"
-    )
+    whole = targets * policy.vocabulary
+    closed = whole > CHUNK_ELEMENTS and not work.entropy
+    limit = CHUNK_ELEMENTS * (CLOSED_CHUNK if closed else 1)
+    elements = min(whole, limit)
+    size = 4.0 * elements * (1 if closed else CHUNKS + 2 * work.entropy)
+    if learns_head:  # the gradient on its way into the sum, and the sum itself where there is a gradient already
+        size += 4.0 * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
+    return Item("head", size, "train", f"{count(targets)} targets × {policy.vocabulary}, at most {limit >> 20} Mi logits at once")
 
 
 def load_items(parts: list[Part]) -> list[Item]:
