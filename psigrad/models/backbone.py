@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,25 @@ def fuse(hf: PreTrainedModel, recompute: bool, run: Callable[[Decoder | None], T
         decoder = Decoder(hf, recompute)
     except Unlike as reason:
         return None, str(reason)
-    with torch.no_grad():
+    with torch.no_grad(), _stirred(decoder):
         gap = float((run(decoder) - run(None)).abs().max())
     if gap < (1e-3 if hf.dtype == torch.float32 else 0.25):
         return decoder, ""
     return None, f"the fused forward differs by {gap:.1g} from the model's own"
+
+
+@contextlib.contextmanager
+def _stirred(decoder: Decoder) -> Iterator[None]:
+    """Fresh adapters add nothing, their B being 0: here they do, so that a probe sees them."""
+    fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
+    generator = torch.Generator().manual_seed(0)
+    for b in fresh:
+        b.normal_(std=0.02, generator=generator)
+    try:
+        yield
+    finally:
+        for b in fresh:
+            b.zero_()
 
 
 def _probe(hf: PreTrainedModel, run: Callable[[bool], Tensor], implementation: str, packed: bool) -> tuple[Tensor | None, str]:

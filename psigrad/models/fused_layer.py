@@ -45,21 +45,21 @@ def _fast_bfloat16() -> bool:
 
 
 class Weights:
-    """Tensors in the type that is computed in; half-precision ones are cast once for each value they take."""
+    """Tensors in the type that is computed in; each that is stored in another is cast once for every value it takes."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         self.given = list(given)
         self.dtype = compute_dtype(self.given[0].dtype)
-        self._marks: list[tuple[int, int]] = []
-        self._cast: list[Tensor] = []
+        self._marks: list[tuple[int, int] | None] = [None] * len(self.given)
+        self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
         """The tensors, in the order they were given in."""
         if all(p.dtype == self.dtype for p in self.given):
             return self.given
-        marks = [(p.data_ptr(), p._version) for p in self.given]
-        if self._marks != marks:
-            self._marks, self._cast = marks, [p.detach().to(self.dtype) for p in self.given]
+        for i, p in enumerate(self.given):
+            if self._marks[i] != (mark := (p.data_ptr(), p._version)):
+                self._marks[i], self._cast[i] = mark, p.detach().to(self.dtype)
         return self._cast
 
 
@@ -141,7 +141,15 @@ class Layer:
 
     @property
     def adapted(self) -> bool:
-        """Whether it has adapters and they are not switched off."""
+        """Whether it has adapters and they are not switched off. Raises `ValueError` where they are no longer those that it was
+        made with.
+        """
+        for adapter in self.adapters.values():
+            if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
+                raise ValueError(
+                    f"The adapter {adapter.name!r} has been merged into the weights or another was made active, which the fused "
+                    "decoder does not follow; undo it, or set model.decoder = None."
+                )
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
     def unpacked(self, adapted: bool) -> Unpacked:
@@ -155,7 +163,7 @@ class Layer:
         shares: list[Share | None] = [None] * 7
         if adapted:
             for i, adapter in self.adapters.items():
-                shares[i] = Share(next(now), next(now), adapter.scale)
+                shares[i] = Share(next(now), next(now), float(adapter.module.scaling[adapter.name]))
         return Unpacked(matrices, norms, head_norms, biases, shares)
 
     def forward(
@@ -240,11 +248,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of a linear layer under LoRA: peft's module, its A and B, and the scale of their product."""
+    """Of a linear layer under LoRA: peft's module, the adapter's name in it, its A and B."""
 
     module: Any
+    name: str
     weights: tuple[nn.Parameter, nn.Parameter]
-    scale: float
 
 
 def _taken_apart(child: Any) -> tuple[nn.Linear, Adapter | None]:
@@ -264,4 +272,4 @@ def _taken_apart(child: Any) -> tuple[nn.Linear, Adapter | None]:
         raise Unlike("its adapter is a variant of LoRA")
     if type(child.lora_dropout[name]) is not nn.Identity:
         raise Unlike("its adapter has dropout")
-    return child.base_layer, Adapter(child, (a.weight, b.weight), float(child.scaling[name]))
+    return child.base_layer, Adapter(child, name, (a.weight, b.weight))

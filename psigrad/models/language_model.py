@@ -167,6 +167,8 @@ class LanguageModel:
             alone = self.without_adapter() if kl_to is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
                 reference_hidden, reference_head = kl_to._target_hidden(replace(forward, known=None))
+            if kl_to is self:  # it is asked later, when the adapter is on again
+                reference_head = getattr(reference_head, "base_layer", reference_head)
         wanted = Wanted(temperature, entropy, accuracy, reference_head)
         stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden)
         return replace(stats, value=values), forward.targets

@@ -86,7 +86,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, rows: int) -> Tensor:
         parts = []
-        for cut, logits in _logits(hidden, weight, temperature, rows):
+        for cut, logits, _ in _logits(hidden, weight, temperature, rows):
             chosen = logits.gather(1, ids[cut, None])[:, 0]
             top = logits.amax(1)
             normaliser = logits.sub_(top[:, None]).exp_().sum(1).log_().add_(top)
@@ -103,11 +103,11 @@ class _ChosenLogProbs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # a sum of half-precision products would lose the small ones
         dweight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
-        for cut, logits in _logits(hidden, weight, ctx.temperature, ctx.rows):
+        for cut, logits, stored in _logits(hidden, weight, ctx.temperature, ctx.rows):
             slope = dlogp[cut, None] / ctx.temperature
             back = logits.sub_(normaliser[cut, None]).exp_().mul_(-slope)
             back.scatter_add_(1, ids[cut, None], slope)
-            given = back.to(weight.dtype)
+            given = back if back.dtype == weight.dtype else stored.copy_(back)
             if dhidden is not None:
                 torch.mm(given, weight, out=dhidden[cut])
             if dweight is not None:
@@ -118,13 +118,17 @@ class _ChosenLogProbs(torch.autograd.Function):
         return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of `rows` states at a time, in at least float32; the next overwrite them."""
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Logits of `rows` states at a time, in at least float32, and as they are stored; the next overwrite them."""
     room = hidden.new_empty(min(rows, len(hidden)), len(weight))
+    wide = room if room.dtype == upcast(room[:0]).dtype else torch.empty_like(room, dtype=torch.float32)
     for start in range(0, len(hidden), rows):
         cut = slice(start, min(start + rows, len(hidden)))
-        logits = upcast(torch.mm(hidden[cut], weight.t(), out=room[: cut.stop - start]))
-        yield cut, logits.div_(temperature) if temperature != 1.0 else logits
+        stored, logits = room[: cut.stop - start], wide[: cut.stop - start]
+        torch.mm(hidden[cut], weight.t(), out=stored)
+        if logits.dtype != stored.dtype:
+            logits.copy_(stored)
+        yield cut, logits.div_(temperature) if temperature != 1.0 else logits, stored
 
 
 def token_stats(

@@ -20,6 +20,13 @@ class Samples:
     prompt_ids: Sequence[Sequence[int]] | None = None
     """For scorers that read the policy's own tokens."""
 
+    def __post_init__(self) -> None:
+        lengths = {name: len(values) for name, values in self.shown.items()}
+        if self.prompt_ids is not None:
+            lengths["prompt_ids"] = len(self.prompt_ids)
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"Samples are sequences of one length; these have {lengths}.")
+
     def __len__(self) -> int:
         return len(self.completions)
 
@@ -31,11 +38,16 @@ class Samples:
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """All of these, one behind the other; they have the same columns."""
+    """All of these, one behind the other. Raises `ValueError` unless they say the same kinds of things of every completion."""
+    kinds = {(tuple(sorted(part.columns)), part.prompt_ids is None) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"These samples have different columns, or prompt_ids for some only: {sorted(kinds)}.")
 
     def all_of(lists: Sequence[Sequence[Any]]) -> list[Any]:
         return list(itertools.chain(*lists))
 
+    if not parts:
+        return Samples([], [], [])
     known = [part.prompt_ids for part in parts if part.prompt_ids is not None]
     return Samples(
         all_of([part.prompts for part in parts]),

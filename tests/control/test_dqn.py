@@ -129,3 +129,11 @@ def test_the_slope_of_the_loss_equals_autograd():
     (expected,) = torch.autograd.grad(loss, q)
     slope = q_learning.q_slope(q.detach(), q_learning.shares(action, 4, 64), target)
     assert torch.allclose(slope, expected, rtol=1e-12, atol=0)
+
+
+def test_no_gradient_steps_learn_nothing():
+    made = build(Chain, learning_starts=4, train_freq=4, gradient_steps=0, total_timesteps=100)
+    start = made.network.flat.detach().clone()
+    for _ in range(4):
+        made.iterate()
+    assert made.timesteps == 16 and torch.equal(made.network.flat.detach(), start)

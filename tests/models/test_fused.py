@@ -24,7 +24,7 @@ from psigrad.models.fused_layer import Unlike, compute_dtype
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups, Rows
 from psigrad.native.build import library
-from psigrad.native.kernels import Heads, Spans, kernels
+from psigrad.native.kernels import Heads, Slots, Spans, kernels, prompt_tables
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
 
@@ -137,6 +137,42 @@ def test_a_lora_model_without_its_adapter_is_the_one_it_started_from(tokenizer):
     assert torch.equal(before, model.evaluate(some_groups()).logp)
 
 
+def test_lora_under_activation_checkpointing_gives_the_same_gradient_bit_for_bit(tokenizer):
+    gradients = []
+    for recompute in (False, True):
+        model = adapted(CONFIGS["qwen3"], tokenizer)
+        model.decoder.recompute = recompute
+        model.evaluate(some_groups()).logp.sum().backward()
+        gradients.append([p.grad for p in model.trainable().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
+    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: False)
+    model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
+    weights = model.decoder.layers[0].weights
+    with torch.no_grad():
+        next(iter(model.trainable().values())).mul_(2)
+        before = weights.now().copy()
+        model.hf.model.layers[0].self_attn.k_proj.base_layer.weight.mul_(2)
+    changed = [a is not b for a, b in zip(before, weights.now(), strict=True)]
+    assert changed.index(True) == 1 and sum(changed) == 1
+
+
+def test_the_probe_sees_what_fresh_adapters_would_do(tokenizer, monkeypatch):
+    monkeypatch.setattr("psigrad.models.fused_layer.Share.add", lambda self, y, x: None)
+    model = prepare(made(CONFIGS["qwen3"], tokenizer).hf, tokenizer, lora=Lora(3))
+    assert model.decoder is None and "differs" in model.why_unfused
+    assert all(not bool(p.any()) for name, p in model.trainable().items() if "lora_B" in name), "as fresh as before"
+
+
+def test_an_adapter_that_was_merged_is_refused(tokenizer):
+    model = adapted(CONFIGS["qwen3"], tokenizer)
+    model.adapter.merge_adapter()
+    with pytest.raises(ValueError, match="merged"):
+        model.evaluate(some_groups())
+
+
 def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkeypatch):
     """The control: merged into bfloat16 weights, what is below their rounding would be lost."""
     monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: False)
@@ -151,7 +187,7 @@ def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkey
         ours = torch.empty(50, len(weight))
         layer.unpacked(True).linear(0, x, ours)
         a, b = adapter.weights
-        whole = weight.float() + adapter.scale * b @ a
+        whole = weight.float() + adapter.module.scaling[adapter.name] * b @ a
         exact, base = x @ whole.t(), x @ weight.float().t()
         share = float((exact - base).norm())
         assert float((ours - exact).norm()) < 1e-3 * share
@@ -343,6 +379,35 @@ def test_a_window_and_a_long_prefix_equal_a_direct_softmax():
         seen = (distance >= 0) & ((distance < window) | (window == 0))
         expected = torch.einsum("hij,jd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
         assert torch.allclose(out, expected, atol=1e-5), window
+
+
+@pytest.mark.parametrize("prompt", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("dim, window", [(8, 0), (20, 0), (16, 9), (64, 30)])
+def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim, window):
+    native = kernels()
+    assert not isinstance(native, str), native
+    heads, own, slots = Heads(queries=4, keys=2, dim=dim, eps=1e-6, scale=0.3), 5, 3
+    torch.manual_seed(prompt)
+    before = torch.randn(2, prompt, 2 * dim)  # keys and values of the prompt
+    keys, values = prompt_tables(*before, heads)
+    cache = torch.randn(2, slots, 2, 8, dim)
+    qkv = torch.randn(slots, heads.row)
+    rotated = qkv[:, : 6 * dim].clone()
+    places, members = torch.full((slots,), own), torch.tensor([2, 0, 1])
+    addresses = [torch.tensor([x.data_ptr()]) for x in (keys, values)]
+    given = Slots(*cache, places, *addresses, torch.tensor([prompt]), members, torch.tensor([0, slots]))
+    out, _ = native.decode(rotated, qkv, given, heads, window)
+    for slot in range(slots):
+        for head in range(4):
+            rows = [
+                torch.cat([before[i, :, head // 2 * dim : (head // 2 + 1) * dim], cache[i, slot, head // 2, : own + 1]])
+                for i in (0, 1)
+            ]
+            scores = rows[0] @ rotated[slot, head * dim : (head + 1) * dim] * heads.scale
+            if window:
+                scores[: max(0, len(scores) - window)] = -torch.inf
+            expected = scores.softmax(0) @ rows[1]
+            assert torch.allclose(out[slot, head * dim : (head + 1) * dim], expected, atol=1e-5)
 
 
 def test_fewer_threads_than_asked_for_change_nothing(tmp_path):

@@ -135,6 +135,16 @@ def test_chunks_of_the_head_change_nothing_and_never_hold_all_logits(qwen3, grou
     assert not any(len(s) == 2 and s[1] == qwen3.vocabulary and s[0] > 5 for s in parts_sizes)
 
 
+def test_the_exact_kl_of_a_lora_model_is_to_the_head_without_its_adapter(tokenizer, groups):
+    base = prepare(tiny.model("qwen3", len(tokenizer)), tokenizer)
+    model = prepare(tiny.model("qwen3", len(tokenizer)), tokenizer, lora=Lora(2, target_modules=("lm_head", "q_proj")))
+    with torch.no_grad():
+        for p in model.trainable().values():
+            p.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+        found, expected = (model.evaluate(groups, kl_to=to).kl for to in (model, base))
+    assert torch.allclose(found, expected, atol=1e-5) and float(expected.max()) > 0.01
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("learns", [True, False], ids=["a head that learns", "a frozen head"])
 def test_log_probs_under_a_large_head_have_autograds_gradient(temperature, learns, monkeypatch):

@@ -75,8 +75,9 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
     """Keys and values of all slots at their longest; the fused decoder keeps a prompt's once for its group."""
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
-    tokens = prompts * length.longest_prompt + work.slots * length.longest_completion
-    return policy.layers * 2 * policy.key * tokens * (kept.fused or width)
+    own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
+    # the fused decoder keeps prompts in float32, in the order in which it reads them
+    return policy.layers * 2 * policy.key * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
 
 
 def passing(work: Work, policy: Shape, kept: Terms, *, width: int, recompute: bool, learns_head: bool) -> list[Item]:
@@ -87,7 +88,7 @@ def passing(work: Work, policy: Shape, kept: Terms, *, width: int, recompute: bo
     found = [
         Item("activations", kept.kept(policy.layers, tokens, carried, recompute=recompute), "train", note),
         Item("backward pass", _backward(policy, tokens, work), "train", "gradients of one layer's activations"),
-        _head(work, policy, learns_head),
+        _head(work, policy, width, learns_head),
     ]
     if kept.fused not in (0, width):
         found.append(Item("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
@@ -114,16 +115,17 @@ def _backward(policy: Shape, tokens: int, work: Work) -> float:
     return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
 
 
-def _head(work: Work, policy: Shape, learns_head: bool) -> Item:
+def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
     """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
     targets = min(work.micro_tokens, work.micro_completions * work.lengths.completion)
     whole = targets * policy.vocabulary
-    closed = whole > CHUNK_ELEMENTS and not work.entropy
+    closed = whole > CHUNK_ELEMENTS and work.only_logps
+    both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
     limit = CHUNK_ELEMENTS * (CLOSED_CHUNK if closed else 1)
     elements = min(whole, limit)
-    size = 4.0 * elements * (1 if closed else CHUNKS + 2 * work.entropy)
+    size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
     if learns_head:  # the gradient on its way into the sum, and the sum itself where there is a gradient already
-        size += 4.0 * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
+        size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
     return Item("head", size, "train", f"{count(targets)} targets × {policy.vocabulary}, at most {limit >> 20} Mi logits at once")
 
 

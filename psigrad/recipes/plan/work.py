@@ -55,6 +55,8 @@ class Work:
     critic: bool = False
     shared_critic: bool = False
     entropy: bool = False
+    only_logps: bool = True
+    """Whether nothing but log-probs is asked of the head."""
     keeps: float = 0.0
     """Most bytes for what sampling computed and training need not compute again."""
 
@@ -124,6 +126,8 @@ def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
         steps=config.run.max_steps or math.ceil(dataset / config.batch_size),
         dataset=dataset,
         old_pass=kto,  # the answers that rows are mismatched with
+        entropy=isinstance(config, SFTConfig),
+        only_logps=not isinstance(config, SFTConfig),
     )
 
 
@@ -149,6 +153,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         critic=algorithm.needs_critic and not config.critic_shared,
         shared_critic=algorithm.needs_critic and config.critic_shared,
         entropy=not preferring and algorithm.needs_entropy,
+        only_logps=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
         keeps=0.0 if several_turns or config.sampling.sampler != "embedded" else config.keep_activations_gb * 1e9,
     )
 

@@ -114,6 +114,8 @@ class DQN:
 
     def _learn(self, steps: int, rate: float, rng: np.random.Generator, metrics: bool) -> list[Tensor]:
         """`steps` minibatches; their losses where `metrics`. The target network stands still meanwhile, so it is asked once."""
+        if not steps:
+            return []
         size, towers, config = self.config.batch_size, self.network.towers, self.config
         double = config.dqn.double_q
         drawn = self.replay.sample(steps * size, rng)
