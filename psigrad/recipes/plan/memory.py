@@ -13,10 +13,11 @@ from psigrad.recipes.plan.work import Work
 
 # What a process holds before there is a model: Python, torch, transformers (on a GPU: the CUDA context and its libraries).
 BASELINE = {"cpu": 385 << 20, "cuda": 600 << 20}
-# What the allocator holds beyond what is alive at the peak: so many blocks of the size of a head that learns, and this share of
-# what else comes and goes within a step. Measured on W0 to W4. With the settings of `keep_freed_memory` glibc gives nothing back;
-# the head's gradient, its sums, its moments and chunks of logits are large, and rarely find a hole.
-SLACK = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.1)}
+# What the allocator holds beyond what is alive at the peak: this share of what comes and goes within a step, and so many blocks
+# of the size of a head that learns, under autograd and with the gradient in closed form. Measured on W0 to W4. With the settings
+# of `keep_freed_memory` glibc gives nothing back; autograd's gradients of every chunk are large, and rarely find a hole.
+SLACK = {"cpu": 0.25, "cuda": 0.1}
+BLOCKS = {"cpu": (7.5, 1.0), "cuda": (0.0, 0.0)}
 # Copies of a chunk of logits that the backward pass of its log-probs holds at once, float32; with entropy two more.
 CHUNKS = 5
 
@@ -115,18 +116,36 @@ def _backward(policy: Shape, tokens: int, work: Work) -> float:
     return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
 
 
+def _logits(work: Work, policy: Shape) -> int:
+    """Logits of the largest micro-batch."""
+    return min(work.micro_tokens, work.micro_completions * work.lengths.completion) * policy.vocabulary
+
+
+def _is_closed(work: Work, policy: Shape) -> bool:
+    """Whether the head's gradient is in closed form (`models/logprobs.py`)."""
+    return _logits(work, policy) > CHUNK_ELEMENTS and work.only_logps
+
+
+def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
+    """Bytes that the allocator holds beside a head that learns."""
+    return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
+
+
 def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
     """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
-    targets = min(work.micro_tokens, work.micro_completions * work.lengths.completion)
-    whole = targets * policy.vocabulary
-    closed = whole > CHUNK_ELEMENTS and work.only_logps
+    whole, closed = _logits(work, policy), _is_closed(work, policy)
     both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
     limit = CHUNK_ELEMENTS * (CLOSED_CHUNK if closed else 1)
     elements = min(whole, limit)
     size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
     if learns_head:  # the gradient on its way into the sum, and the sum itself where there is a gradient already
         size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
-    return Item("head", size, "train", f"{count(targets)} targets × {policy.vocabulary}, at most {limit >> 20} Mi logits at once")
+    return Item(
+        "head",
+        size,
+        "train",
+        f"{count(whole / policy.vocabulary)} targets × {policy.vocabulary}, at most {limit >> 20} Mi logits at once",
+    )
 
 
 def load_items(parts: list[Part]) -> list[Item]:
@@ -136,13 +155,13 @@ def load_items(parts: list[Part]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `head` are the bytes
-    of a head that learns.
+    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `beside_head` is what
+    `head_slack` says.
     """
 
     items: tuple[Item, ...]
     device: str
-    head: float
+    beside_head: float
 
     def of(self, phase: Phase) -> float:
         """Bytes of one phase's items."""
@@ -151,9 +170,8 @@ class Memory:
     @property
     def slack(self) -> float:
         """What the allocator holds beyond what is alive."""
-        blocks, share = SLACK[self.device]
         rest = sum(item.bytes for item in self.items if item.phase in ("train", "sample") and item.name != "head")
-        return blocks * self.head + share * rest
+        return self.beside_head + SLACK[self.device] * rest
 
     @property
     def baseline(self) -> float:

@@ -22,7 +22,7 @@ from psigrad.objective.preference import KahnemanTversky
 from psigrad.recipes import setup
 from psigrad.recipes.plan.activations import Terms, terms
 from psigrad.recipes.plan.hardware import Machine
-from psigrad.recipes.plan.memory import Memory, Part, cache_bytes, load_items, passing, roles_of
+from psigrad.recipes.plan.memory import Memory, Part, cache_bytes, head_slack, load_items, passing, roles_of
 from psigrad.recipes.plan.shape import Shape, config_of, shape_of
 from psigrad.recipes.plan.work import GUESSED, Config, Cost, Lengths, Work, cost_of, work_of
 
@@ -115,7 +115,7 @@ def predict(
         config,
         policy,
         work,
-        Memory(tuple(items), machine.kind, 0.0 if adapter else float(width * policy.head)),
+        Memory(tuple(items), machine.kind, 0.0 if adapter else head_slack(work, policy, width, machine.kind)),
         cost,
         machine,
         eight_bit,
