@@ -6,47 +6,18 @@ import os
 import subprocess
 import sys
 
-import peft
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from fused_models import COMMON, CONFIGS, both, made, some_groups, some_rows
+from transformers import GemmaConfig
 
 from psigrad.models import scalar_model
 from psigrad.models.fused import Decoder
-from psigrad.models.fused_layer import Unlike, compute_dtype
-from psigrad.models.language_model import Lora, prepare
-from psigrad.models.packing import Groups, Rows
+from psigrad.models.fused_layer import compute_dtype
 from psigrad.native.build import library
 from psigrad.native.kernels import Heads, Slots, Spans, kernels, prompt_tables
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
-
-COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
-# Heads of 8, 12, 16 and 20 numbers: wider and narrower than a register.
-CONFIGS = {
-    "llama": LlamaConfig(**COMMON, hidden_size=64, attention_bias=True),
-    "mistral": MistralConfig(**COMMON, hidden_size=48, sliding_window=5),
-    "qwen2": Qwen2Config(**COMMON, hidden_size=80),
-    "qwen3": Qwen3Config(**COMMON, hidden_size=40, head_dim=8),
-    "qwen3 of equal heads": Qwen3Config(**{**COMMON, "num_key_value_heads": 4}, hidden_size=40, head_dim=64),
-}
-
-
-def made(config, tokenizer, dtype=torch.float32):
-    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), 0, 1
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(config)
-    for name, p in hf.named_parameters():  # biases of 0 and norms of 1 would hide mistakes
-        if "bias" in name or "norm" in name:
-            torch.nn.init.normal_(p, mean=0.0 if "bias" in name else 1.0, std=0.3)
-    return prepare(hf.to(dtype), tokenizer)
 
 
 @pytest.fixture(params=CONFIGS)
@@ -54,31 +25,6 @@ def fused(request, tokenizer):
     model = made(CONFIGS[request.param], tokenizer)
     assert model.decoder is not None, model.why_unfused
     return model
-
-
-def both(model, run):
-    """`run()` fused, then by transformers' modules."""
-    decoder, ours = model.decoder, run()
-    model.decoder = None
-    theirs = run()
-    model.decoder = decoder
-    return ours, theirs
-
-
-def some_groups() -> Groups:
-    """Three prompts with completions of unlike lengths, longer than one block of queries, one of a single token, one empty."""
-    draw = torch.Generator().manual_seed(3)
-
-    def text(n):
-        return torch.randint(2, 40, (n,), generator=draw).tolist()
-
-    return Groups([text(7), text(1), text(31)], [[text(5), text(1), text(70)], [text(26), []], [text(3), text(25)]])
-
-
-def some_rows() -> Rows:
-    groups = some_groups()
-    rows = [[*p, *c] for p, cs in zip(groups.prompts, groups.completions, strict=True) for c in cs]
-    return Rows(rows, [[i > 2 for i in range(len(row))] for row in rows])
 
 
 @pytest.mark.parametrize("inputs", [some_groups(), some_rows()], ids=["groups", "rows"])
@@ -96,102 +42,6 @@ def test_log_probs_and_every_gradient_equal_those_of_transformers(fused, inputs)
     for name, a, b in zip(parameters, our_gradient, their_gradient, strict=True):
         # a key's bias shifts all scores of a query alike, so its exact gradient is 0 and both sides hold rounding only
         assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name
-
-
-def adapted(config, tokenizer, dtype=torch.float32, **lora):
-    """The model under LoRA, its adapter at work."""
-    model = prepare(made(config, tokenizer, dtype).hf, tokenizer, lora=Lora(3, **lora))
-    draw = torch.Generator().manual_seed(5)
-    with torch.no_grad():  # fresh adapters add nothing: their B is 0
-        for p in model.trainable().values():
-            p.copy_(0.1 * torch.randn(p.shape, generator=draw))
-    return model
-
-
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "o_proj", "down_proj")], ids=["everywhere", "in places"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_lora_gives_the_log_probs_and_gradients_of_peft(name, targets, tokenizer):
-    model = adapted(CONFIGS[name], tokenizer, target_modules=targets)
-    assert model.decoder is not None, model.why_unfused
-    parameters = model.trainable()
-    assert all("lora_" in name for name in parameters)
-
-    def run():
-        logp = model.evaluate(some_groups()).logp
-        weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
-        return logp.detach(), torch.autograd.grad((logp * weights).sum(), list(parameters.values()))
-
-    (ours, our_gradient), (theirs, their_gradient) = both(model, run)
-    assert torch.allclose(ours, theirs, atol=2e-5, rtol=0)
-    whole = torch.cat([g.flatten() for g in their_gradient]).norm()
-    for name, a, b in zip(parameters, our_gradient, their_gradient, strict=True):
-        assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name
-
-
-def test_a_lora_model_without_its_adapter_is_the_one_it_started_from(tokenizer):
-    model, base = adapted(CONFIGS["qwen3"], tokenizer), made(CONFIGS["qwen3"], tokenizer)
-    before = model.evaluate(some_groups()).logp.detach()
-    with model.without_adapter(), torch.no_grad():
-        assert torch.equal(model.evaluate(some_groups()).logp, base.evaluate(some_groups()).logp)
-    assert float((before - base.evaluate(some_groups()).logp.detach()).abs().max()) > 0.1
-    assert torch.equal(before, model.evaluate(some_groups()).logp)
-
-
-def test_lora_under_activation_checkpointing_gives_the_same_gradient_bit_for_bit(tokenizer):
-    gradients = []
-    for recompute in (False, True):
-        model = adapted(CONFIGS["qwen3"], tokenizer)
-        model.decoder.recompute = recompute
-        model.evaluate(some_groups()).logp.sum().backward()
-        gradients.append([p.grad for p in model.trainable().values()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: False)
-    model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
-    weights = model.decoder.layers[0].weights
-    with torch.no_grad():
-        next(iter(model.trainable().values())).mul_(2)
-        before = weights.now().copy()
-        model.hf.model.layers[0].self_attn.k_proj.base_layer.weight.mul_(2)
-    changed = [a is not b for a, b in zip(before, weights.now(), strict=True)]
-    assert changed.index(True) == 1 and sum(changed) == 1
-
-
-def test_the_probe_sees_what_fresh_adapters_would_do(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer.Share.add", lambda self, y, x: None)
-    model = prepare(made(CONFIGS["qwen3"], tokenizer).hf, tokenizer, lora=Lora(3))
-    assert model.decoder is None and "differs" in model.why_unfused
-    assert all(not bool(p.any()) for name, p in model.trainable().items() if "lora_B" in name), "as fresh as before"
-
-
-def test_an_adapter_that_was_merged_is_refused(tokenizer):
-    model = adapted(CONFIGS["qwen3"], tokenizer)
-    model.adapter.merge_adapter()
-    with pytest.raises(ValueError, match="merged"):
-        model.evaluate(some_groups())
-
-
-def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkeypatch):
-    """The control: merged into bfloat16 weights, what is below their rounding would be lost."""
-    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: False)
-    model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
-    assert model.decoder is not None, model.why_unfused
-    layer = model.decoder.layers[0]
-    adapter, weight = layer.adapters[0], layer.weights.given[0].detach()
-    with torch.no_grad():
-        for p in adapter.weights:
-            p.mul_(0.02)
-        x = torch.randn(50, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        ours = torch.empty(50, len(weight))
-        layer.unpacked(True).linear(0, x, ours)
-        a, b = adapter.weights
-        whole = weight.float() + adapter.module.scaling[adapter.name] * b @ a
-        exact, base = x @ whole.t(), x @ weight.float().t()
-        share = float((exact - base).norm())
-        assert float((ours - exact).norm()) < 1e-3 * share
-        assert float((x @ whole.bfloat16().float().t() - exact).norm()) > 0.2 * share
 
 
 def test_the_sampler_draws_the_same_tokens(fused):
@@ -306,21 +156,11 @@ def test_negative_control_a_decoder_that_computes_something_else_is_not_used(tok
     assert model.decoder is None and "differs" in model.why_unfused
 
 
-def test_other_models_adapters_and_precisions_say_why_they_are_not_fused(tokenizer):
+def test_other_models_and_precisions_say_why_they_are_not_fused(tokenizer):
     gemma = made(GemmaConfig(**COMMON, hidden_size=32, head_dim=8), tokenizer)
     assert gemma.decoder is None and "GemmaModel" in gemma.why_unfused
     double = made(CONFIGS["qwen3"], tokenizer, torch.float64)
     assert double.decoder is None and "float64" in double.why_unfused
-    dropped = prepare(made(CONFIGS["qwen3"], tokenizer).hf, tokenizer, lora=Lora(2, dropout=0.1))
-    assert dropped.decoder is None and "dropout" in dropped.why_unfused
-
-
-@pytest.mark.parametrize(("settings", "reason"), [({"use_dora": True}, "variant"), ({"lora_bias": True}, "variant")])
-def test_variants_of_lora_are_left_to_peft(settings, reason, tokenizer):
-    model = made(CONFIGS["llama"], tokenizer)
-    peft.get_peft_model(model.hf, peft.LoraConfig(target_modules=["q_proj"], **settings))
-    with pytest.raises(Unlike, match=reason):
-        Decoder(model.hf)
 
 
 @pytest.fixture

@@ -1,0 +1,54 @@
+"""Small models of every kind that is fused, and packed inputs of unlike lengths."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from psigrad.models.language_model import prepare
+from psigrad.models.packing import Groups, Rows
+
+COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+# Heads of 8, 12, 16 and 20 numbers: wider and narrower than a register.
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON, hidden_size=64, attention_bias=True),
+    "mistral": MistralConfig(**COMMON, hidden_size=48, sliding_window=5),
+    "qwen2": Qwen2Config(**COMMON, hidden_size=80),
+    "qwen3": Qwen3Config(**COMMON, hidden_size=40, head_dim=8),
+    "qwen3 of equal heads": Qwen3Config(**{**COMMON, "num_key_value_heads": 4}, hidden_size=40, head_dim=64),
+}
+
+
+def made(config, tokenizer, dtype=torch.float32):
+    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), 0, 1
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(config)
+    for name, p in hf.named_parameters():  # biases of 0 and norms of 1 would hide mistakes
+        if "bias" in name or "norm" in name:
+            torch.nn.init.normal_(p, mean=0.0 if "bias" in name else 1.0, std=0.3)
+    return prepare(hf.to(dtype), tokenizer)
+
+
+def both(model, run):
+    """`run()` fused, then by transformers' modules."""
+    decoder, ours = model.decoder, run()
+    model.decoder = None
+    theirs = run()
+    model.decoder = decoder
+    return ours, theirs
+
+
+def some_groups() -> Groups:
+    """Three prompts with completions of unlike lengths, longer than one block of queries, one of a single token, one empty."""
+    draw = torch.Generator().manual_seed(3)
+
+    def text(n):
+        return torch.randint(2, 40, (n,), generator=draw).tolist()
+
+    return Groups([text(7), text(1), text(31)], [[text(5), text(1), text(70)], [text(26), []], [text(3), text(25)]])
+
+
+def some_rows() -> Rows:
+    groups = some_groups()
+    rows = [[*p, *c] for p, cs in zip(groups.prompts, groups.completions, strict=True) for c in cs]
+    return Rows(rows, [[i > 2 for i in range(len(row))] for row in rows])
