@@ -20,15 +20,15 @@ def backed_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) 
     return reward[:, None] + gamma * next_q.masked_fill(terminated[:, None], 0.0)
 
 
-def td_target(backed_up: Tensor, choosing_q: Tensor | None = None) -> Tensor:
-    """[M] y: the most of what is backed up [M, A], or in Double DQN what is backed up for the action that the learning network
-    would choose by its Q(s', ·) in `choosing_q` [M, A].
+def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
+    """[M] y: the most of what is backed up (`worth` [M, A]), or in Double DQN what is backed up for the action that the learning
+    network would choose by its Q(s', ·) in `choosing_q` [M, A].
 
     Source: van Hasselt et al. 2016, arXiv:1509.06461.
     """
     if choosing_q is None:
-        return backed_up.amax(1)
-    return backed_up.gather(1, choosing_q.argmax(1, keepdim=True))[:, 0]
+        return worth.amax(1)
+    return worth.gather(1, choosing_q.argmax(1, keepdim=True))[:, 0]
 
 
 def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
