@@ -64,7 +64,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dx = torch.zeros_like(x)
-        dw = ctx.native.rms_norm_gradient(dx, x, weight, dy.contiguous(), ctx.eps)
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), ctx.eps)
         return None, dx, dw, None
 
 

@@ -94,20 +94,17 @@ class Unpacked:
     biases: list[Tensor | None]
     """Of the first four matrices."""
     shares: list[Share | None]
+    native: Kernels
 
-    def linear(self, i: int, x: Tensor, out: Tensor) -> None:
-        """The i-th matrix applied to x, with its bias and share."""
+    def linear(self, i: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """out ← the i-th matrix applied to x, with its bias and share, and the residual stream that it adds to."""
         bias = self.biases[i] if i < 4 else None
-        if bias is None:
-            torch.mm(x, self.matrices[i].t(), out=out)
-        else:
-            torch.addmm(bias, x, self.matrices[i].t(), out=out)
-        self.share(i, x, out)
-
-    def share(self, i: int, x: Tensor, out: Tensor) -> None:
-        """The i-th matrix's share added to `out`."""
+        self.native.linear(x, self.matrices[i], out, bias if residual is None else residual)
+        if residual is not None and bias is not None:
+            out += bias
         if (share := self.shares[i]) is not None:
             share.add(out, x)
+        return out
 
     def flow(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
         """dx, with what the i-th matrix's share adds to it."""
@@ -164,31 +161,26 @@ class Layer:
         if adapted:
             for i, adapter in self.adapters.items():
                 shares[i] = Share(next(now), next(now), float(adapter.module.scaling[adapter.name]))
-        return Unpacked(matrices, norms, head_norms, biases, shares)
+        return Unpacked(matrices, norms, head_norms, biases, shares, self.native)
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output, and what `backward` needs besides x."""
         weights = self.unpacked(adapted)
-        _, _, _, o, gate, _, down = weights.matrices
+        width = len(weights.matrices[4])
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
         qkv = x.new_empty(len(x), self.heads.row)
         for i, part in enumerate(self._parts(qkv)):
             weights.linear(i, normed, part)
         rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)
         mixed, normaliser = layout.mix(self, rotated, qkv)
-        middle = torch.addmm(x, mixed, o.t())
-        if weights.biases[3] is not None:
-            middle += weights.biases[3]
-        weights.share(3, mixed, middle)
+        middle = weights.linear(3, mixed, torch.empty_like(x), residual=x)
         normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
-        both = x.new_empty(len(x), 2 * len(gate))
-        weights.linear(4, normed, both[:, : len(gate)])
-        weights.linear(5, normed, both[:, len(gate) :])
-        gated = self.native.swiglu(both)
-        y = torch.addmm(middle, gated, down.t())
-        weights.share(6, gated, y)
+        both = x.new_empty(len(x), 2 * width)
+        weights.linear(4, normed, both[:, :width])
+        weights.linear(5, normed, both[:, width:])
+        y = weights.linear(6, self.native.swiglu(both), torch.empty_like(x), residual=middle)
         return y, (middle, qkv, mixed, normaliser, both)
 
     def backward(
@@ -213,7 +205,7 @@ class Layer:
             if (share := weights.shares[i]) is not None:
                 pairs[i] = share.gradients(dy, x)
 
-        dboth, gated = self.native.swiglu_gradient(both, weights.flow(6, dy, dy @ down))
+        dboth, gated = self.native.gradients.swiglu(both, weights.flow(6, dy, dy @ down))
         normed = self.native.rms_norm(middle, norms[1], self.eps)
         halves = (dboth[:, : len(gate)], dboth[:, len(gate) :])
         learn(4, halves[0], normed)
@@ -223,20 +215,20 @@ class Layer:
         dnormed = torch.mm(halves[0], gate).addmm_(halves[1], up)
         dnormed = weights.flow(5, halves[1], weights.flow(4, halves[0], dnormed))
         dx = dy.clone()
-        small: list[Tensor | None] = [None, self.native.rms_norm_gradient(dx, middle, norms[1], dnormed, self.eps)]
+        small: list[Tensor | None] = [None, self.native.gradients.rms_norm(dx, middle, norms[1], dnormed, self.eps)]
         learn(3, dx, mixed)
         dbias = [dx.sum(0)] if weights.biases[3] is not None else []
         rotated = self.native.rotary(qkv, head_norms, *angles, self.heads)
         dmixed = weights.flow(3, dx, dx @ o)
-        dqkv = self.native.attention_gradient(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
-        dheads = self.native.rotary_gradient(dqkv, qkv, head_norms, *angles, self.heads)
+        dqkv = self.native.gradients.attention(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
+        dheads = self.native.gradients.rotary(dqkv, qkv, head_norms, *angles, self.heads)
         parts = self._parts(dqkv)
         normed = self.native.rms_norm(x, norms[0], self.eps)
         dnormed = torch.mm(parts[0], q).addmm_(parts[1], k).addmm_(parts[2], v)
         for i, part in enumerate(parts):
             learn(i, part, normed)
             weights.flow(i, part, dnormed)
-        small[0] = self.native.rms_norm_gradient(dx, x, norms[0], dnormed, self.eps)
+        small[0] = self.native.gradients.rms_norm(dx, x, norms[0], dnormed, self.eps)
         heads = list(dheads) if self.has_head_norms else []
         first = [parts[i].sum(0) for i in self.biased if i < 3]
         return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]

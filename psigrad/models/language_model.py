@@ -24,9 +24,6 @@ from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
 
-# Numbers of a float32 matrix that no cache of a processor holds (64 MB).
-_BEYOND_CACHES = 1 << 24
-
 # The file of the value head in a checkpoint, and the prefix of its parameters' names.
 VALUE_HEAD = "value_head"
 
@@ -109,10 +106,10 @@ class LanguageModel:
         return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout, keep)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of hidden states [B, E]."""
+        """Logits [B, V] of hidden states [B, E], without gradient."""
         output = self.hf.get_output_embeddings()
-        if _is_slow_by_rows(output, hidden):
-            return (output.weight @ hidden.t()).t().contiguous()
+        if self.decoder is not None and type(output) is nn.Linear and output.bias is None:
+            return self.decoder.native.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
         logits: Tensor = output(hidden)
         return logits
 
@@ -221,20 +218,6 @@ class LanguageModel:
     def save_merged(self, folder: Path) -> None:
         """The whole model, adapter merged in, so that `AutoModelForCausalLM.from_pretrained(folder)` opens it."""
         backbone.write(backbone.merged(self.hf, self.adapter), self.tokenizer, folder)
-
-
-def _is_slow_by_rows(output: nn.Module, hidden: Tensor) -> bool:
-    """Whether a few states meet a matrix too large for the caches: MKL reads it once for every two of 4 to 11 rows, and the other
-    way round once for all.
-    """
-    return (
-        type(output) is nn.Linear
-        and output.bias is None
-        and hidden.device.type == "cpu"
-        and hidden.dtype == torch.float32
-        and 4 <= len(hidden) <= 11
-        and output.weight.numel() >= _BEYOND_CACHES
-    )
 
 
 def load(

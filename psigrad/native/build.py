@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
-SOURCES = ("rows.cpp", "attention.cpp")
+SOURCES = ("rows.cpp", "attention.cpp", "products.cpp")
 HEADERS = ("common.h",)
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 if platform.machine() == "x86_64":

@@ -5,6 +5,8 @@
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));  // 16 floats: one AVX-512 register, two of AVX2
 constexpr int64_t LANES = 16;
+// Numbers from which on it pays to wake other threads: they may be asleep, or another program's.
+constexpr int64_t WORTH_SHARING = 1 << 16;
 
 struct bfloat16 {
     uint16_t bits;

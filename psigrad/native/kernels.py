@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from psigrad.native.build import bind, library
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
+# Rows up to which `few_rows` is faster than MKL, up to twice: MKL reads the matrix once for every two of 4 to 15 rows.
+_FEW_ROWS = 15
 _SIGNATURES = {
     "rms_norm": "tpppiift",
     "rms_norm_gradient": "tpppppiift",
@@ -23,6 +26,8 @@ _SIGNATURES = {
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiipppipppppiiiiift",
+    "few_rows": "ppppiiiiiit",
+    "draw": "tppppiift",
 }
 
 
@@ -97,8 +102,11 @@ def kernels() -> Kernels | str:
 class Kernels:
     """The functions of the compiled library."""
 
+    dtypes = tuple(_HALF)
+
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
+        self.gradients = Gradients(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
@@ -108,27 +116,11 @@ class Kernels:
         )
         return out
 
-    def rms_norm_gradient(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> Tensor:
-        """Adds the gradient of x to `dx`, returns that of the weight [E], float32."""
-        dw = torch.zeros(weight.shape)
-        pointers = (dx.data_ptr(), dw.data_ptr(), x.data_ptr(), weight.data_ptr(), dy.data_ptr())
-        self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, torch.get_num_threads())
-        return dw
-
     def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
         """Normalised and rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32 [S, D]."""
         out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
         self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
         return out
-
-    def rotary_gradient(
-        self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
-    ) -> Tensor:
-        """Turns d[q' | k' | v] [S, row] into d[q | k | v] in place, returns the gradients of the norms' weights [2, D]."""
-        dw = torch.zeros(2, heads.dim)
-        half = _HALF[qkv.dtype]
-        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
-        return dw
 
     def swiglu(self, both: Tensor) -> Tensor:
         """silu(gate) · up of [S, gate | up]."""
@@ -137,13 +129,6 @@ class Kernels:
         self._call.swiglu(_HALF[both.dtype], out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
         return out
 
-    def swiglu_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient [S, gate | up], and `swiglu(both)` once more."""
-        gradient, out = torch.empty_like(both), torch.empty_like(dy)
-        pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
-        self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
-        return gradient, out
-
     def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
         """Output [S, H·D] and log-normaliser [S, H] of rotated queries and keys and the values in `qkv`; `window` 0 is none."""
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
@@ -151,16 +136,6 @@ class Kernels:
         given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
         self._call.attention(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *given)
         return out, normaliser
-
-    def attention_gradient(
-        self, dout: Tensor, out: Tensor, normaliser: Tensor, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int
-    ) -> Tensor:
-        """d[q' | k' | v] [S, row]."""
-        gradient = torch.empty_like(qkv)
-        given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
-        pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
-        self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
-        return gradient
 
     def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
         """Output [B, H·D] and log-normaliser [B, H] of a new token per slot, which sees its prompt and its own slot; its key and
@@ -173,6 +148,67 @@ class Kernels:
         given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
         self._call.decode(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *_tables(rotated, qkv, heads), *given)
         return out, normaliser
+
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
+        """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]."""
+        if len(x) <= _FEW_ROWS and x.dtype == weight.dtype == torch.float32 and weight.is_contiguous():
+            pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if base is None else base.data_ptr())
+            steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
+            self._call.few_rows(*pointers, len(x), *weight.shape, *steps, torch.get_num_threads())
+        elif base is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(base, x, weight.t(), out=out)
+        return out
+
+    def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Per row of logits [B, V] the first column whose cumulative probability softmax(logits / temperature) exceeds u, float64
+        [B]; and the log of its probability.
+        """
+        ids, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
+        self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
+        return ids, logp
+
+
+class Gradients:
+    """Of the kernels of the same names."""
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+
+    def rms_norm(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> Tensor:
+        """Adds the gradient of x to `dx`, returns that of the weight [E], float32."""
+        dw = torch.zeros(weight.shape)
+        pointers = (dx.data_ptr(), dw.data_ptr(), x.data_ptr(), weight.data_ptr(), dy.data_ptr())
+        self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, torch.get_num_threads())
+        return dw
+
+    def rotary(
+        self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
+    ) -> Tensor:
+        """Turns d[q' | k' | v] [S, row] into d[q | k | v] in place, returns the gradients of the norms' weights [2, D]."""
+        dw = torch.zeros(2, heads.dim)
+        half = _HALF[qkv.dtype]
+        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
+        return dw
+
+    def swiglu(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient [S, gate | up], and `swiglu(both)` once more."""
+        gradient, out = torch.empty_like(both), torch.empty_like(dy)
+        pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
+        self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
+        return gradient, out
+
+    def attention(
+        self, dout: Tensor, out: Tensor, normaliser: Tensor, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int
+    ) -> Tensor:
+        """d[q' | k' | v] [S, row]."""
+        gradient = torch.empty_like(qkv)
+        given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
+        pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
+        self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
+        return gradient
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:

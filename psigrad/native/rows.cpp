@@ -1,15 +1,13 @@
 // Row by row: RMS norm, rotary embedding with the norm of queries and keys, SwiGLU; each with its gradient.
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "common.h"
 
 namespace {
-
-// Numbers from which on it pays to wake other threads: they may be asleep, or another program's.
-constexpr int64_t WORTH_SHARING = 1 << 16;
 
 float inverse_rms(const float* x, int64_t n, float eps) {
     float sum = 0;
@@ -184,6 +182,59 @@ void gated_rows_gradient(T* gradient, T* out, const T* both, const T* dy, int64_
     }
 }
 
+// Numbers that are summed together in a draw; only where the draw falls are they looked at one by one.
+constexpr int64_t STRETCH = 1024;
+
+// to[n] = exp(x / temperature - top), 0 where that is below what float holds, and their sum; top is of x / temperature.
+template <class T>
+double weigh(float* to, const T* x, int64_t n, float factor, float top) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        float z = get(x[i]) * factor - top;
+        to[i] = exponential(z) * float(z > -87.0f);  // NaN stays NaN
+    }
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += to[i];
+    return sum;
+}
+
+template <class T>
+void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int64_t rows, int64_t width, float factor, int threads) {
+#pragma omp parallel num_threads(threads) if (rows * width > WORTH_SHARING)
+    {
+        std::vector<double> ends((width + STRETCH - 1) / STRETCH);
+        float weights[STRETCH];
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) {
+            const T* x = logits + r * width;
+            float top = get(x[0]);
+#pragma omp simd reduction(max : top)
+            for (int64_t i = 0; i < width; i++) top = get(x[i]) > top ? get(x[i]) : top;
+            top *= factor;
+            double total = 0;
+            for (size_t b = 0; b < ends.size(); b++) {
+                int64_t start = b * STRETCH;
+                ends[b] = total += weigh(weights, x + start, std::min(STRETCH, width - start), factor, top);
+            }
+            // the first stretch that ends above the target; rounding may leave none, then the last that adds anything
+            double target = u[r] * total;
+            size_t b = std::upper_bound(ends.begin(), ends.end(), target) - ends.begin();
+            if (b == ends.size()) b = std::lower_bound(ends.begin(), ends.end(), total) - ends.begin();
+            if (b == ends.size()) b = 0;  // NaN: the log-prob will say so
+            int64_t start = b * STRETCH, n = std::min(STRETCH, width - start), found = 0;
+            double sum = b ? ends[b - 1] : 0;
+            weigh(weights, x + start, n, factor, top);
+            for (int64_t i = 0; i < n && !(sum > target); i++) {
+                if (weights[i] > 0) found = i;
+                sum += weights[i];
+            }
+            ids[r] = start + found;
+            logp[r] = float(get(x[ids[r]]) * factor - top - std::log(total));
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -218,5 +269,11 @@ void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, 
 // gradient[rows, gate | up], and out once more
 void swiglu_gradient(int half, void* gradient, void* out, const void* both, const void* dy, int64_t rows, int64_t width, int threads) {
     BOTH(half, gated_rows_gradient((T*)gradient, (T*)out, (const T*)both, (const T*)dy, rows, width, threads))
+}
+
+// A column of each row of logits[rows, width], drawn with probability softmax(factor logits): the first whose cumulative probability
+// exceeds u; and the log of its probability.
+void draw(int half, int64_t* ids, float* logp, const void* logits, const double* u, int64_t rows, int64_t width, float factor, int threads) {
+    BOTH(half, draw_rows(ids, logp, (const T*)logits, u, rows, width, factor, threads));
 }
 }

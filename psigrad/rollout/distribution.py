@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -11,10 +11,14 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.models.logprobs import upcast
+from psigrad.native.kernels import kernels
 from psigrad.rollout.types import SamplingParams
 
 # Tokens of a large vocabulary that are summed together.
 _BLOCK = 1024
+
+# Logits that tensor operations take at once on a CPU: their float64 sums then stay in the caches and in the allocator's hands.
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,33 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
     Row i depends on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far) only. At temperature 0 the most
     probable token is taken: then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
     """
+    if logits.device.type != "cpu":
+        return _draw(logits, params, seeds_u64, counter)
+    native = kernels()
+    if not isinstance(native, str) and not params.filtered and params.temperature > 0 and logits.dtype in native.dtypes:
+        u = torch.from_numpy(seeds.uniform(seeds_u64, counter))
+        ids, logq = native.draw(logits.contiguous(), u, params.temperature)
+        return Drawn(ids, logq, logq)
+    rows = max(1, _AT_ONCE // logits.shape[1])
+    starts = range(0, len(logits), rows)
+    parts = [_draw(logits[i : i + rows], params, seeds_u64[i : i + rows], counter[i : i + rows]) for i in starts]
+    return Drawn(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Drawn)))
+
+
+def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
+    """`draw` in tensor operations."""
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
     if params.temperature == 0:
         ids = logits.argmax(-1)
         return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
-    plain = params.top_p >= 1 and params.top_k == 0 and params.min_p == 0
-    kept = logits if plain else filtered(logits, params)
+    kept = filtered(logits, params) if params.filtered else logits
     weights, normaliser = _weights(kept)
     u = torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None]
     ids = inverse(weights, u)
     logq = _at(kept, ids) - normaliser
-    return Drawn(ids, logq if plain else _at(logits, ids) - logits.logsumexp(-1), logq)
+    return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1) if params.filtered else logq, logq)
 
 
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:

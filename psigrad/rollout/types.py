@@ -58,6 +58,11 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"{name} is {value}; it must be {expected}.")
 
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter may forbid tokens, so that they are drawn from another distribution than the policy's."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 class Sampler(Protocol):
     """Who samples. The embedded sampler, transformers' generate, vLLM and the scripted fake all are one."""

@@ -97,8 +97,7 @@ class VLLMSampler:
         written = self._running.generate([{"prompt_token_ids": list(ids)} for ids, _ in flat], asked, use_tqdm=False)
         done = iter([_completion(out.outputs[0], seed, params) for out, (_, seed) in zip(written, flat, strict=True)])
         groups = [[next(done) for _ in request.seeds] for request in requests]
-        filtered = params.top_p < 1 or params.top_k or params.min_p
-        if not filtered or params.temperature == 0:
+        if not params.filtered or params.temperature == 0:
             return groups
         return [_with_policy(self.model, r, group, params.temperature) for r, group in zip(requests, groups, strict=True)]
 

@@ -203,6 +203,36 @@ def test_the_type_of_the_products_follows_the_processor(monkeypatch):
         assert compute_dtype(torch.float32) == torch.float32
 
 
+@pytest.mark.parametrize("base", ["none", "bias", "residual"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 15, 16])
+def test_a_product_of_few_rows_equals_one_in_float64(rows, base):
+    """On rows that lie apart, for widths that are no multiple of a register and heights that are none of a tile."""
+    native = kernels()
+    for width, height in ((3, 1), (16, 4), (67, 50), (256, 7), (300, 1031)):
+        x, weight = torch.randn(rows, width + 5)[:, :width], torch.randn(height, width)
+        added = {"none": None, "bias": torch.randn(height), "residual": torch.randn(rows, height + 2)[:, :height]}[base]
+        out = torch.full((rows, height + 3), 7.0)
+        native.linear(x, weight, out[:, :height], added)
+        expected = x.double() @ weight.double().t() + (0 if added is None else added.double())
+        assert (out[:, :height] - expected).abs().max() < 1e-6 * width
+        assert (out[:, height:] == 7).all()  # and touches nothing else
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_others():
+    native = kernels()
+    x, weight = torch.randn(15, 300), torch.randn(1031, 300)
+    whole = native.linear(x, weight, torch.empty(15, 1031))
+    for rows in range(1, 15):
+        assert torch.equal(native.linear(x[:rows], weight, torch.empty(rows, 1031)), whole[:rows])
+
+
+def test_what_is_not_finite_stays_so_in_a_product():
+    weight = torch.ones(5, 20)
+    weight[2, 19], weight[3, 0] = torch.nan, torch.inf
+    out = kernels().linear(torch.ones(2, 20), weight, torch.empty(2, 5))
+    assert out[:, 2].isnan().all() and out[:, 3].isposinf().all() and (out[:, [0, 1, 4]] == 20).all()
+
+
 def test_a_window_and_a_long_prefix_equal_a_direct_softmax():
     native = kernels()
     assert not isinstance(native, str), native
@@ -254,7 +284,7 @@ def test_fewer_threads_than_asked_for_change_nothing(tmp_path):
     program = (
         "import torch; torch.set_num_threads(2); from psigrad.native.kernels import kernels; torch.manual_seed(0);"
         "x, w, dy = torch.randn(500, 64), torch.randn(64), torch.randn(500, 64); dx = torch.zeros_like(x);"
-        "print(kernels().rms_norm_gradient(dx, x, w, dy, 1e-6).sum().item())"
+        "print(kernels().gradients.rms_norm(dx, x, w, dy, 1e-6).sum().item())"
     )
     said = []
     for limit in ("1", "2"):

@@ -8,8 +8,20 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from psigrad import seeds
+from psigrad.native.kernels import kernels
+from psigrad.rollout import distribution
 from psigrad.rollout.distribution import draw, filtered, inverse
 from psigrad.rollout.types import SamplingParams
+
+
+@pytest.fixture(params=["kernel", "tensors"])
+def means(request, monkeypatch):
+    """What draws: the native kernel, or tensor operations, its oracle and its fallback."""
+    if request.param == "tensors":
+        monkeypatch.setattr(distribution, "kernels", lambda: "switched off")
+    else:
+        assert not isinstance(kernels(), str), kernels()
+    return request.param
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -47,7 +59,7 @@ def test_the_filtered_distribution_is_transformers(params):
 @pytest.mark.parametrize(
     "params", [SamplingParams(1), SamplingParams(1, temperature=0.7, top_k=6), SamplingParams(1, min_p=0.2)], ids=str
 )
-def test_tokens_come_as_often_as_the_distribution_says(params):
+def test_tokens_come_as_often_as_the_distribution_says(params, means):
     n = 200_000
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(3))
     drawn = draw(logits.expand(n, 10), params, np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.int64))
@@ -71,10 +83,44 @@ def test_greedy_takes_the_most_probable_token_with_certainty():
     assert torch.allclose(drawn.logprobs, logits.log_softmax(-1).amax(-1))
 
 
-def test_the_last_draw_before_one_never_lands_on_an_impossible_token(monkeypatch):
+def test_the_last_draw_before_one_never_lands_on_an_impossible_token(monkeypatch, means):
     monkeypatch.setattr(seeds, "uniform", lambda s, c: np.full(len(s), 1 - 2.0**-53))
     logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
     assert int(draw(logits, SamplingParams(1), np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)).ids) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 5, 1024, 1025, 5000, 151_936])
+def test_the_kernel_draws_what_tensor_operations_draw(size, dtype, monkeypatch):
+    logits = (3 * torch.randn(40, size, generator=torch.Generator().manual_seed(size))).to(dtype)
+    logits[:, 1::7] = -torch.inf
+    given = np.arange(40, dtype=np.uint64), np.arange(40, dtype=np.int64)
+    for temperature in (1.0, 0.6):
+        ours = draw(logits, SamplingParams(1, temperature=temperature), *given)
+        with monkeypatch.context() as patch:
+            patch.setattr(distribution, "kernels", lambda: "switched off")
+            theirs = draw(logits, SamplingParams(1, temperature=temperature), *given)
+        assert torch.equal(ours.ids, theirs.ids)
+        assert torch.allclose(ours.logprobs, theirs.logprobs, atol=5e-6)
+
+
+def test_nothing_is_drawn_in_pieces_that_is_not_drawn_whole(monkeypatch):
+    """The filtered draw works through a few rows at a time."""
+    logits = 3 * torch.randn(10, 3000, generator=torch.Generator().manual_seed(2))
+    given = SamplingParams(1, top_p=0.9), np.arange(10, dtype=np.uint64), np.zeros(10, dtype=np.int64)
+    whole = draw(logits, *given)
+    monkeypatch.setattr(distribution, "_AT_ONCE", 7000)
+    pieces = draw(logits, *given)
+    assert torch.equal(pieces.ids, whole.ids)
+    assert torch.equal(pieces.logprobs, whole.logprobs) and torch.equal(pieces.sampling_logprobs, whole.sampling_logprobs)
+
+
+def test_logits_that_are_no_numbers_give_log_probs_that_are_none(means):
+    logits = torch.randn(3, 3000)
+    logits[0, 5], logits[1] = torch.nan, -torch.inf
+    drawn = draw(logits, SamplingParams(1), np.zeros(3, dtype=np.uint64), np.zeros(3, dtype=np.int64))
+    assert drawn.logprobs.isnan().tolist() == [True, True, False]
+    assert ((drawn.ids >= 0) & (drawn.ids < 3000)).all()
 
 
 def slow_inverse(weights, u):
@@ -105,6 +151,8 @@ def test_rare_tokens_of_a_large_vocabulary_are_reached():
     u = ((1 + (wanted.double() - 0.5) * share) / (1 + 9999 * share))[:, None]  # exact: one long sum would drift by a token
     many = weights.expand(len(wanted), -1)
     assert torch.equal(inverse(many, u), wanted)
+    ids, _ = kernels().draw(many.log(), u[:, 0].contiguous(), 1.0)
+    assert (ids - wanted).abs().max() <= 1  # its exponential is right to 1e-7: 9,000 of them drift by a thousandth of a token
     short = torch.searchsorted(weights.cumsum(-1).expand(len(wanted), -1).contiguous(), u.float(), right=True)[:, 0]
     assert (short == wanted).float().mean() < 0.1
 
@@ -117,7 +165,7 @@ def test_what_rounding_leaves_over_lands_on_the_last_weight(size):
     assert inverse(weights, torch.ones(5, 1, dtype=torch.float64)).tolist() == [size - 8] * 5
 
 
-def test_log_probs_of_a_large_vocabulary_are_log_softmax():
+def test_log_probs_of_a_large_vocabulary_are_log_softmax(means):
     logits = 3 * torch.randn(6, 50_000, generator=torch.Generator().manual_seed(1))
     for params in (SamplingParams(1), SamplingParams(1, temperature=0.5, top_k=100), SamplingParams(1, temperature=0)):
         drawn = draw(logits, params, np.arange(6, dtype=np.uint64), np.zeros(6, dtype=np.int64))

@@ -9,7 +9,7 @@ import torch
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError
-from psigrad.models import language_model, tiny
+from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
 from psigrad.recipes.setup import sampler_for
@@ -230,16 +230,9 @@ def test_a_request_without_seeds_is_complete_at_once(models, requests_):
     assert sampler.sample([nothing], SETTINGS[0]) == [[]]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 11, 12])
-def test_the_head_gives_few_states_the_same_logits(models, monkeypatch, rows):
+@pytest.mark.parametrize("rows", [1, 4, 15, 16])
+def test_the_head_gives_the_logits_of_the_models_own(models, rows):
     model = models["qwen3"]
     hidden = torch.randn(rows, model.hf.config.hidden_size, generator=torch.Generator().manual_seed(rows))
-    plain = model.head(hidden)
-    monkeypatch.setattr(language_model, "_BEYOND_CACHES", 1)
-    calls = []
-    output = model.hf.get_output_embeddings()
-    with monkeypatch.context() as patched:
-        patched.setattr(type(output), "forward", lambda self, x: calls.append(len(x)) or plain)
-        turned = model.head(hidden)
-    assert bool(calls) == (rows not in (4, 8, 11))
-    assert turned.is_contiguous() and torch.allclose(turned, plain, atol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(model.head(hidden), model.hf.get_output_embeddings()(hidden), atol=1e-5)
