@@ -1,4 +1,4 @@
-"""The decoder of Llama's kin (Llama, Mistral, Qwen2, Qwen3) on a CPU: matrix products by PyTorch, all between by our kernels.
+"""The decoder of Llama's kin (Llama, Mistral, Qwen2, Qwen3) on a CPU: large matrix products by PyTorch, all else by our kernels.
 
 transformers' own modules are the oracle and the fallback: a model of another kind, on another device or in float64 runs through
 them.

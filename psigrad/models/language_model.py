@@ -106,9 +106,10 @@ class LanguageModel:
         return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout, keep)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of hidden states [B, E], without gradient."""
+        """Logits [B, V] of hidden states [B, E]."""
         output = self.hf.get_output_embeddings()
-        if self.decoder is not None and type(output) is nn.Linear and output.bias is None:
+        plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
+        if self.decoder is not None and plain:
             return self.decoder.native.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
         logits: Tensor = output(hidden)
         return logits

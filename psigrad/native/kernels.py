@@ -14,7 +14,8 @@ from torch import Tensor
 from psigrad.native.build import bind, library
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
-# Rows up to which `few_rows` is faster than MKL, up to twice: MKL reads the matrix once for every two of 4 to 15 rows.
+# Rows up to which `few_rows` takes half the time of MKL, which reads a matrix once for every two of 4 to 15 rows; where the matrix
+# lies in the nearest caches, and with fewer rows, the two are about equal.
 _FEW_ROWS = 15
 _SIGNATURES = {
     "rms_norm": "tpppiift",
@@ -103,6 +104,7 @@ class Kernels:
     """The functions of the compiled library."""
 
     dtypes = tuple(_HALF)
+    """What all but `linear` take, which takes any."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
@@ -151,7 +153,7 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
         """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]."""
-        if len(x) <= _FEW_ROWS and x.dtype == weight.dtype == torch.float32 and weight.is_contiguous():
+        if len(x) <= _FEW_ROWS and _plain(x, weight, out, base):
             pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if base is None else base.data_ptr())
             steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
             self._call.few_rows(*pointers, len(x), *weight.shape, *steps, torch.get_num_threads())
@@ -209,6 +211,18 @@ class Gradients:
         pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
         self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
         return gradient
+
+
+def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
+    """Whether `few_rows` can compute a product; PyTorch computes what it can't, or refuses it."""
+    tensors = (x, weight, out) if base is None else (x, weight, out, base)
+    return (
+        all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
+        and weight.is_contiguous()
+        and x.shape[1] == weight.shape[1]
+        and out.shape == (len(x), len(weight))
+        and (base is None or base.shape in (out.shape, out.shape[1:]))
+    )
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-// Row by row: RMS norm, rotary embedding with the norm of queries and keys, SwiGLU; each with its gradient.
+// Row by row: RMS norm, rotary embedding with the norm of queries and keys, SwiGLU, each with its gradient; and the draw of a token.
 #include <omp.h>
 
 #include <algorithm>
@@ -185,12 +185,13 @@ void gated_rows_gradient(T* gradient, T* out, const T* both, const T* dy, int64_
 // Numbers that are summed together in a draw; only where the draw falls are they looked at one by one.
 constexpr int64_t STRETCH = 1024;
 
-// to[n] = exp(x / temperature - top), 0 where that is below what float holds, and their sum; top is of x / temperature.
+// to[n] = exp(factor (x - top)), 0 from exp(-87) on downwards, and their sum. The difference first: that of two rounded products need not
+// be 0 for the largest, and a large factor would make much of it.
 template <class T>
 double weigh(float* to, const T* x, int64_t n, float factor, float top) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        float z = get(x[i]) * factor - top;
+        float z = (get(x[i]) - top) * factor;
         to[i] = exponential(z) * float(z > -87.0f);  // NaN stays NaN
     }
     double sum = 0;
@@ -211,7 +212,6 @@ void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int6
             float top = get(x[0]);
 #pragma omp simd reduction(max : top)
             for (int64_t i = 0; i < width; i++) top = get(x[i]) > top ? get(x[i]) : top;
-            top *= factor;
             double total = 0;
             for (size_t b = 0; b < ends.size(); b++) {
                 int64_t start = b * STRETCH;
@@ -230,7 +230,7 @@ void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int6
                 sum += weights[i];
             }
             ids[r] = start + found;
-            logp[r] = float(get(x[ids[r]]) * factor - top - std::log(total));
+            logp[r] = float((get(x[ids[r]]) - top) * factor - std::log(total));
         }
     }
 }

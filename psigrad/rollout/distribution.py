@@ -65,7 +65,7 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
         ids, logq = native.draw(logits.contiguous(), u, params.temperature)
         return Drawn(ids, logq, logq)
     rows = max(1, _AT_ONCE // logits.shape[1])
-    starts = range(0, len(logits), rows)
+    starts = range(0, max(len(logits), 1), rows)
     parts = [_draw(logits[i : i + rows], params, seeds_u64[i : i + rows], counter[i : i + rows]) for i in starts]
     return Drawn(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Drawn)))
 

@@ -233,6 +233,9 @@ def test_a_request_without_seeds_is_complete_at_once(models, requests_):
 @pytest.mark.parametrize("rows", [1, 4, 15, 16])
 def test_the_head_gives_the_logits_of_the_models_own(models, rows):
     model = models["qwen3"]
+    assert model.decoder is not None, model.why_unfused
     hidden = torch.randn(rows, model.hf.config.hidden_size, generator=torch.Generator().manual_seed(rows))
+    expected = model.hf.get_output_embeddings()(hidden)
     with torch.no_grad():
-        assert torch.allclose(model.head(hidden), model.hf.get_output_embeddings()(hidden), atol=1e-5)
+        assert torch.allclose(model.head(hidden), expected, atol=1e-5)
+    assert torch.equal(model.head(hidden), expected) and model.head(hidden).requires_grad
