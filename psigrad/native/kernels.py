@@ -14,8 +14,8 @@ from torch import Tensor
 from psigrad.native.build import bind, library
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
-# Rows up to which `few_rows` takes half the time of MKL, which reads a matrix once for every two of 4 to 15 rows; where the matrix
-# lies in the nearest caches, and with fewer rows, the two are about equal.
+# Rows up to which `few_rows` takes half the time of MKL, which reads a matrix once for every two of 4 to 15 rows; where the
+# matrix lies in the nearest caches, and with fewer rows, the two are about equal.
 _FEW_ROWS = 15
 _SIGNATURES = {
     "rms_norm": "tpppiift",
