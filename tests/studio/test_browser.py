@@ -50,7 +50,8 @@ def opened(studio, browser):
 
 
 def values(page: Page, panel: int = 0) -> np.ndarray:
-    """What is on the grid, in full precision."""
+    """What is on the grid, in full precision, once it is there: the step is shown a moment earlier."""
+    page.locator(".board").nth(panel).locator(".cell[data-value]").first.wait_for()
     script = "n => [...document.querySelectorAll('.board')[n].querySelectorAll('.cell')].map(c => Number(c.dataset.value))"
     return np.array(page.evaluate(script, panel))
 
