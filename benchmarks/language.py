@@ -2,8 +2,8 @@
 
 Each side runs in a process of its own with the same weights, prompts, batch shape and precision. First both compute loss and
 gradient norm on one fixed batch, and the run stops unless they are equal. Then they take steps alternately, so that whatever else
-the machine does falls on both. One JSON line per workload goes to --json, a table to the screen. `psigrad bench` does the same
-with a model of your own.
+the machine does falls on both. PPO, for which TRL 1.16 has no trainer, is timed alone. One JSON line per workload goes to --json,
+a table to the screen. `psigrad bench` does the same with a model of your own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from workloads import WORKLOADS
 
 from psigrad.errors import UserError
-from psigrad.recipes.bench import beside, table
+from psigrad.recipes.bench import PEERS, alone, beside, table
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,8 @@ def main() -> None:
     with open(given.json, "w") as stream:
         for name in given.workloads or list(WORKLOADS):
             for dtype in given.dtype:
-                results.append(beside(WORKLOADS[name], dtype, given.threads, device=given.device))
+                measure = beside if WORKLOADS[name].kind in PEERS else alone
+                results.append(measure(WORKLOADS[name], dtype, given.threads, device=given.device))
                 stream.write(json.dumps(results[-1]) + "\n")
                 stream.flush()
                 print(table(results[-1:]), flush=True)

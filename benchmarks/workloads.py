@@ -30,6 +30,8 @@ WORKLOADS = {
             steps=2,
         ),
         Workload("W4", "W1 with a KL to a reference and two passes over each batch", beta=0.04, iterations=2, steps=4),
+        Workload("PPO", "W4 by PPO with a critic of its own, its KL in the reward", "ppo", beta=0.05, iterations=2, steps=4),
+        Workload("RLOO", "W1 by RLOO with a KL to a reference in the reward", "rloo", beta=0.05),
         Workload("DPO", "W1's model, 16 pairs per step, answers of 16 to 64 tokens", "dpo", steps=16),
         Workload("RM", "the same pairs, a reward model", "reward", steps=16),
         Workload("SFT", "W1's model, 16 rows per step, 16 to 64 tokens", "sft", steps=16),

@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from psigrad.config import OnlineConfig, PlanConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError, nearest
@@ -208,14 +208,20 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str) -> None:
         section, _, leaf = name.rpartition(".")
         group = groups.setdefault(section, parser.add_argument_group(section or command))
         flag = flag_of(name)
-        shown = "" if default in ("", (), None) else f" (default {default})".replace("%", "%%")
-        text = _help(cls, name).replace("%", "%%") + shown
+        text = (_help(cls, name) + _values(hint, default)).replace("%", "%%")
         if hint is bool:
             group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             many = {"nargs": "+"} if get_origin(hint) is tuple else {}
             action = {"action": "extend"} if many else {}
             group.add_argument(flag, dest=name, metavar=leaf.upper(), help=text, **many, **action)
+
+
+def _values(hint: Any, default: Any) -> str:
+    """What a setting may be, where that is one of a few words, and what it is unless it is given."""
+    words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
+    parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _help(cls: type[Any], name: str) -> str:

@@ -99,7 +99,7 @@ class OnlineConfig:
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
     keep_activations_gb: PositiveOrZero = 1.0
     """Most memory for what sampling computed and training on the same tokens with the same weights need not compute again (fused
-    decoder only). Beyond it, and with 0, training runs its own forward pass. In 1e9 bytes."""
+    decoder only, not with gradient checkpointing). Beyond it, and with 0, training runs its own forward pass. In 1e9 bytes."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: CountOrZero = 4

@@ -34,8 +34,8 @@ class BenchConfig:
 
     model: str = ""
     """Folder or hub name of a model, or a folder with a configuration alone, whose weights are then random."""
-    kind: Literal["online", "dpo", "reward", "sft"] = "online"
-    """What is trained: online is GRPO."""
+    kind: Literal["grpo", "rloo", "ppo", "dpo", "reward", "sft"] = "grpo"
+    """The method. ppo has a critic of its own; TRL 1.16 has no such trainer to be measured beside."""
     prompts: Count = 8
     """Prompts, pairs or rows per step."""
     generations: Count = 8

@@ -1,9 +1,4 @@
-"""Attention over packed sequences that share prefixes, inside any transformers model.
-
-transformers lets a model's attention be replaced by a registered function. Ours receives the layout of the packed row as a
-keyword argument of the forward call; without one it is transformers' own SDPA, so the same model still runs padded batches
-and `generate`.
-"""
+"""Attention over packed sequences that share prefixes: who attends to whom."""
 
 from __future__ import annotations
 
@@ -14,13 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from psigrad.native.kernels import Heads, Kernels, Spans
-
-IMPLEMENTATION = "psigrad"
 
 
 class Attending(Protocol):
@@ -50,29 +40,6 @@ class FusedLayout(Protocol):
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
 
-
-def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    layout: Layout | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention signature; with a layout, dropout is off and `attention_mask` is not read."""
-    if layout is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for name in ("softcap", "position_bias", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"The packed forward does not support attention with {name}; the padded one is used instead.")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(module.layer_idx, query, key, value, scale, kwargs.get("sliding_window")), None
-
-
-AttentionInterface.register(IMPLEMENTATION, attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 # A 4-D mask is handed on as it is, so that no [S, S] mask is ever built for a packed row.
 NO_MASK = torch.zeros(1, 1, 1, 1)

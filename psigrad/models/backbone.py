@@ -1,25 +1,29 @@
-"""What every Hugging Face model of ours shares: the packed forward and whether it may be used, LoRA, saving."""
+"""What every pretrained model of ours shares: its weights, the packed forward and whether it may be used, LoRA, saving."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError
 from psigrad.models import attention
+from psigrad.models.bare import Bare
 from psigrad.models.fused import Decoder
 from psigrad.models.fused_layer import Unlike
 from psigrad.models.kept import Kept, Known
 from psigrad.models.packing import ForwardInputs, Groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -34,42 +38,129 @@ class Lora:
     target_modules: tuple[str, ...] = ("all-linear",)
 
 
-def forward(
-    hf: PreTrainedModel,
-    decoder: Decoder | None,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    layout: attention.Layout | attention.FusedLayout,
-    keep: Kept | None = None,
-    known: Known | None = None,
-) -> Tensor:
-    """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S].
+@dataclass
+class Pretrained(ABC):
+    """A model of transformers' kind under its tokenizer.
 
-    A decoder adds what its layers computed to `keep`, or takes it from what is `known`.
+    `network` holds the weights: transformers' modules, or bare containers where the fused decoder computes (`hf` puts
+    transformers' model around those). With LoRA the layers are inside it, and `adapter` is the peft wrapper that saves and merges
+    them. `why_padded` is empty where the packed forward reproduces the model; else it says why the padded one runs instead.
+    `decoder` runs the packed forward in fused kernels where they reproduce the model; `why_unfused` says why not.
     """
-    if decoder is not None:
-        return decoder(input_ids, position_ids, layout, keep, known)
-    return hf.base_model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        attention_mask=attention.NO_MASK.to(hf.device),
-        use_cache=False,
-        layout=layout,
-    ).last_hidden_state
 
+    network: PreTrainedModel | Bare
+    tokenizer: PreTrainedTokenizerBase
+    adapter: nn.Module | None = None
+    why_padded: str = ""
+    train_mode: bool = False
+    decoder: Decoder | None = None
+    why_unfused: str = ""
 
-def target_hidden(hf: PreTrainedModel, decoder: Decoder | None, inputs: ForwardInputs) -> Tensor:
-    """Hidden states [M, E] that predict the targets, packed or padded."""
-    if inputs.layout is not None:
-        hidden = forward(hf, decoder, inputs.input_ids, inputs.position_ids, inputs.layout, known=inputs.known)
-    else:
-        hidden = hf.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.attention_mask,
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.network.device
+
+    @property
+    def hf(self) -> PreTrainedModel:
+        """transformers' model: the `network` from now on."""
+        if isinstance(self.network, Bare):
+            with torch.inference_mode(False):  # who samples may ask first
+                hf = self.network.as_transformers()
+            mode = hf.training
+            switch_dropout_off(hf)
+            self.network, fused, self.decoder = hf, self.decoder, None
+            try:
+                self.why_padded = choose_attention(hf, self.probe)
+                if fused is not None and fused.recompute:
+                    recompute_activations(hf)
+            finally:
+                self.decoder = fused
+            hf.train(mode)
+        return self.network
+
+    @abstractmethod
+    def probe(self, packed: bool) -> Tensor:
+        """Numbers on `PROBE`, to tell whether one way to compute them is as good as another."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: attention.Layout | attention.FusedLayout,
+        keep: Kept | None = None,
+        known: Known | None = None,
+    ) -> Tensor:
+        """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S].
+
+        A decoder adds what its layers computed to `keep`, or takes it from what is `known`.
+        """
+        if self.decoder is not None:
+            return self.decoder(input_ids, position_ids, layout, keep, known)
+        hidden: Tensor = self.hf.base_model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention.NO_MASK.to(self.device),
             use_cache=False,
+            layout=layout,
         ).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, inputs.targets.rows)
+        return hidden
+
+    def target_hidden(self, inputs: ForwardInputs) -> Tensor:
+        """Hidden states [M, E] that predict the targets, packed or padded."""
+        if inputs.layout is not None:
+            hidden = self.forward(inputs.input_ids, inputs.position_ids, inputs.layout, known=inputs.known)
+        else:
+            hidden = self.hf.base_model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=inputs.attention_mask,
+                use_cache=False,
+            ).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, inputs.targets.rows)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name, in the model's order."""
+        return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+
+    def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool) -> Self:
+        """Choose the ways to compute, and add the adapter where one is wanted; bare weights take none.
+
+        The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
+        """
+        if isinstance(self.network, Bare) and lora is None:
+            self.decoder = Decoder(self.network, gradient_checkpointing)
+        else:
+            self._prepare(self.hf, task, lora, adapter, gradient_checkpointing)
+        self.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
+        return self
+
+    def _prepare(self, hf: PreTrainedModel, task: str, lora: Lora | None, adapter: Path | None, recompute: bool) -> None:
+        switch_dropout_off(hf)
+        if not self.why_padded:
+            self.why_padded = choose_attention(hf, self.probe)
+        if lora is not None:
+            self.adapter = with_lora(hf, lora, adapter, task)
+        if recompute:
+            recompute_activations(hf)
+        if not self.why_padded:
+            self.decoder, self.why_unfused = fuse(self, recompute)
+
+    def frozen_copy(self) -> Self:
+        """A copy that never learns: the reference of full fine-tuning."""
+        twin = copy.deepcopy(self.network)
+        twin.requires_grad_(False)
+        decoder = None if self.decoder is None else Decoder(twin)
+        reasons = {"why_padded": self.why_padded, "why_unfused": self.why_unfused}
+        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, **reasons)
+
+    def save(self, folder: Path) -> None:
+        """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter (and a scalar head) only."""
+        write(self.adapter or self.network, self.tokenizer, folder)
+
+    def save_merged(self, folder: Path) -> None:
+        """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
+        write(merged(self.network, self.adapter), self.tokenizer, folder)
 
 
 def switch_dropout_off(hf: PreTrainedModel) -> None:
@@ -77,6 +168,8 @@ def switch_dropout_off(hf: PreTrainedModel) -> None:
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):  # a number where attention is a function
+            module.attention_dropout = 0.0
     hf.eval()
 
 
@@ -85,9 +178,9 @@ def recompute_activations(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def merged(hf: PreTrainedModel, adapter: nn.Module | None) -> Any:
+def merged(network: PreTrainedModel | Bare, adapter: nn.Module | None) -> Any:
     """The whole model, with a copy of its adapter merged in."""
-    return hf if adapter is None else copy.deepcopy(adapter).merge_and_unload()
+    return network if adapter is None else copy.deepcopy(adapter).merge_and_unload()
 
 
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -124,8 +217,11 @@ PROBE = Groups(prompts=((3, 1, 2), (2, 5, 4, 1, 3)), completions=(((4, 2, 1), (1
 def choose_attention(hf: PreTrainedModel, run: Callable[[bool], Tensor]) -> str:
     """Why the packed forward can't be used for this model: an empty string where it reproduces the model's own attention.
 
-    `run(packed)` gives the model's numbers on `PROBE`. Leaves the model with our attention where that works, else with its own.
+    `run(packed)` gives the model's numbers on `PROBE`, without the decoder. Leaves the model with our attention where that works,
+    else with its own.
     """
+    from psigrad.models.hf_attention import IMPLEMENTATION
+
     own = hf.config._attn_implementation
     oracle, failure = _probe(hf, run, own, packed=False)
     if oracle is None:  # some models take SDPA for granted and refuse it when they run (softcapped attention)
@@ -133,7 +229,7 @@ def choose_attention(hf: PreTrainedModel, run: Callable[[bool], Tensor]) -> str:
         oracle, failure = _probe(hf, run, own, packed=False)
     if oracle is None:
         raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal model of transformers.")
-    packed, failure = _probe(hf, run, attention.IMPLEMENTATION, packed=True)
+    packed, failure = _probe(hf, run, IMPLEMENTATION, packed=True)
     if packed is not None:
         gap = float((packed - oracle).abs().max())
         # float32 agrees to about 1e-6; bfloat16 differs by its own rounding in either form
@@ -144,17 +240,17 @@ def choose_attention(hf: PreTrainedModel, run: Callable[[bool], Tensor]) -> str:
     return f"{type(hf).__name__} does not run packed: {failure}"
 
 
-def fuse(hf: PreTrainedModel, recompute: bool, run: Callable[[Decoder | None], Tensor]) -> tuple[Decoder | None, str]:
-    """The fused decoder where it reproduces the model's own modules, else None and why.
-
-    `run(decoder)` gives the model's numbers on `PROBE`.
-    """
+def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
+    """The fused decoder where it reproduces the model's own modules, else None and why."""
+    hf = model.hf
     try:
         decoder = Decoder(hf, recompute)
     except Unlike as reason:
         return None, str(reason)
     with torch.no_grad(), _stirred(decoder):
-        gap = float((run(decoder) - run(None)).abs().max())
+        own = model.probe(packed=True)
+        model.decoder = decoder
+        gap = float((model.probe(packed=True) - own).abs().max())
     if gap < (1e-3 if hf.dtype == torch.float32 else 0.25):
         return decoder, ""
     return None, f"the fused forward differs by {gap:.1g} from the model's own"

@@ -6,24 +6,32 @@ them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
+from psigrad.models import gradients
 from psigrad.models.attention import FusedLayout, PackedLayout
+from psigrad.models.bare import Backbone, Bare
 from psigrad.models.fused_layer import Layer, Unlike
 from psigrad.models.kept import Kept, Known
 from psigrad.native.kernels import Heads, Kernels, kernels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
 
 class _Through(torch.autograd.Function):
-    """A layer, with its gradient by hand."""
+    """A layer, with its gradient by hand.
+
+    Where its activations are known they are read in the backward pass, and what is handed on to the next layer is but a place in
+    autograd's chain: NaN, lest anybody compute with it.
+    """
 
     @staticmethod
     def forward(
@@ -36,17 +44,26 @@ class _Through(torch.autograd.Function):
         known: Known | None,
         *weights: Tensor,
     ) -> Tensor:
-        y, kept = layer.forward(x, angles, layout, adapted) if known is None else known.layer(layer.index)
-        ctx.layer, ctx.angles, ctx.layout, ctx.adapted = layer, angles, layout, adapted
-        ctx.save_for_backward(x, *kept, *weights)  # the weights only so that a change in place is noticed
+        if known is None:
+            y, parts = layer.forward(x, angles, layout, adapted)
+        elif layer.index == known.last:
+            y, parts = known.output(layer.index), ()
+        else:
+            y, parts = x.new_full((1,), torch.nan).expand_as(x), ()
+        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.known = layer, angles, layout, adapted, known
+        ctx.parts = len(parts)
+        ctx.save_for_backward(x, *parts, *weights)  # the weights only so that a change in place is noticed
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, *kept = ctx.saved_tensors[:6]
+        x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
+        if ctx.known is not None:
+            x = ctx.known.output(ctx.layer.index - 1) if ctx.layer.index else x
+            parts = ctx.known.parts(ctx.layer.index)
         learns = ctx.needs_input_grad[6:]
-        dx, dweights = ctx.layer.backward(dy.contiguous(), x, tuple(kept), ctx.angles, ctx.layout, ctx.adapted, learns)
+        dx, dweights = ctx.layer.backward(dy.contiguous(), x, tuple(parts), ctx.angles, ctx.layout, ctx.adapted, learns)
         return None, dx, None, None, None, None, *dweights
 
 
@@ -74,16 +91,16 @@ class Decoder:
     With `recompute` a layer keeps only its input for the backward pass and runs forward again there (gradient checkpointing).
     """
 
-    def __init__(self, hf: PreTrainedModel, recompute: bool = False) -> None:
+    def __init__(self, network: PreTrainedModel | Bare, recompute: bool = False) -> None:
         native = kernels()
         if isinstance(native, str):
             raise Unlike(native)
-        base: Any = hf.base_model
-        config = hf.config.get_text_config()
-        if type(base).__name__ not in KINDS:
+        base: Any = network.base_model
+        config = network.config.get_text_config()
+        if not isinstance(base, Backbone) and type(base).__name__ not in KINDS:
             raise Unlike(f"{type(base).__name__} is none of {', '.join(KINDS)}")
-        if hf.device.type != "cpu" or hf.dtype not in (torch.float32, torch.bfloat16):
-            raise Unlike(f"it is in {hf.dtype} on {hf.device}")
+        if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
+            raise Unlike(f"it is in {network.dtype} on {network.device}")
         if config.hidden_act != "silu":
             raise Unlike(f"its activation is {config.hidden_act}")
         first = base.layers[0].self_attn
@@ -95,7 +112,7 @@ class Decoder:
             eps=float(config.rms_norm_eps),
             scale=float(first.scaling),
         )
-        self.native, self.base, self.hf, self.recompute = native, base, hf, recompute
+        self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
         self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
         self.dtype = self.layers[0].weights.dtype
         self.eps = float(base.norm.variance_epsilon)
@@ -113,7 +130,7 @@ class Decoder:
         that are `known` are not run.
         """
         shape = input_ids.shape
-        x = self.base.embed_tokens(input_ids).flatten(0, 1).to(self.dtype)
+        x = self._embedded(input_ids).flatten(0, 1).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
         angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
         adapted = self.adapted
@@ -124,12 +141,19 @@ class Decoder:
                 x = checkpoint(_Through.apply, *given, use_reentrant=False) if self.recompute else _Through.apply(*given)
             x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
         else:
-            if known is not None:
-                x, _ = known.layer(len(self.layers) - 1)
-            else:
-                x = self._run(x, angles, layout, adapted, keep)
+            x = self._run(x, angles, layout, adapted, keep) if known is None else known.output(known.last)
             x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
-        return x.to(self.hf.dtype).view(*shape, -1)
+        return x.to(self.stored).view(*shape, -1)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        table = self.base.embed_tokens
+        plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
+        # a small table's whole gradient is made faster
+        sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
+        if sums is not None:
+            return gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
+        rows: Tensor = table(input_ids)
+        return rows
 
     @property
     def adapted(self) -> bool:

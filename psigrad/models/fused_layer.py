@@ -123,8 +123,9 @@ class Layer:
         if any(child.bias is not None for child in linear[4:]):
             raise Unlike("its feed-forward layers have biases")
         self.index, self.heads, self.native = index, heads, native
-        # Mistral reads its window from the configuration, Qwen keeps one per layer
-        self.window = int(getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)) or 0)
+        # Mistral reads its window from the configuration, Qwen keeps one per layer, and Llama has none, whatever its file says
+        windowed = attention.config if type(attention).__name__ == "MistralAttention" else attention
+        self.window = int(getattr(windowed, "sliding_window", None) or 0)
         norms = [module.input_layernorm, module.post_attention_layernorm]
         self.has_head_norms = hasattr(attention, "q_norm")
         if self.has_head_norms:

@@ -1,14 +1,15 @@
 """What a forward pass without gradient left behind, for a backward pass over the same tokens under the same weights.
 
 On policy, the tokens that are trained on went through the very weights that train when they were sampled: layer by layer the
-sampler has computed what the backward pass needs. Kept, it makes the training forward pass superfluous, a third of training's
-arithmetic. Activations are a function of the tokens and the weights, so they are found by the tokens, and only while no weight
-has changed.
+sampler has computed what the backward pass needs, and behind the head the log-probs of what it drew. Kept, that makes the
+training forward pass superfluous, a third of training's arithmetic. Activations are a function of the tokens and the weights, so
+they are found by the tokens, and only while no weight has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,33 @@ from torch import Tensor, nn
 Ids = Sequence[int]
 # Of each layer its output [rows, E] and what its backward pass needs [rows, …].
 Layers = list[tuple[Tensor, ...]]
+# Log-probs of several heads or temperatures, which are no one's.
+_SEVERAL = ((0, 0), float("nan"))
 # Rows of one block of memory. Pieces kept one by one would lie between what sampling allocates and frees, and leave holes that
-# nothing large fits into: a gigabyte where the vocabulary is large.
-SLAB = 1024
+# nothing large fits into: a gigabyte where the vocabulary is large. In blocks of 1024 rows the last, half empty, takes as much.
+SLAB = 256
+
+
+@dataclass(frozen=True)
+class Said:
+    """Log-probs [M] of tokens under a head at a softmax temperature."""
+
+    logps: Tensor
+    temperature: float
+    mark: tuple[int, int]
+
+    def under(self, head: Tensor, temperature: float) -> Tensor | None:
+        """They, if they are those of this head, unchanged, at this temperature."""
+        return self.logps if (self.mark, self.temperature) == (_mark(head), temperature) else None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A completion: its ids [T], the rows [T - 1] of all but the last token, its log-probs [T]."""
+
+    ids: tuple[int, ...]
+    rows: Tensor
+    logps: Tensor
 
 
 class Kept:
@@ -29,8 +54,9 @@ class Kept:
         self.rows = self.bytes = 0
         self.slabs: list[Layers] = []
         self._prompts: dict[tuple[int, ...], Tensor] = {}
-        self._completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self._completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Written] = {}
         self._marks: list[tuple[int, int]] = []
+        self._head = _SEVERAL
 
     @property
     def open(self) -> bool:
@@ -42,9 +68,7 @@ class Kept:
         marks = _marks(weights)
         self._marks = self._marks or marks
         self.bytes += sum(x.numel() * x.element_size() for layer in layers for x in layer)
-        if marks != self._marks:
-            self.limit = -1.0  # what came before is stale, and who numbers rows counts on them
-        if self.open:
+        if self.open and marks == self._marks:
             self._copy(layers)
         else:
             self.clear()
@@ -62,14 +86,20 @@ class Kept:
             done += share
             self.rows += share
 
-    def name(self, prompt: tuple[int, ...], prompt_rows: Tensor, completions: Iterable[tuple[tuple[int, ...], Tensor]]) -> None:
-        """Say whose the rows are: those of a prompt's tokens, and of each of its completions but the last token."""
+    def name(self, prompt: tuple[int, ...], prompt_rows: Tensor, completions: Iterable[Written]) -> None:
+        """Say whose the rows are: those of a prompt's tokens, and of its completions."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
-            self._completions |= {(prompt, ids): rows for ids, rows in completions}
+            self._completions |= {(prompt, written.ids): written for written in completions}
+
+    def said_by(self, head: Tensor, temperature: float) -> None:
+        """Say which head, at which softmax temperature, the log-probs of the completions named next are of."""
+        head_now = (_mark(head), temperature)
+        self._head = head_now if self._head == head_now or not self._completions else _SEVERAL
 
     def clear(self) -> None:
-        """Let everything go."""
+        """Let everything go, and keep nothing more: who numbers rows counts on those before."""
+        self.limit = -1.0
         self.slabs, self._prompts, self._completions = [], {}, {}
 
     def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[nn.Parameter]) -> Known | None:
@@ -79,20 +109,28 @@ class Kept:
         if _marks(weights) != self._marks:
             self.clear()
             return None
-        found = [self._prompts.get(tuple(prompt)) for prompt in prompts]
-        for prompt, group in zip(prompts, completions, strict=True):
-            found += [self._completions.get((tuple(prompt), tuple(ids))) if len(ids) else _NONE for ids in group]
-        rows = [x for x in found if x is not None]
-        return Known(self.slabs, torch.cat(rows)) if rows and len(rows) == len(found) else None
+        keys = [(tuple(p), tuple(ids)) for p, group in zip(prompts, completions, strict=True) for ids in group if len(ids)]
+        before, written = [self._prompts.get(tuple(p)) for p in prompts], [self._completions.get(key) for key in keys]
+        rows = [x for x in before if x is not None] + [x.rows for x in written if x is not None]
+        if not rows or len(rows) < len(before) + len(written):
+            return None
+        logps = torch.cat([_NOTHING, *(x.logps for x in written if x is not None)])
+        mark, temperature = self._head
+        return Known(self.slabs, torch.cat(rows), Said(logps, temperature, mark))
 
 
-_NONE = torch.zeros(0, dtype=torch.long)
+_NOTHING = torch.zeros(0)
 
 
 class Known:
-    """The layers of a forward pass that need not be run, for rows in the order of their packed forward."""
+    """The layers of a forward pass that need not be run, for rows in the order of their packed forward; what was `said` there.
 
-    def __init__(self, slabs: list[Layers], rows: Tensor) -> None:
+    Each tensor is gathered when it is asked for, so that copies of one layer at a time lie beside the slabs.
+    """
+
+    def __init__(self, slabs: list[Layers], rows: Tensor, said: Said) -> None:
+        self.said = said
+        self.last = len(slabs[0]) - 1
         self._count = len(rows)
         order = rows.argsort()
         shares = torch.bincount(rows // SLAB, minlength=len(slabs)).tolist()
@@ -101,10 +139,13 @@ class Known:
         if len(self._pieces) == 1:
             self._pieces = [(self._pieces[0][0], torch.arange(len(rows)), rows % SLAB)]
 
-    def layer(self, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The layer's output, and what its backward pass needs, as the layer's own forward gives them."""
-        y, *kept = (self._gathered(index, part) for part in range(len(self._pieces[0][0][index])))
-        return y, tuple(kept)
+    def output(self, index: int) -> Tensor:
+        """The layer's output."""
+        return self._gathered(index, 0)
+
+    def parts(self, index: int) -> tuple[Tensor, ...]:
+        """What the layer's backward pass needs besides its input."""
+        return tuple(self._gathered(index, part) for part in range(1, len(self._pieces[0][0][index])))
 
     def _gathered(self, index: int, part: int) -> Tensor:
         first = self._pieces[0][0][index][part]
@@ -117,5 +158,9 @@ class Known:
 
 
 def _marks(weights: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
+    return [_mark(p) for p in weights]
+
+
+def _mark(weight: Tensor) -> tuple[int, int]:
     # an optimiser changes a parameter in place, which counts its version up
-    return [(p.data_ptr(), p._version) for p in weights]
+    return weight.data_ptr(), weight._version

@@ -3,69 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError
-from psigrad.models import attention, backbone
-from psigrad.models.backbone import DTYPES, Lora
-from psigrad.models.fused import Decoder
+from psigrad.models import bare
+from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
+from psigrad.models.bare import Bare
 from psigrad.models.kept import Kept
 from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # The file of the value head in a checkpoint, and the prefix of its parameters' names.
 VALUE_HEAD = "value_head"
 
 
 @dataclass
-class LanguageModel:
+class LanguageModel(Pretrained):
     """A causal language model under its tokenizer.
 
-    `hf` is the transformers model (with LoRA layers inside when `adapter` is set, the peft wrapper that saves and merges them).
-    `why_padded` is empty where the packed forward reproduces the model; else it says why the padded one runs instead.
-    `decoder` runs the packed forward in fused kernels where they reproduce the model; `why_unfused` says why not.
     `kept`, where given, collects what sampling computes, so that training on those tokens need not compute it again.
     `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
     """
 
-    hf: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    adapter: nn.Module | None = None
-    why_padded: str = ""
-    train_mode: bool = False
     value_head: nn.Linear | None = None
-    decoder: Decoder | None = None
     kept: Kept | None = None
-    why_unfused: str = ""
-
-    @property
-    def device(self) -> torch.device:
-        return self.hf.device
 
     @property
     def vocabulary(self) -> int:
-        return int(self.hf.config.get_text_config().vocab_size)
+        return int(self.network.config.get_text_config().vocab_size)
 
     @property
     def max_length(self) -> int:
         """Most tokens of one sequence (prompt and completion)."""
-        return int(getattr(self.hf.config.get_text_config(), "max_position_embeddings", 1 << 31))
+        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", 1 << 31))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a completion: the generation config's and the tokenizer's."""
-        ids = self.hf.generation_config.eos_token_id if self.hf.generation_config else None
+        ids = self.network.generation_config.eos_token_id if self.network.generation_config else None
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
 
@@ -76,38 +64,26 @@ class LanguageModel:
         return self.kept if trains else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by name, in the model's order."""
-        own = {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
+        """The parameters that learn, by name, in the model's order; the value head's come last."""
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
-        return own | head
+        return super().trainable() | head
 
-    def _fuse(self, recompute: bool = False) -> None:
-        """Use the fused decoder if it reproduces the model."""
-
-        def run(decoder: Decoder | None) -> Tensor:
-            self.decoder = decoder
-            return self.evaluate(backbone.PROBE, packed=True).logp
-
-        self.decoder, self.why_unfused = backbone.fuse(self.hf, recompute, run)
+    def probe(self, packed: bool) -> Tensor:
+        """Log-probs on `PROBE`."""
+        return self.evaluate(PROBE, packed=packed).logp
 
     def add_value_head(self, folder: Path | None = None) -> None:
         """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""
-        head = nn.Linear(self.hf.get_output_embeddings().in_features, 1)
+        head = nn.Linear(self.network.get_output_embeddings().in_features, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         if folder is not None:
             head.load_state_dict(load_file(folder / f"{VALUE_HEAD}.safetensors"))
         self.value_head = head.to(self.device)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, layout: attention.Layout | attention.FusedLayout, keep: Kept | None = None
-    ) -> Tensor:
-        """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S]."""
-        return backbone.forward(self.hf, self.decoder, input_ids, position_ids, layout, keep)
-
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of hidden states [B, E]."""
-        output = self.hf.get_output_embeddings()
+        output = self.network.get_output_embeddings()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
         if self.decoder is not None and plain:
             return self.decoder.native.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
@@ -150,7 +126,7 @@ class LanguageModel:
         packed: bool | None = None,
     ) -> tuple[TokenStats, Targets]:
         """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
-        self.hf.train(self.train_mode and torch.is_grad_enabled())
+        self.network.train(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
         if self.keeping is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
@@ -168,17 +144,18 @@ class LanguageModel:
             if kl_to is self:  # it is asked later, when the adapter is on again
                 reference_head = getattr(reference_head, "base_layer", reference_head)
         wanted = Wanted(temperature, entropy, accuracy, reference_head)
-        stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden)
+        said = None if forward.known is None else forward.known.said
+        stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, said)
         return replace(stats, value=values), forward.targets
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""
         if self.value_head is None:
             raise ValueError("This model has no value head; call add_value_head() first.")
-        hidden = backbone.target_hidden(self.hf, self.decoder, inputs)
+        hidden = self.target_hidden(inputs)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
         if inputs.layout is not None:
-            return hidden, self.hf.get_output_embeddings(), values
+            return hidden, self.network.get_output_embeddings(), values
         return (*self._target_hidden(inputs), values)
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -186,7 +163,7 @@ class LanguageModel:
         themselves.
         """
         if inputs.layout is not None:
-            return backbone.target_hidden(self.hf, self.decoder, inputs), self.hf.get_output_embeddings()
+            return self.target_hidden(inputs), self.network.get_output_embeddings()
         out = self.hf(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
@@ -201,24 +178,12 @@ class LanguageModel:
             raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
         return self.adapter.disable_adapter()
 
-    def frozen_copy(self) -> LanguageModel:
-        """A copy that never learns: the reference of full fine-tuning."""
-        twin = copy.deepcopy(self.hf)
-        twin.requires_grad_(False)
-        decoder = None if self.decoder is None else Decoder(twin)
-        reasons = {"why_padded": self.why_padded, "why_unfused": self.why_unfused}
-        return LanguageModel(twin.eval(), self.tokenizer, decoder=decoder, **reasons)
-
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form, and the value head beside; a LoRA model saves its adapter only."""
         if self.value_head is not None:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.value_head.state_dict(), folder / f"{VALUE_HEAD}.safetensors")
-        backbone.write(self.adapter or self.hf, self.tokenizer, folder)
-
-    def save_merged(self, folder: Path) -> None:
-        """The whole model, adapter merged in, so that `AutoModelForCausalLM.from_pretrained(folder)` opens it."""
-        backbone.write(backbone.merged(self.hf, self.adapter), self.tokenizer, folder)
+        super().save(folder)
 
 
 def load(
@@ -234,39 +199,28 @@ def load(
 
     `adapter` is a folder with LoRA weights to go on from. Raises `UserError` if nothing loads from `path`.
     """
+    plain = lora is None and device == "cpu"
     try:
-        hf = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        found = bare.load(path, DTYPES[dtype]) if plain else None
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"No causal language model could be loaded from {path!r} ({reason}); give a folder or a hub name."
         ) from error
-    return prepare(hf.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    return prepare(network.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 
 def prepare(
-    hf: PreTrainedModel,
+    network: PreTrainedModel | Bare,
     tokenizer: PreTrainedTokenizerBase,
     *,
     lora: Lora | None = None,
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
 ) -> LanguageModel:
-    """A `LanguageModel` around a transformers model that is already in memory.
-
-    The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
-    """
+    """A `LanguageModel` around a transformers model that is already in memory, or around bare weights."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
-    backbone.switch_dropout_off(hf)
-    model = LanguageModel(hf, tokenizer)
-    model.why_padded = backbone.choose_attention(hf, lambda packed: model.evaluate(backbone.PROBE, packed=packed).logp)
-    if lora is not None:
-        model.adapter = backbone.with_lora(hf, lora, adapter, "CAUSAL_LM")
-    if gradient_checkpointing:
-        backbone.recompute_activations(hf)
-    if not model.why_padded:
-        model._fuse(gradient_checkpointing)
-    model.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
-    return model
+    return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing)

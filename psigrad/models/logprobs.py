@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from psigrad.models import gradients
+from psigrad.models.kept import Said
+
 # Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
-# The closed form holds them once, where autograd holds several copies, so its chunks may be larger: fewer passes over the head.
-CLOSED_CHUNK = 2
+# Logits of one tile of the closed form, and the most states in it.
+TILE_ELEMENTS = 1 << 22
+TILE_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -77,58 +81,98 @@ class Wanted:
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """log π of chosen tokens under a large head, forward and backward in chunks that leave nothing but a normaliser per token.
+    """log π of chosen tokens under a large head, forward and backward in tiles that leave nothing but a normaliser per token.
 
-    With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The head's gradient is summed up in one matrix, where
-    autograd would make one for every chunk.
+    With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The tiles go through the vocabulary, with as many tokens at
+    once as they may hold, so that the head is read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, rows: int) -> Tensor:
-        parts = []
-        for cut, logits, _ in _logits(hidden, weight, temperature, rows):
-            chosen = logits.gather(1, ids[cut, None])[:, 0]
-            top = logits.amax(1)
-            normaliser = logits.sub_(top[:, None]).exp_().sum(1).log_().add_(top)
-            parts.append((chosen - normaliser, normaliser))
-        logp, normaliser = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        sums: gradients.Sums | None,
+        known: Tensor | None,
+    ) -> Tensor:
+        ctx.temperature, ctx.head, ctx.sums = temperature, weight, sums
+        if known is not None:
+            chosen = (hidden * weight[ids]).sum(1) / temperature
+            ctx.save_for_backward(hidden, weight, ids, chosen - known)
+            return known.clone()
+        kind = upcast(weight[:0]).dtype
+        top = torch.full(ids.shape, -torch.inf, dtype=kind, device=ids.device)
+        total, chosen = torch.zeros_like(top), torch.zeros_like(top)
+        for rows, columns, logits, _ in _tiles(hidden, weight, temperature):
+            hit, token = _hits(ids[rows], columns)
+            chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0], chosen[rows])
+            higher = torch.maximum(top[rows], logits.amax(1)).clamp_(min=torch.finfo(kind).min)
+            total[rows] *= top[rows].sub_(higher).exp_()
+            total[rows] += logits.sub_(higher[:, None]).exp_().sum(1)
+            top[rows] = higher
+        normaliser = total.log_().add_(top)
         ctx.save_for_backward(hidden, weight, ids, normaliser)
-        ctx.temperature, ctx.rows = temperature, rows
-        return logp
+        return chosen - normaliser
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogp: Tensor) -> tuple[Any, ...]:
         hidden, weight, ids, normaliser = ctx.saved_tensors
-        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # a sum of half-precision products would lose the small ones
-        dweight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
-        for cut, logits, stored in _logits(hidden, weight, ctx.temperature, ctx.rows):
-            slope = dlogp[cut, None] / ctx.temperature
-            back = logits.sub_(normaliser[cut, None]).exp_().mul_(-slope)
-            back.scatter_add_(1, ids[cut, None], slope)
+        dhidden = torch.zeros_like(hidden, dtype=normaliser.dtype) if ctx.needs_input_grad[0] else None
+        dweight = None
+        if ctx.sums is not None:
+            dweight = gradients.sum_of(ctx.head, ctx.sums)
+        elif ctx.needs_input_grad[1]:
+            dweight = torch.zeros_like(weight, dtype=normaliser.dtype)
+        for rows, columns, logits, stored in _tiles(hidden, weight, ctx.temperature):
+            slope = dlogp[rows] / ctx.temperature
+            back = logits.sub_(normaliser[rows, None]).exp_().mul_(-slope[:, None])
+            hit, token = _hits(ids[rows], columns)
+            back.scatter_add_(1, token, (slope * hit)[:, None])
             given = back if back.dtype == weight.dtype else stored.copy_(back)
             if dhidden is not None:
-                torch.mm(given, weight, out=dhidden[cut])
+                _add_product(dhidden[rows], given, weight[columns])
             if dweight is not None:
-                if dweight.dtype == weight.dtype:
-                    dweight.addmm_(given.t(), hidden[cut])
-                else:
-                    dweight.add_(given.t() @ hidden[cut])
-        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
+                _add_product(dweight[columns], given.t(), hidden[rows])
+        if dhidden is not None:
+            dhidden = dhidden.to(hidden.dtype)
+        given_back = None if dweight is None or ctx.sums is not None else dweight.to(weight.dtype)
+        return dhidden, given_back, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Logits of `rows` states at a time, in at least float32, and as they are stored; the next overwrite them."""
-    room = hidden.new_empty(min(rows, len(hidden)), len(weight))
+def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Logits of some states and some tokens at a time, in at least float32, and as they are stored; the next overwrite them."""
+    height = min(len(hidden), TILE_ROWS)
+    width = min(len(weight), max(1, TILE_ELEMENTS // height))
+    room = hidden.new_empty(height * width)
     wide = room if room.dtype == upcast(room[:0]).dtype else torch.empty_like(room, dtype=torch.float32)
-    for start in range(0, len(hidden), rows):
-        cut = slice(start, min(start + rows, len(hidden)))
-        stored, logits = room[: cut.stop - start], wide[: cut.stop - start]
-        torch.mm(hidden[cut], weight.t(), out=stored)
-        if logits.dtype != stored.dtype:
-            logits.copy_(stored)
-        yield cut, logits.div_(temperature) if temperature != 1.0 else logits, stored
+    for top in range(0, len(hidden), height):
+        rows = slice(top, min(top + height, len(hidden)))
+        for left in range(0, len(weight), width):
+            columns = slice(left, min(left + width, len(weight)))
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            stored, logits = (x[: shape[0] * shape[1]].view(shape) for x in (room, wide))
+            torch.mm(hidden[rows], weight[columns].t(), out=stored)
+            if logits.dtype != stored.dtype:
+                logits.copy_(stored)
+            yield rows, columns, logits.div_(temperature) if temperature != 1.0 else logits, stored
+
+
+def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """[m] which of the ids are among the columns; [m, 1] where there, or anywhere."""
+    hit = (ids >= columns.start) & (ids < columns.stop)
+    return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out ← out + a·b, in the precision of `out`."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)
 
 
 def token_stats(
@@ -138,14 +182,26 @@ def token_stats(
     vocabulary: int,
     wanted: Wanted,
     reference_hidden: Tensor | None = None,
+    said: Said | None = None,
 ) -> TokenStats:
     """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
 
-    Where nothing but log-probs is wanted of a `head` that is a plain linear layer, the gradient is in closed form.
+    Where nothing but log-probs is wanted of a `head` that is a plain linear layer, the gradient is in closed form, and log-probs
+    that were `said` by that head need not be computed again.
     """
+    large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
+    if wanted.nothing_else and type(head) is nn.Linear and head.bias is None and large:
+        if int(ids.min()) < 0 or int(ids.max()) >= len(head.weight):
+            raise IndexError(
+                f"A target is token {int(ids.max())}; the head has {len(head.weight)}: the tokenizer is of another model."
+            )
+        # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
+        exact = said is not None and hidden.dtype == head.weight.dtype == torch.float32
+        known = said.under(head.weight, wanted.temperature) if said is not None and exact else None
+        return TokenStats(
+            _ChosenLogProbs.apply(hidden, head.weight, ids, wanted.temperature, gradients.sums_for(head.weight), known)
+        )
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    if wanted.nothing_else and type(head) is nn.Linear and head.bias is None and hidden.shape[0] > rows:
-        return TokenStats(_ChosenLogProbs.apply(hidden, head.weight, ids, wanted.temperature, CLOSED_CHUNK * rows))
 
     def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return wanted.of(head(h), i, r)

@@ -3,72 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError
-from psigrad.models import backbone
-from psigrad.models.backbone import DTYPES, Lora
-from psigrad.models.fused import Decoder
+from psigrad.models import bare
+from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
+from psigrad.models.bare import Bare
 from psigrad.models.packing import Groups, Ids, Rows, pack, pad
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # In a process reward model's config.json: what ends a step.
 STEP_SEPARATOR = "step_separator"
 
 
 @dataclass
-class ScalarModel:
+class ScalarModel(Pretrained):
     """A transformers `…ForSequenceClassification` with one label, under its tokenizer.
 
     Formula: V(s_t) = w · h_t, with h_t the hidden state behind the tokens before step t; the score of a text is V behind its last
-    token. `why_padded` says why the packed forward is not used, where it is not, and `why_unfused` why the fused decoder is not.
-    Models whose head is not a plain `score` layer (BERT's kin) can only score whole texts.
+    token. Models whose head is not a plain `score` layer (BERT's kin) can only score whole texts.
     """
-
-    hf: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    adapter: nn.Module | None = None
-    why_padded: str = ""
-    train_mode: bool = False
-    decoder: Decoder | None = None
-    why_unfused: str = ""
-
-    @property
-    def device(self) -> torch.device:
-        return self.hf.device
 
     @property
     def per_token(self) -> bool:
         """Whether the model has a number at every token."""
-        return isinstance(getattr(self.hf, "score", None), nn.Module)
+        return isinstance(getattr(self.network, "score", None), nn.Module)
 
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by name, in the model's order."""
-        return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
-
-    def _fuse(self, recompute: bool = False) -> None:
-        """Use the fused decoder if it reproduces the model."""
-
-        def run(decoder: Decoder | None) -> Tensor:
-            self.decoder = decoder
-            return self.values(backbone.PROBE, packed=True)
-
-        self.decoder, self.why_unfused = backbone.fuse(self.hf, recompute, run)
+    def probe(self, packed: bool) -> Tensor:
+        """V on `PROBE`."""
+        return self.values(PROBE, packed=packed)
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
         """V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
-        self.hf.train(self.train_mode and torch.is_grad_enabled())
+        self.network.train(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
-        values = self.hf.score(backbone.target_hidden(self.hf, self.decoder, forward))[:, 0]
+        values = self.network.score(self.target_hidden(forward))[:, 0]
         return forward.targets.unpack(values.to(torch.promote_types(values.dtype, torch.float32)))
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
@@ -81,28 +62,13 @@ class ScalarModel:
         return self.values(longer, packed=packed).gather(1, lengths[:, None])[:, 0]
 
     def _whole(self, rows: Sequence[Ids]) -> Tensor:
-        self.hf.train(self.train_mode and torch.is_grad_enabled())
+        self.network.train(self.train_mode and torch.is_grad_enabled())
         width = max(map(len, rows))
-        filler = self.hf.config.pad_token_id or 0
+        filler = self.network.config.pad_token_id or 0
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
         return self.hf(input_ids=ids, attention_mask=mask).logits[:, 0].float()
-
-    def frozen_copy(self) -> ScalarModel:
-        """A copy that never learns."""
-        twin = copy.deepcopy(self.hf)
-        twin.requires_grad_(False)
-        decoder = None if self.decoder is None else Decoder(twin)
-        return ScalarModel(twin.eval(), self.tokenizer, why_padded=self.why_padded, decoder=decoder, why_unfused=self.why_unfused)
-
-    def save(self, folder: Path) -> None:
-        """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter and head only."""
-        backbone.write(self.adapter or self.hf, self.tokenizer, folder)
-
-    def save_merged(self, folder: Path) -> None:
-        """The whole model, so that `AutoModelForSequenceClassification.from_pretrained(folder)` opens it."""
-        backbone.write(backbone.merged(self.hf, self.adapter), self.tokenizer, folder)
 
 
 def load(
@@ -121,10 +87,8 @@ def load(
     will do. Raises `UserError` if nothing loads from `path`.
     """
     try:
-        with _quiet():
-            hf, found = AutoModelForSequenceClassification.from_pretrained(
-                path, num_labels=1, dtype=DTYPES[dtype], output_loading_info=True
-            )
+        found = bare.load(path, DTYPES[dtype], scalar=True) if lora is None and device == "cpu" else None
+        network, missing = _by_transformers(path, DTYPES[dtype]) if found is None else found
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -132,41 +96,37 @@ def load(
             f"No model with a scalar head could be loaded from {path!r} ({reason}); give the folder or hub name of a "
             "reward model with one label, or of a causal language model."
         ) from error
-    missing = [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
     if missing and fresh_head == "refuse":
         raise UserError(
             f"{path!r} is a model without a trained scalar head ({', '.join(missing)} is missing), so its scores would be noise; "
             "give the folder or hub name of a reward model."
         )
     if missing and fresh_head == "zero":
-        nn.init.zeros_(hf.score.weight)
-    return prepare(hf.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+        nn.init.zeros_(network.score.weight)
+    return prepare(network.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+
+
+def _by_transformers(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """transformers' model, and the names of its head's weights where they are fresh."""
+    with _quiet():
+        hf, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
+    return hf, [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
 
 
 def prepare(
-    hf: PreTrainedModel,
+    network: PreTrainedModel | Bare,
     tokenizer: PreTrainedTokenizerBase,
     *,
     lora: Lora | None = None,
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
 ) -> ScalarModel:
-    """A `ScalarModel` around a transformers model that is already in memory; dropout is switched off."""
-    backbone.switch_dropout_off(hf)
-    hf.config.pad_token_id = _padding(tokenizer)
-    model = ScalarModel(hf, tokenizer)
-    if model.per_token:
-        model.why_padded = backbone.choose_attention(hf, lambda packed: model.values(backbone.PROBE, packed=packed))
-    else:
-        model.why_padded = f"{type(hf).__name__} has no score at every token"
-    if lora is not None:
-        model.adapter = backbone.with_lora(hf, lora, adapter, "SEQ_CLS")
-    if gradient_checkpointing:
-        backbone.recompute_activations(hf)
-    if not model.why_padded:
-        model._fuse(gradient_checkpointing)
-    model.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
-    return model
+    """A `ScalarModel` around a transformers model that is already in memory, or around bare weights."""
+    network.config.pad_token_id = _padding(tokenizer)
+    model = ScalarModel(network, tokenizer)
+    if not model.per_token:
+        model.why_padded = f"{type(network).__name__} has no score at every token"
+    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing)
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:

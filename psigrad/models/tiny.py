@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -12,10 +12,12 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 

@@ -250,11 +250,22 @@ class PolicyGradient:
         )
 
     def loss(self, prepared: Prepared, evaluation: Evaluation, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
-        """The share of these rows (one micro-batch) in the loss of an optimiser step whose counts are `totals`.
+        """The share of these rows (one micro-batch) in the loss of an optimiser step whose counts are `totals`: that of the
+        policy, and of the critic where there is one.
 
         `metrics` False leaves all terms but the losses out, for loops of many small steps.
         Errors: ValueError when the batch or the evaluation lacks what a part reads.
         """
+        policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
+        if self.critic is None:
+            return policy
+        critic = self.critic_loss(prepared, _given(evaluation.value, "value", "the critic's loss"), totals)
+        return Loss(policy.value + critic.value, policy.terms | critic.terms)
+
+    def policy_loss(
+        self, prepared: Prepared, evaluation: Evaluation, totals: Totals, state: State, *, metrics: bool = True
+    ) -> Loss:
+        """`loss` without the critic's: a critic of its own learns apart, so that no activations of the two lie side by side."""
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)
@@ -290,11 +301,22 @@ class PolicyGradient:
         if self.entropy is not None:
             entropy = within(_given(evaluation.entropy, "entropy", "an entropy bonus"))
             value = value - self.entropy.coefficient * entropy.sum() / max(totals.tokens, 1)
-        if self.critic is not None:
-            error = self._value_error(self.critic, prepared, evaluation, within).sum() / max(totals.tokens, 1)
-            value = value + self.critic.coefficient * error
-            terms["value_loss"] = error.detach()
         return Loss(value, terms)
+
+    def critic_loss(self, prepared: Prepared, value: Tensor, totals: Totals) -> Loss:
+        """The critic's part of `loss`, from its values [N, T].
+
+        Errors: ValueError without a critic, or when the batch lacks values.
+        """
+        if self.critic is None:
+            raise ValueError(
+                f"{self.name or _name(self.psi)} has no critic; set critic=value_loss() and a psi that reads values."
+            )
+        within = inside(prepared.batch.mask & prepared.keep[:, None])
+        value_old = within(_given(prepared.batch.value, "value", "the critic's loss"))
+        returns = within(_given(prepared.returns, "returns", "the critic's loss"))
+        error = self.critic(within(value), value_old, returns).sum() / max(totals.tokens, 1)
+        return Loss(self.critic.coefficient * error, {"value_loss": error.detach()})
 
     def _check_batch(self, batch: Batch) -> None:
         # a sum is one operation, and finite only where every reward is
@@ -360,13 +382,6 @@ class PolicyGradient:
             return within(_given(evaluation.kl, "kl", "the exact KL term"))
         logp_ref = within(_given(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)
-
-    @staticmethod
-    def _value_error(critic: value_loss, prepared: Prepared, evaluation: Evaluation, within: Inside) -> Tensor:
-        value = within(_given(evaluation.value, "value", "the critic's loss"))
-        value_old = within(_given(prepared.batch.value, "value", "the critic's loss"))
-        returns = within(_given(prepared.returns, "returns", "the critic's loss"))
-        return critic(value, value_old, returns)
 
 
 def _pick(x: Tensor, at: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def judge_for(config: Any, tokenizer: PreTrainedTokenizerBase, functions: Sequen
 def _reward_model(path: str, config: Any, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:
     """A reward model that never learns, under a name that no other has."""
     model = scalar_model.load(path, dtype=config.model.dtype, device=setup.device(config.run), fresh_head="refuse")
-    model.hf.requires_grad_(False)
+    model.network.requires_grad_(False)
     name = base = Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
     for count in range(2, len(names) + 2):
         if name in names:

@@ -141,7 +141,7 @@ def _logps(
 def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
     """SHA-256 of the reference's weights and of every token."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.hf.state_dict().items()):
+    for name, tensor in sorted(model.network.state_dict().items()):
         if "lora_" not in name:
             digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -40,7 +40,7 @@ def run(config: RewardConfig) -> Result:
                 f"{config.model.path!r} has no number at every token, which steps need; give a causal language model."
             )
         if config.process:
-            setattr(model.hf.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
+            setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
         rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
         lesson = _lesson(config, model, rows, journal)
         learner = Learner(model, Optimizer(model.trainable(), config.optim))

@@ -40,7 +40,6 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.recipes.load import to_dict
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.transformers_backend import TransformersSampler
 from psigrad.rollout.types import Sampler, SamplingParams
 from psigrad.training import checkpoint, state
 from psigrad.training.collect import Prompt
@@ -284,6 +283,8 @@ def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
 
         return VLLMSampler(model, sampling.max_decode_batch, memory=sampling.vllm_memory)
     if sampling.sampler == "transformers" or model.why_padded:
+        from psigrad.rollout.transformers_backend import TransformersSampler
+
         return TransformersSampler(model, sampling.max_decode_batch)
     return EmbeddedSampler(model, sampling.max_decode_batch)
 

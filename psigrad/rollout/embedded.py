@@ -10,7 +10,7 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.models.attention import PackedLayout
-from psigrad.models.kept import Kept
+from psigrad.models.kept import Kept, Written
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, pack
 from psigrad.rollout.cache import KVCache
@@ -40,7 +40,7 @@ class EmbeddedSampler:
     def steps(self, requests: list[Request], params: SamplingParams) -> Iterator[list[tuple[int, list[Completion]]]]:
         """See `Stepping`. What the trainer may keep (`models/kept.py`) is named when the last request is complete."""
         check_room(self.model, requests, params)
-        self.model.hf.eval()
+        self.model.network.eval()
         batch = _Batch(self.model, requests, params, self.max_batch)
         yield batch.completed()
         while batch.waiting or batch.sequences.size:
@@ -57,7 +57,7 @@ class EmbeddedSampler:
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
-        self.model.hf.eval()
+        self.model.network.eval()
         batch = _Batch(self.model, [request], params, 1)
         batch.admit()
         for place in range(params.max_tokens):
@@ -155,10 +155,14 @@ class _Batch:
         """Say which kept rows are whose."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
-        rows = torch.from_numpy(self.rows)
+        rows, logps = torch.from_numpy(self.rows), torch.from_numpy(self.logprobs[0])
+        self.kept.said_by(self.model.network.get_output_embeddings().weight, self.params.temperature or 1.0)
         for r, request in enumerate(self.requests):
             start, members = self.prompt_rows[r], range(self.firsts[r], self.firsts[r + 1])
-            own = [(tuple(self.ids[i, : self.counts[i]].tolist()), rows[i, : max(self.counts[i] - 1, 0)]) for i in members]
+            own = [
+                Written(tuple(self.ids[i, :n].tolist()), rows[i, : max(n - 1, 0)], logps[i, :n])
+                for i, n in zip(members, self.counts[members].tolist(), strict=True)
+            ]
             self.kept.name(request.prompt_ids, torch.arange(start, start + len(request.prompt_ids)), own)
 
     def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:

@@ -114,7 +114,7 @@ class VLLMSampler:
         is more than rounding.
         """
         gap = self.gap()
-        bound = TOLERANCE[self.model.hf.dtype]
+        bound = TOLERANCE[self.model.network.dtype]
         if not gap <= bound:
             raise UserError(
                 f"vLLM's log-probs differ from the trainer's by {gap:.2g} in the mean after update {self.version}, above the "
@@ -136,7 +136,7 @@ class VLLMSampler:
 
     def _update(self) -> None:
         """All weights, in place; what the engine remembers of the old ones is thrown away."""
-        whole = backbone.merged(self.model.hf, self.model.adapter)
+        whole = backbone.merged(self.model.network, self.model.adapter)
         # tied weights come once here, as in a checkpoint
         weights = [(name, parameter.detach()) for name, parameter in whole.named_parameters()]
         self.version += 1
@@ -188,14 +188,14 @@ def repack_head(model: Any) -> None:
 
 
 def _negate(model: LanguageModel) -> None:
-    for parameter in model.hf.parameters():
+    for parameter in model.network.parameters():
         parameter.neg_()
 
 
 def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
     """What changes when weights do: of each parameter how often it was written in place, and the sum of its bits."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    parameters = list(model.hf.parameters())
+    parameters = list(model.network.parameters())
     sums = [p.detach().contiguous().view(kinds[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
     return tuple(zip((p._version for p in parameters), torch.stack(sums).tolist(), strict=True))
 
@@ -218,7 +218,7 @@ def _engine(model: LanguageModel, max_batch: int, memory: float) -> Any:
         try:
             return LLM(
                 model=folder,
-                dtype=str(model.hf.dtype).removeprefix("torch."),
+                dtype=str(model.network.dtype).removeprefix("torch."),
                 max_model_len=min(model.max_length, 1 << 20),
                 max_num_seqs=max_batch,
                 gpu_memory_utilization=memory,

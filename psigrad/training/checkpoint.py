@@ -13,12 +13,11 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -212,36 +211,3 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is no safetensors file ({error}).") from error
-
-
-def _by_name(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    return dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """AdamW's moments and step counts as "exp_avg.<name>" and so on; `names` are the parameters' in the optimiser's order."""
-    return {
-        f"{key}.{name}": value
-        for name, parameter in _by_name(optimizer, names).items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`. Raises `CheckpointError` where the tensors are of other parameters."""
-    parameters = _by_name(optimizer, names)
-    places = {name: place for place, name in enumerate(names)}
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        kind, _, name = key.partition(".")
-        if name not in parameters:
-            raise CheckpointError(f"The optimiser's state holds {name!r}, which is no parameter that learns in this run.")
-        if value.dim() and value.shape != parameters[name].shape:
-            raise CheckpointError(
-                f"The optimiser's state holds {key!r} of shape {list(value.shape)}; the parameter has "
-                f"{list(parameters[name].shape)}."
-            )
-        state.setdefault(places[name], {})[kind] = value.clone()
-    # torch knows best which of them belong on the parameter's device: a fused AdamW wants its step count there too
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from psigrad.models.packing import Groups
 from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals
 from psigrad.objective.penalty import adapted, kl_penalty
 from psigrad.rollout.types import Trajectory
-from psigrad.training.online import Online
+from psigrad.training.online import Critic, Online
 from psigrad.training.state import State
 from psigrad.training.token_figures import TokenFigures
 from psigrad.training.update import Optimizer, learning_rate, step_together
@@ -86,10 +87,8 @@ def update(
             rows = part.nonzero()[:, 0]
             totals = algorithm.totals(prepared, rows.to(batch.mask.device))
             tally.steps += 1
-            losses = [
-                lambda micro=micro, totals=totals: _loss(run, algorithm, prepared, micro, totals, single_pass, tally, seen)
-                for micro in micro_batches(groups, wanted, config.micro_batch_tokens)
-            ]
+            micros = micro_batches(groups, wanted, config.micro_batch_tokens)
+            losses = _losses(run, algorithm, prepared, micros, totals, single_pass, tally, seen)
             tally.stepped(step_together(_optimizers(run, state.step, lr), losses))
     _check_gap(run, tally.mean_gap, state.step + 1)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
@@ -119,6 +118,27 @@ def _minibatches(run: Online, group: Tensor, step: int, iteration: int) -> list[
     return [torch.isin(group.cpu(), share) for share in shuffled.tensor_split(run.config.num_minibatches) if len(share)]
 
 
+def _losses(
+    run: Online,
+    algorithm: PolicyGradient,
+    prepared: Prepared,
+    micros: Sequence[Micro],
+    totals: Totals,
+    single_pass: bool,
+    tally: Tally,
+    seen: TokenFigures,
+) -> Iterator[Callable[[], Tensor]]:
+    """The losses of one optimiser step: those of the policy, then, without its activations beside them, a critic's of its own."""
+    for micro in micros:
+        yield partial(_loss, run, algorithm, prepared, micro, totals, single_pass, tally, seen)
+    if run.critic is None:
+        return
+    if run.model.kept is not None:
+        run.model.kept.clear()  # the policy has learnt from it
+    for micro in micros:
+        yield partial(_critic_loss, run.critic, algorithm, prepared, micro, totals, tally)
+
+
 def _loss(
     run: Online,
     algorithm: PolicyGradient,
@@ -129,7 +149,7 @@ def _loss(
     tally: Tally,
     seen: TokenFigures,
 ) -> Tensor:
-    """One micro-batch's share of the loss of an optimiser step."""
+    """One micro-batch's share of the loss of an optimiser step, without that of a critic of its own."""
     rows = micro.rows.to(prepared.batch.mask.device)
     evaluation = run.model.evaluate(
         micro.inputs,
@@ -138,8 +158,6 @@ def _loss(
         kl_to=run.reference if algorithm.needs_exact_kl else None,
         value=algorithm.needs_critic and run.critic is None,
     )
-    if run.critic is not None:
-        evaluation = replace(evaluation, value=run.critic.model.values(micro.inputs))
     part = prepared.select(rows)
     evaluation = _widened(evaluation, part.batch.mask.shape[1])
     seen.see(rows, evaluation)
@@ -148,7 +166,18 @@ def _loss(
     if single_pass:
         # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
         part = replace(part, batch=replace(part.batch, logp_old=evaluation.logp.detach()))
-    loss = algorithm.loss(part, evaluation, totals, prepared.state)
+    share = algorithm.loss if run.critic is None else algorithm.policy_loss
+    loss = share(part, evaluation, totals, prepared.state)
+    tally.add(loss.value, loss.terms)
+    return loss.value
+
+
+def _critic_loss(
+    critic: Critic, algorithm: PolicyGradient, prepared: Prepared, micro: Micro, totals: Totals, tally: Tally
+) -> Tensor:
+    """One micro-batch's share of the loss of a critic of its own."""
+    part = prepared.select(micro.rows.to(prepared.batch.mask.device))
+    loss = algorithm.critic_loss(part, _wide(critic.model.values(micro.inputs), part.batch.mask.shape[1]), totals)
     tally.add(loss.value, loss.terms)
     return loss.value
 
@@ -187,17 +216,16 @@ def values(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]]) ->
 
 def _widened(evaluation: Evaluation, width: int) -> Evaluation:
     """The evaluation of a micro-batch [n, t] padded to the batch's [n, T]."""
+    given = {name: _wide(x, width) for name, x in vars(evaluation).items() if x is not None}
+    return Evaluation(**given)
 
-    def wide(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
-    logp = wide(evaluation.logp)
-    assert logp is not None
-    return Evaluation(logp, wide(evaluation.entropy), wide(evaluation.value), wide(evaluation.kl))
+def _wide(x: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
 
 def _check_gap(run: Online, gap: float, step: int) -> None:
-    half = run.model.hf.dtype in (torch.bfloat16, torch.float16)
+    half = run.model.network.dtype in (torch.bfloat16, torch.float16)
     bound = run.config.max_logp_difference or (0.1 if half else 1e-3)
     if not gap <= bound:
         raise UserError(

@@ -95,7 +95,7 @@ def _keeping(run: Online, step: int) -> Iterator[None]:
     """What sampling computes is kept for the update; but every now and then the update computes all again, and how far the two
     differ shows that sampler and trainer are one policy.
     """
-    limit = run.config.keep_activations_gb * 1e9
+    limit = 0.0 if run.config.model.gradient_checkpointing else run.config.keep_activations_gb * 1e9
     if limit and step % CHECK_EVERY and run.episodes is None:  # an episode's tokens are sampled turn by turn
         run.model.kept = Kept(limit)
     try:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from psigrad.data.batches import pack_groups
 from psigrad.errors import UserError
+from psigrad.models.gradients import in_place
 from psigrad.models.packing import Groups
 from psigrad.objective import PolicyGradient
 from psigrad.training.offline import Offline
@@ -26,7 +27,7 @@ def online(run: Online) -> None:
     inputs = _fullest(run)
     method = run.algorithm if isinstance(run.algorithm, PolicyGradient) else None
     needs_critic = run.algorithm.needs_critic
-    with _room([run.optimizer, *([run.critic.optimizer] if run.critic else [])]):
+    with _trial([run.optimizer, *([run.critic.optimizer] if run.critic else [])]):
         evaluation = run.model.evaluate(
             inputs,
             temperature=run.params.temperature,
@@ -34,17 +35,18 @@ def online(run: Online) -> None:
             kl_to=run.reference if method is not None and method.needs_exact_kl else None,
             value=needs_critic and run.critic is None,
         )
-        values = run.critic.model.values(inputs) if run.critic is not None else evaluation.value
-        parts = (evaluation.logp, evaluation.entropy, evaluation.kl, values)
+        parts = (evaluation.logp, evaluation.entropy, evaluation.kl, evaluation.value)
         loss: Tensor = torch.stack([part.sum() for part in parts if part is not None]).sum()
         loss.backward()
+        if run.critic is not None:
+            run.critic.model.values(inputs).sum().backward()
 
 
 def offline(run: Offline) -> None:
     """The fullest micro-batch of a step on the longest rows."""
     lesson = run.lesson
     longest = sorted(range(len(lesson)), key=lambda i: -lesson.tokens([i]))[: run.config.batch_size]
-    with _room([run.optimizer]):
+    with _trial([run.optimizer]):
         first = lesson.shares(longest, run.config.micro_batch_tokens)[0]  # the longest row stands in the first
         first().value.backward()
 
@@ -66,23 +68,15 @@ def _fullest(run: Online) -> Groups:
 
 
 @contextlib.contextmanager
-def _room(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """With room taken for moments that are not there yet; afterwards no gradient is left."""
-    moments = [
-        torch.zeros_like(p, dtype=torch.float32)
-        for optimizer in optimizers
-        if not optimizer.adamw.state
-        for p in optimizer.masters.values()
-        for _ in range(2)
-    ]
+def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """As in a step, but afterwards no gradient is left."""
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), in_place(optimizers[0].sums):
             yield
     except torch.OutOfMemoryError as error:
         raise UserError(
             "The longest samples of this run do not fit the device's memory; `psigrad plan` shows what takes less."
         ) from error
     finally:
-        moments.clear()
         for optimizer in optimizers:
             optimizer.clear()

@@ -42,7 +42,7 @@ class ModelScorer:
     @property
     def separator(self) -> str:
         """What ends a step, for a process reward model; empty: the model judges whole texts."""
-        return str(getattr(self.model.hf.config, STEP_SEPARATOR, "") or "")
+        return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
         """The model's score of every completion."""

@@ -76,7 +76,7 @@ def restore(path: Path, learners: Sequence[Learner]) -> State:
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Moments by parameter name and, for half-precision models, the float32 master weights."""
     masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.parameters[n]}
-    return {**checkpoint.optimizer_tensors(optimizer.adamw, optimizer.names), **masters}
+    return {**optimizer.adamw.tensors(), **masters}
 
 
 def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -85,5 +85,4 @@ def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> N
         for name, master in optimizer.masters.items():
             if f"master.{name}" in tensors:
                 master.copy_(tensors[f"master.{name}"])
-    moments = {name: t for name, t in tensors.items() if not name.startswith("master.")}
-    checkpoint.load_optimizer(optimizer.adamw, optimizer.names, moments)
+    optimizer.adamw.load({name: t for name, t in tensors.items() if not name.startswith("master.")})

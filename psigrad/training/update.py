@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
+from psigrad.models.gradients import Sums, in_place
+from psigrad.training.adamw import AdamW
 
 # Consecutive steps without a finite gradient after which the run stops.
 MAX_NONFINITE = 3
@@ -39,25 +41,17 @@ class Optimizer:
     """AdamW over named parameters.
 
     Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
-    itself, which is most of them at fine-tuning rates. Weight decay acts on matrices only.
+    itself, which is most of them at fine-tuning rates.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim) -> None:
         self.parameters, self.optim = dict(parameters), optim
         half = (torch.bfloat16, torch.float16)
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
-        decayed = [p for p in self.masters.values() if p.dim() > 1]
-        plain = [p for p in self.masters.values() if p.dim() <= 1]
-        self.adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=optim.learning_rate,
-            betas=(optim.adam_beta1, optim.adam_beta2),
-            eps=optim.adam_epsilon,
-            fused=True,
-        )
-        # AdamW numbers its parameters group by group; checkpoints name them
-        self.names = [n for n, m in self.masters.items() if m.dim() > 1] + [n for n, m in self.masters.items() if m.dim() <= 1]
+        betas = (optim.adam_beta1, optim.adam_beta2)
+        self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay)
         self.nonfinite = 0
+        self.sums: Sums = {}
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
@@ -84,11 +78,7 @@ class Optimizer:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
         if 0 < self.optim.max_grad_norm < norm:
             torch._foreach_mul_(self._gradients(), self.optim.max_grad_norm / norm)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
-        # the fused step changes its parameters without counting their versions up, by which others notice
-        torch.autograd.graph.increment_version(self.masters.values())
+        self.adamw.step(lr)
         with torch.no_grad():
             for name, p in self.parameters.items():
                 if self.masters[name] is not p:
@@ -114,10 +104,13 @@ def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Cal
     """
     for optimizer, _ in rates:
         optimizer.clear()
-    for loss in losses:
-        loss().backward()
-    norms = [optimizer.norm() for optimizer, _ in rates]
+    with in_place(rates[0][0].sums):
+        for loss in losses:
+            loss().backward()
     first = rates[0][0]
+    # where autograd made a sum of its own, ours would lie beside it
+    first.sums = {weight: total for weight, total in first.sums.items() if weight.grad is total}
+    norms = [optimizer.norm() for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):
         first.nonfinite += 1
         return None

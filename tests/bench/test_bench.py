@@ -49,6 +49,13 @@ def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration, tmp
     assert "tokens/s" in table[0] and configuration.name[:8] in table[1]
 
 
+def test_a_critic_is_timed_and_counted(configuration, tmp_path, capsys):
+    sizes = ["--prompts", "2", "--generations", "1", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "1"]
+    assert cli.main(["bench", "--model", str(configuration), "--kind", "ppo", *sizes, "--threads", "1"]) == 0
+    ours = json.loads(capsys.readouterr().out.splitlines()[0])["ours"]
+    assert ours["phases"]["log-probs"] > 0 and ours["floor"]["log-probs"] > 0, "its values are computed before the update"
+
+
 def test_a_models_own_weights_and_tokenizer_are_used(tmp_path):
     words = tiny.tokenizer(["abc abd"], 270)
     model = tiny.model("qwen3", len(words), hidden=32, layers=1, max_length=64, seed=7)
@@ -72,12 +79,12 @@ def test_negative_control_another_models_weights_are_noticed(configuration, tmp_
     assert first != (tmp_path / "c" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["online", "dpo", "reward", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "reward", "sft"])
 def test_rows_have_the_lengths_that_were_asked_for(kind):
     made = tokenizer(64)
     found = rows(replace(SMALL, kind=kind), made)
     assert all(len(made(row["prompt"]).input_ids) == SMALL.prompt_tokens for row in found)
-    assert {"online": {"prompt"}, "sft": {"prompt", "completion"}}.get(kind, {"prompt", "chosen", "rejected"}) == set(found[0])
+    assert {"grpo": {"prompt"}, "sft": {"prompt", "completion"}}.get(kind, {"prompt", "chosen", "rejected"}) == set(found[0])
 
 
 @pytest.mark.parametrize(
@@ -86,8 +93,10 @@ def test_rows_have_the_lengths_that_were_asked_for(kind):
         ([], "No model was given"),
         (["--model", "{none}"], "No model configuration could be read"),
         (["--model", "{model}", "--completion-tokens", "400"], "exceed the model's 64 positions"),
-        (["--model", "{model}", "--generations", "1"], "give at least 2"),
-        (["--model", "{model}", "--kind", "ppo"], "kind is 'ppo'"),
+        (["--model", "{model}", "--generations", "1"], "GRPO compares completions of one prompt; give at least 2"),
+        (["--model", "{model}", "--kind", "rloo", "--generations", "1"], "RLOO compares completions"),
+        (["--model", "{model}", "--kind", "gpro"], "kind is 'gpro'"),
+        (["--model", "{model}", "--kind", "ppo", "--beside", "trl"], "no trainer for ppo"),
         (["--model", "{model}", "--beside", "verl"], "beside is 'verl'"),
         (["--model", "{model}", "--steps", "0"], "steps is 0"),
         (["--modle", "x"], "did you mean '--model'"),

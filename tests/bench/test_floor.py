@@ -49,6 +49,17 @@ def test_on_policy_training_is_its_backward_pass_and_a_second_pass_is_whole(tmp_
     assert twice["log-probs"] * RATE.peak == pytest.approx(forward, rel=0.05) and "log-probs" not in once
 
 
+def test_a_critic_is_a_whole_pass_in_training_and_one_before(tmp_path):
+    workload.build(ONLINE, tmp_path)
+    completions = 16 * 8
+    forward = (completions + 4 * 4) * counted(tmp_path, 12)
+    with_critic, without = (floor(replace(ONLINE, kind=k), tmp_path, completions, "float32", RATE) for k in ("ppo", "grpo"))
+    more = {name: (with_critic[name] - without.get(name, 0.0)) * RATE.peak for name in with_critic}
+    # its head is one number wide: a twentieth of a pass here
+    assert more["forward-backward"] == pytest.approx(3 * forward, rel=0.1)
+    assert more["log-probs"] == pytest.approx(forward, rel=0.1) and more["sample"] == 0
+
+
 def test_sampling_is_no_faster_than_the_weights_are_read(tmp_path):
     workload.build(ONLINE, tmp_path)
     slow = replace(RATE, bandwidth=1e6)

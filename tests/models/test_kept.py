@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
-from psigrad.models import kept
+from psigrad.models import fused, kept, logprobs
 from psigrad.models.kept import Kept
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups
@@ -65,10 +65,12 @@ def unlike(a, b) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.parametrize("tile", [logprobs.TILE_ELEMENTS, 1000], ids=["a small head", "a large head"])
 @pytest.mark.parametrize("slab", [kept.SLAB, 16])
 @pytest.mark.parametrize("settings", [{}, {"max_batch": 4}], ids=["at once", "in a stream"])
-def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings, slab, monkeypatch):
+def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings, slab, tile, monkeypatch):
     monkeypatch.setattr(kept, "SLAB", slab)
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile)
     groups = sampled(model, **settings)
     assert found(model, groups) is not None
     logp, gradient = results(model, groups)
@@ -96,6 +98,71 @@ def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(
         for part in model.kept.slabs[0][1]:
             part.mul_(1.5)
     assert unlike(results(model, groups)[1], gradient) > 1e-2
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How often the whole of a large head was asked for."""
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1000)
+    seen, tiles = [], logprobs._tiles
+
+    def counted(*given):
+        seen.append(1)
+        return tiles(*given)
+
+    monkeypatch.setattr(logprobs, "_tiles", counted)
+    return seen
+
+
+def test_a_large_head_runs_forward_once_when_it_is_sampled_from(model, passes):
+    groups = sampled(model)
+    results(model, groups)
+    assert len(passes) == 1, "in the backward pass alone"
+    model.kept = None
+    results(model, groups)
+    assert len(passes) == 3
+
+
+def test_negative_control_a_large_heads_gradient_is_made_of_what_was_said(model, passes):
+    groups = sampled(model)
+    _, gradient = results(model, groups)
+    with torch.inference_mode():
+        for written in model.kept._completions.values():
+            written.logps.sub_(0.1)
+    assert unlike(results(model, groups)[1], gradient) > 1e-2
+
+
+def test_what_was_said_at_another_temperature_or_by_another_head_is_not_used(model, passes):
+    groups = sampled(model)
+    for temperature, runs in ((1.0, 0), (0.7, 1)):
+        passes.clear()
+        with torch.no_grad():
+            logp = model.evaluate(groups, temperature=temperature).logp
+        assert len(passes) == runs
+        known, model.kept = model.kept, None
+        with torch.no_grad():
+            assert float((logp - model.evaluate(groups, temperature=temperature).logp).abs().max()) < 5e-5
+        model.kept = known
+    head = model.network.get_output_embeddings().weight
+    if head is model.network.get_input_embeddings().weight:
+        return  # then all that was kept is stale
+    with torch.no_grad():
+        head.mul_(1.1)
+        passes.clear()
+        logp = model.evaluate(groups).logp
+        assert found(model, groups) is not None and len(passes) == 1
+        model.kept = None
+        assert float((logp - model.evaluate(groups).logp).abs().max()) < 5e-5
+
+
+def test_log_probs_of_two_temperatures_are_no_ones(model, passes):
+    groups = sampled(model)
+    EmbeddedSampler(model).sample([Request((40, 41), (10,))], SamplingParams(max_tokens=5, temperature=0.7))
+    for temperature in (1.0, 0.7):
+        passes.clear()
+        with torch.no_grad():
+            model.evaluate(groups, temperature=temperature)
+        assert len(passes) == 1
 
 
 def test_a_changed_weight_makes_them_stale(model):
@@ -160,3 +227,27 @@ def test_two_calls_of_the_sampler_add_up(model):
     _, gradient = results(model, both)
     model.kept = None
     assert unlike(gradient, results(model, both)[1]) < 1e-4
+
+
+def test_copies_of_one_layer_at_a_time_lie_beside_what_was_kept(model, monkeypatch):
+    groups, gathered = sampled(model), []
+    original = kept.Known._gathered
+    monkeypatch.setattr(kept.Known, "_gathered", lambda self, *at: gathered.append(at[0]) or original(self, *at))
+    passed_on = []
+    through = fused._Through.apply
+    monkeypatch.setattr(fused._Through, "apply", lambda *given: passed_on.append(through(*given)) or passed_on[-1])
+    logp = model.evaluate(groups).logp
+    last = len(model.decoder.layers) - 1
+    assert [bool(y.isnan().all()) for y in passed_on] == [True] * last + [False], "nobody computes with a mere place"
+    assert gathered == [last], "the head needs the last layer's output, and nothing else is needed yet"
+    logp.sum().backward()
+    # of each layer its five parts, and its input, which is the output of the one before
+    assert gathered[1:] == [i for layer in range(last, -1, -1) for i in [layer - 1] * (layer > 0) + [layer] * 5]
+
+
+def test_what_was_let_go_is_not_begun_again(model):
+    groups = sampled(model)
+    model.kept.clear()
+    before = model.kept.rows
+    EmbeddedSampler(model).sample(list(REQUESTS), SamplingParams(max_tokens=5))
+    assert model.kept.rows == before and not model.kept.slabs and found(model, groups) is None

@@ -145,47 +145,6 @@ def test_the_exact_kl_of_a_lora_model_is_to_the_head_without_its_adapter(tokeniz
     assert torch.allclose(found, expected, atol=1e-5) and float(expected.max()) > 0.01
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("learns", [True, False], ids=["a head that learns", "a frozen head"])
-def test_log_probs_under_a_large_head_have_autograds_gradient(temperature, learns, monkeypatch):
-    draw = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(12, 50, bias=False).double().requires_grad_(learns)
-    hidden = (3 * torch.randn(23, 12, generator=draw, dtype=torch.double)).requires_grad_()
-    ids, weights = torch.randint(50, (23,), generator=draw), torch.randn(23, generator=draw, dtype=torch.double)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 5 * 50)
-    monkeypatch.setattr(logprobs, "checkpoint", None)  # the closed form, or nothing
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
-        logp = logprobs.token_stats(hidden, ids, head, 50, logprobs.Wanted(temperature)).logp
-    assert not any(50 in s and 12 not in s for s in sizes), "no logits are kept"
-    inputs = [hidden, head.weight] if learns else [hidden]
-    found = torch.autograd.grad((weights * logp).sum(), inputs)
-    oracle = torch.log_softmax(head(hidden) / temperature, -1).gather(1, ids[:, None])[:, 0]
-    torch.testing.assert_close(logp, oracle, rtol=1e-12, atol=1e-12)
-    for a, b in zip(found, torch.autograd.grad((weights * oracle).sum(), inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_a_large_head_in_bfloat16_is_as_near_as_autograd(monkeypatch):
-    draw = torch.Generator().manual_seed(0)
-    exact = torch.nn.Linear(64, 200, bias=False)
-    hidden, ids = torch.randn(40, 64, generator=draw), torch.randint(200, (40,), generator=draw)
-
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1000)
-
-    def gradient(dtype, closed=True):
-        head = torch.nn.Linear(64, 200, bias=False)
-        head.load_state_dict(exact.state_dict())
-        head.to(dtype)
-        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, logprobs.Wanted(accuracy=not closed)).logp
-        assert logp.dtype == torch.float32
-        return torch.autograd.grad(logp.sum(), head.weight)[0].float()
-
-    right = gradient(torch.float32, closed=False)
-    assert relative([gradient(torch.float32)], [right]) < 1e-5
-    assert relative([gradient(torch.bfloat16)], [right]) < relative([gradient(torch.bfloat16, closed=False)], [right]) < 0.02
-
-
 def test_entropy_and_exact_kl_equal_a_direct_sum_over_the_vocabulary(qwen3, tokenizer, groups):
     other = prepare(tiny.model("qwen3", len(tokenizer), seed=7), tokenizer)
     out = qwen3.evaluate(groups, temperature=0.7, entropy=True, kl_to=other)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from psigrad.objective import Batch, Evaluation, PolicyGradient, terminal
 from psigrad.objective.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
 from psigrad.objective.aggregate import token_mean
 from psigrad.objective.critic import value_loss
+from psigrad.objective.keep import not_truncated
 from psigrad.objective.ratio import token
 from psigrad.objective.surrogate import clip
 
@@ -108,6 +111,10 @@ def test_the_critic_is_fitted_to_the_unwhitened_advantage_plus_its_old_value(psi
         assert value.grad[row][batch.mask[row]].tolist() == pytest.approx([0.3 * e / tokens for e in errors], abs=1e-12)
     assert loss.terms["value_loss"].item() == pytest.approx(mean_error)
     assert (loss.value - loss.terms["policy_loss"]).item() == pytest.approx(0.3 * mean_error)
+    apart = method.policy_loss(prepared, Evaluation(batch.logp_old), method.totals(prepared), {})
+    critic = method.critic_loss(prepared, value.detach(), method.totals(prepared))
+    assert (apart.value + critic.value).item() == loss.value.item() and "value_loss" not in apart.terms
+    assert apart.terms | critic.terms == loss.terms
 
 
 def test_a_finished_trajectory_needs_no_bootstrap() -> None:
@@ -125,3 +132,24 @@ def test_terminal_puts_the_score_on_the_last_chosen_step() -> None:
     mask = torch.tensor([[True, True, False, False], [True, False, True, False], [False] * 4])
     expected = [[0, 3.0, 0, 0], [0, 0, 4.0, 0], [0, 0, 0, 0]]
     assert terminal(torch.tensor([3.0, 4.0, 5.0]), mask).tolist() == expected
+
+
+def test_a_row_that_a_filter_leaves_out_teaches_the_critic_nothing() -> None:
+    batch = replace(random_batch(4), truncated=torch.tensor([True, False, False, False]))
+    method = PolicyGradient(gae(0.9, 0.8), token, clip(), token_mean, keep=(not_truncated,), critic=value_loss())
+    prepared = method.prepare(batch, {})
+    value = batch.value.clone().requires_grad_()
+    loss = method.critic_loss(prepared, value, method.totals(prepared))
+    loss.value.backward()
+    assert not value.grad[0].any() and value.grad[1].any()
+    other = batch.value.clone()
+    other[0] += 1.0
+    assert method.critic_loss(prepared, other, method.totals(prepared)).value == loss.value
+
+
+def test_without_a_critic_there_is_no_critic_loss() -> None:
+    batch = random_batch(4)
+    method = PolicyGradient(reward_to_go(), token, clip(), token_mean)
+    prepared = method.prepare(batch, {})
+    with pytest.raises(ValueError, match="has no critic"):
+        method.critic_loss(prepared, batch.value, method.totals(prepared))

@@ -19,7 +19,7 @@ from psigrad.models.packing import Groups
 from psigrad.recipes import plan
 from psigrad.recipes.plan import command, show
 from psigrad.recipes.plan.activations import Terms, terms
-from psigrad.recipes.plan.memory import Part, cache_bytes
+from psigrad.recipes.plan.memory import REFILLED, SLACK, Part, cache_bytes
 from psigrad.recipes.plan.shape import counted
 from psigrad.recipes.plan.work import work_of
 from psigrad.rollout import embedded
@@ -199,6 +199,35 @@ def test_a_plan_has_the_models_that_the_method_has(folder):
     assert ppo.memory.peak > shared.memory.peak > grpo.memory.peak
 
 
+def test_what_is_kept_from_sampling_takes_the_place_of_activations(folder):
+    def planned(lengths, **given) -> plan.Plan:
+        return plan.predict(settings(folder, prompts_per_step=2, num_generations=2, **given), lengths, MACHINE)
+
+    whole, ragged = replace(LENGTHS, longest_completion=40), replace(LENGTHS, longest_completion=400)
+    for lengths, one_layer_is_more in ((whole, True), (ragged, False)):
+        kept, without = planned(lengths), planned(lengths, keep_activations_gb=0.0)
+        held, all_again = named(kept)["kept from sampling"], named(without)["activations"]
+        # a pass that computes all again has let go what was kept
+        assert named(kept)["activations"] == pytest.approx(all_again / 2 if one_layer_is_more else all_again - held)
+        assert (all_again / 2 > all_again - held) == one_layer_is_more
+        assert kept.memory_per_token == without.memory_per_token > all_again / kept.work.micro_tokens
+        passing = [item.bytes for item in kept.memory.items if item.phase in ("train", "sample") and item.name != "head"]
+        assert kept.memory.slack == pytest.approx(kept.memory.beside_head + SLACK["cpu"] * (sum(passing) + held))
+
+
+def test_a_critic_that_is_larger_than_the_policy_sets_the_peak(folder, tmp_path):
+    tiny.model("qwen3", 269, hidden=256, layers=6, max_length=512).config.save_pretrained(tmp_path)
+    like, large = (plan.predict(settings(folder, algorithm="ppo", critic=c), LENGTHS, MACHINE) for c in ("", str(tmp_path)))
+    alone = plan.predict(settings(tmp_path, keep_activations_gb=0.0), LENGTHS, MACHINE)
+    policy = plan.predict(settings(folder, algorithm="grpo"), LENGTHS, MACHINE)
+
+    def learning(made: plan.Plan) -> float:
+        return sum(named(made).get(name, 0.0) for name in ("activations", "backward pass", "critic's activations"))
+
+    assert learning(policy) < learning(like) < learning(large)
+    assert learning(large) + REFILLED * named(large)["kept from sampling"] == pytest.approx(learning(alone))
+
+
 def test_a_named_reference_stays_in_memory_and_recorded_log_probs_need_none(folder):
     config = PreferenceConfig(model=Model(path=str(folder)), run=Run(max_steps=1))
     assert "reference" not in named(plan.predict(config, LENGTHS, MACHINE, quick=True))
@@ -274,7 +303,7 @@ def test_the_command_prints_a_table_or_json_and_measures_the_dataset(folder, tmp
     assert found["batch"]["updates_per_step"] == 4 and found["batch"]["steps"] == 1
     names = [item["name"] for item in found["memory"]["items"]]
     assert "critic: gradients" in names
-    held = sum(item["bytes"] for item in found["memory"]["items"] if item["phase"] == "held")
+    held = sum(item["bytes"] for item in found["memory"]["items"] if item["phase"] in ("weights", "held"))
     assert found["memory"]["peak"] > held + found["memory"]["process"]
     assert found["batch"]["prompt_tokens"] == 4
     assert cli.main([*arguments, "--memory", "600MB"]) == 0

@@ -74,9 +74,10 @@ def readout(page: Page, name: str) -> str:
 
 
 def painted(page: Page, name: str) -> int:
-    """Pixels of a chart that aren't empty."""
+    """Pixels of a chart that aren't empty; none while the chart isn't there yet."""
     script = """name => {
       const canvas = document.querySelector(`.chart[data-name="${name}"] canvas.base`);
+      if (!canvas) return 0;
       const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
       let n = 0; for (let i = 3; i < pixels.length; i += 4) n += pixels[i] > 0; return n; }"""
     return page.evaluate(script, name)
@@ -97,7 +98,7 @@ def test_seeds_are_a_band_and_runs_lie_over_one_another(opened, ids):
     page.get_by_role("checkbox", name="Lay rloo over the others").check()
     expect(page.locator("#legend li")).to_have_count(4)
     assert {"reward", "dead_groups", "length", "truncated", "entropy", "grad_norm"} <= set(shown(page))
-    assert painted(page, "reward") > 2000
+    until(lambda: painted(page, "reward") > 2000)
     address = page.url
     again = opened(address.partition("#")[2])
     expect(again.locator("#legend li")).to_have_count(4)
@@ -111,12 +112,12 @@ def test_axes_smoothing_and_a_logarithmic_scale(opened, ids):
     page.locator('.chart[data-name="reward"] .frame').focus()
     page.keyboard.press("Home")
     expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("step 1")
-    before = painted(page, "grad_norm")
+    before = until(lambda: painted(page, "grad_norm"))
     page.locator("#smooth").fill("0.9")
-    until(lambda: painted(page, "grad_norm") != before)
+    until(lambda: painted(page, "grad_norm") not in (0, before))
     page.check("#log")
     until(lambda: "log=1" in page.url)
-    assert painted(page, "reward") > 1000
+    until(lambda: painted(page, "reward") > 1000)
 
 
 def test_all_other_figures_stand_under_more(opened, ids):
@@ -352,11 +353,12 @@ def test_the_theme_changes_the_curves_too(opened, ids):
     until(lambda: painted(page, "reward"))
     before = page.evaluate(MAIN_COLOURS)
     page.click("#theme")
-    until(lambda: page.evaluate(MAIN_COLOURS) != before)
+    until(lambda: page.evaluate(MAIN_COLOURS) not in (None, before))
 
 
 MAIN_COLOURS = """() => {
   const canvas = document.querySelector(".chart[data-name=reward] canvas.base");
+  if (!canvas) return null; // a chart that is drawn anew
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const found = new Map();
   for (let i = 0; i < pixels.length; i += 4) {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -27,6 +30,21 @@ def made(config, tokenizer, dtype=torch.float32):
         if "bias" in name or "norm" in name:
             torch.nn.init.normal_(p, mean=0.0 if "bias" in name else 1.0, std=0.3)
     return prepare(hf.to(dtype), tokenizer)
+
+
+def written(folder: Path, config, tokenizer, auto=AutoModelForCausalLM, **settings):
+    """A folder with a fresh model, biases and norms stirred, and the model."""
+    config = copy.deepcopy(config)
+    for name, value in {"vocab_size": len(tokenizer), "eos_token_id": 0, "pad_token_id": 1, **settings}.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    hf = auto.from_config(config)
+    for p in hf.parameters():
+        if p.dim() == 1:
+            torch.nn.init.normal_(p, mean=0.5, std=0.2)
+    hf.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return hf
 
 
 def both(model, run):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from tiny_rewards import early_letters
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
@@ -125,12 +126,17 @@ def online_config(job: Path, output: Path, algorithm="grpo", **run) -> OnlineCon
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Run `work` in a fork and give the wait status; a traceback goes to stderr and makes the status 1."""
+    """Run `work` in a fork, on one thread, and give the wait status; a traceback goes to stderr and makes the status 1.
+
+    Where this process has once computed on several, OpenMP's threads are missing in the fork, and who calls them waits forever.
+    """
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            torch.set_num_threads(1)
+            torch.set_num_threads = lambda threads: None
             work()
             code = 0
         except BaseException:

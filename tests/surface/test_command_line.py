@@ -71,6 +71,14 @@ def test_every_setting_has_a_help_text(cls):
         assert flags._help(cls, name), name
 
 
+def test_help_lists_the_words_that_a_setting_may_be(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("(grpo, rloo, ppo, dpo, reward, sft; default grpo)", "Completions per prompt. (default 8)", "installed. --json"):
+        assert text in shown
+
+
 def test_the_leaf_names_of_settings_are_unique():
     for cls in CONFIGS:
         leaves = [name.rpartition(".")[2] for name, _, _ in flags._fields(cls)]

@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_jobs import forked
-from torch import nn
 
 from psigrad.training import checkpoint
 from psigrad.training.checkpoint import CheckpointError, latest, prune, save, verify
@@ -399,72 +398,6 @@ def test_pruning_leaves_what_is_not_ours(tmp_path):
         (tmp_path / name).mkdir()
     prune(tmp_path, 1)
     assert len(list(tmp_path.iterdir())) == 5
-
-
-def optimizer_of(names_shapes: dict[str, tuple[int, ...]]) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
-    generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in names_shapes.values()]
-    half = len(parameters) // 2
-    groups = [{"params": parameters[:half], "weight_decay": 0.1}, {"params": parameters[half:], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2, fused=True), parameters
-
-
-SHAPES = {"a.weight": (3, 4), "b.weight": (4, 3), "a.bias": (4,), "b.bias": (4,)}
-
-
-def stepped(optimizer, parameters, seeds) -> None:
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
-
-
-def test_an_optimizer_goes_on_bitwise(tmp_path):
-    names = list(SHAPES)
-    through, through_parameters = optimizer_of(SHAPES)
-    stepped(through, through_parameters, range(1, 4))
-    checkpoint.save_tensors(tmp_path / "o.safetensors", checkpoint.optimizer_tensors(through, names))
-    resumed, resumed_parameters = optimizer_of(SHAPES)
-    for p, q in zip(resumed_parameters, through_parameters, strict=True):
-        p.data.copy_(q.data)
-    checkpoint.load_optimizer(resumed, names, checkpoint.load_tensors(tmp_path / "o.safetensors"))
-    for optimizer, parameters in ((through, through_parameters), (resumed, resumed_parameters)):
-        stepped(optimizer, parameters, range(4, 7))
-    assert all(torch.equal(p, q) for p, q in zip(resumed_parameters, through_parameters, strict=True))
-    ours, theirs = (checkpoint.optimizer_tensors(o, names) for o in (resumed, through))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
-
-
-def test_parameters_in_another_order_get_their_own_moments():
-    """a.bias and b.bias have one shape: by position they would be swapped in silence."""
-    names = list(SHAPES)
-    first, parameters = optimizer_of(SHAPES)
-    stepped(first, parameters, [1])
-    tensors = checkpoint.optimizer_tensors(first, names)
-    turned = {name: SHAPES[name] for name in reversed(names)}
-    second, _ = optimizer_of(turned)
-    checkpoint.load_optimizer(second, list(turned), tensors)
-    again = checkpoint.optimizer_tensors(second, list(turned))
-    assert all(torch.equal(again[k], tensors[k]) for k in tensors)
-    assert not torch.equal(tensors["exp_avg.a.bias"], tensors["exp_avg.b.bias"])
-
-
-def test_moments_of_other_parameters_are_refused():
-    optimizer, parameters = optimizer_of(SHAPES)
-    stepped(optimizer, parameters, [1])
-    tensors = checkpoint.optimizer_tensors(optimizer, list(SHAPES))
-    with pytest.raises(CheckpointError, match=r"holds 'a\.weight', which is no parameter"):
-        checkpoint.load_optimizer(optimizer, ["x", *list(SHAPES)[1:]], tensors)
-    with pytest.raises(CheckpointError, match=r"of shape \[5\]; the parameter has \[4\]"):
-        checkpoint.load_optimizer(optimizer, list(SHAPES), {**tensors, "exp_avg.a.bias": torch.zeros(5)})
-
-
-def test_an_optimizer_that_never_stepped_has_no_tensors(tmp_path):
-    optimizer, _ = optimizer_of(SHAPES)
-    checkpoint.save_tensors(tmp_path / "o.safetensors", checkpoint.optimizer_tensors(optimizer, list(SHAPES)))
-    checkpoint.load_optimizer(optimizer, list(SHAPES), checkpoint.load_tensors(tmp_path / "o.safetensors"))
-    assert checkpoint.optimizer_tensors(optimizer, list(SHAPES)) == {}
 
 
 def test_checkpoints_survive_another_process(tmp_path):

@@ -13,6 +13,7 @@ from tiny_jobs import online_config, ppo_config, reward_config
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.models import scalar_model, tiny
+from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import resolve
 from psigrad.objective.penalty import STATE_KEY
@@ -82,6 +83,41 @@ def test_a_critic_of_its_own_leaves_the_policys_gradient_alone(tokenizer, tmp_pa
     light, heavy = run_with(0.1), run_with(0.4)
     assert torch.allclose(light[0], heavy[0], atol=1e-9)
     assert torch.allclose(4 * light[1], heavy[1], rtol=1e-4, atol=1e-8)
+
+
+def test_the_loss_that_is_shown_is_that_of_both(tokenizer, tmp_path):
+    run = with_critic(tokenizer, tmp_path)
+    stepped(run)
+    shown = run.journal.rows[0]
+    expected = shown["policy_loss"] + run.algorithm.critic.coefficient * shown["value_loss"]
+    assert shown["value_loss"] > 0 and shown["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_no_activations_of_policy_and_critic_lie_side_by_side(tokenizer, tmp_path, monkeypatch):
+    events, held = [], {"policy": set(), "critic": set()}
+    run = with_critic(tokenizer, tmp_path, micro_batch_tokens=40)
+
+    def watched(kind, method, name):
+        original = getattr(kind, method)
+
+        def call(*args, **kwargs):
+            out = original(*args, **kwargs)
+            column = getattr(out, "logp", out)
+            if column.requires_grad:
+                events.append(f"{name} forward")
+                held[name].add(bool(run.model.kept and run.model.kept.slabs))
+                column.register_hook(lambda gradient: events.append(f"{name} backward"))
+            return out
+
+        monkeypatch.setattr(kind, method, call)
+
+    watched(LanguageModel, "evaluate", "policy")
+    watched(ScalarModel, "values", "critic")
+    stepped(run, 2)  # the first computes all again
+    assert True in held["policy"] and held["critic"] == {False}
+    forward, backward = events[::2], events[1::2]
+    assert len(set(forward)) == 2 and len(forward) > 3, "several micro-batches of both"
+    assert [name.replace("forward", "backward") for name in forward] == backward
 
 
 def test_a_shared_head_sends_value_gradients_into_the_policy(tokenizer):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from in_memory import make
 from safetensors.torch import load_file
 from tiny_jobs import episodes_config, online_config
 
+from psigrad.models import tiny
 from psigrad.models.kept import Kept
 from psigrad.recipes import online
 from psigrad.training import loop
@@ -56,3 +58,11 @@ def test_every_now_and_then_all_is_computed_again(job, tmp_path, found, monkeypa
 def test_episodes_of_several_turns_keep_nothing(job, tmp_path, found):
     online.run(episodes_config(job, tmp_path / "run", max_steps=2))
     assert found == []
+
+
+def test_who_recomputes_activations_keeps_none():
+    run = make(tiny.tokenizer(["say a: b"], 270))
+    recomputing = replace(run, config=replace(run.config, model=replace(run.config.model, gradient_checkpointing=True)))
+    for job, keeps in ((run, True), (recomputing, False)):
+        with loop._keeping(job, 1):
+            assert (job.model.kept is not None) == keeps

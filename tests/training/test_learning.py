@@ -15,6 +15,8 @@ from psigrad.training import loop
 from psigrad.training.state import State
 
 STEPS = 100
+# Steps over which a share counts.
+LASTING = 10
 
 
 def begins_with_a_letter(completions, **columns):
@@ -27,7 +29,8 @@ def worth_nothing(completions, completion_ids, **columns):
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
-def trained(algorithm, seed, function, tokenizer) -> list[float]:
+def trained(algorithm, seed, function, tokenizer, enough: float = 2.0) -> list[float]:
+    """The share of completions that begin with a letter, step by step, until its mean over `LASTING` steps is above `enough`."""
     run = make(
         tokenizer,
         algorithm,
@@ -45,7 +48,13 @@ def trained(algorithm, seed, function, tokenizer) -> list[float]:
         state, _ = loop.step(run, state)
         lines = [line for line in run.journal.lines if line["step"] == state.step]
         shares.append(sum(begins_with_a_letter([line["completion"] for line in lines])) / len(lines))
+        if lasting(shares) > enough:
+            break
     return shares
+
+
+def lasting(shares: list[float]) -> float:
+    return sum(shares[-LASTING:]) / LASTING
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +65,13 @@ def tokenizer():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("algorithm", names())
 def test_the_method_finds_the_optimum(algorithm, seed, tokenizer):
-    shares = trained(algorithm, seed, begins_with_a_letter, tokenizer)
-    assert shares[0] < 0.3
-    assert sum(shares[-5:]) / 5 > 0.9
+    # the first seed goes on to the end, which shows that what was reached stays; the others end where it is reached
+    whole = seed == 0
+    shares = trained(algorithm, seed, begins_with_a_letter, tokenizer, **({} if whole else {"enough": 0.9}))
+    assert shares[0] < 0.3 and (len(shares) == STEPS or not whole)
+    assert lasting(shares) > 0.9
 
 
 def test_negative_control_an_unrelated_reward_teaches_it_nothing(tokenizer):
     shares = trained("grpo", 0, worth_nothing, tokenizer)
-    assert sum(shares[-5:]) / 5 < 0.6
+    assert len(shares) == STEPS and lasting(shares) < 0.6

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
+from psigrad.models.gradients import embedding, sums_for
 from psigrad.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, learning_rate
 
 
@@ -64,6 +65,34 @@ def test_micro_batches_add_up():
     Optimizer(dict(whole.named_parameters()), optim).step([loss(whole)], 0.1)
     Optimizer(dict(parts.named_parameters()), optim).step([loss(parts, 0.25), loss(parts, 0.75)], 0.1)
     assert torch.allclose(whole.weight, parts.weight, atol=1e-7)
+
+
+def test_the_losses_of_a_step_are_made_where_gradients_are_written_in_place():
+    module, seen = layer(), []
+
+    def watched():
+        seen.append(sums_for(module.weight))
+        return loss(module)()
+
+    optimizer = Optimizer(dict(module.named_parameters()), Optim())
+    before = optimizer.sums
+    optimizer.step([watched], 0.1)
+    assert seen[0] is before and sums_for(module.weight) is None
+
+
+def test_a_sum_stays_where_it_is_from_step_to_step_unless_autograd_made_its_own():
+    table, ids = nn.Parameter(torch.randn(50, 4)), torch.tensor([3, 7, 7])
+    optimizer = Optimizer({"table": table}, Optim())
+
+    def written():
+        return embedding(table, ids, None, sums_for(table)).sum()
+
+    optimizer.step([written], 0.1)
+    place = optimizer.sums[table].data_ptr()
+    optimizer.step([written], 0.1)
+    assert table.grad is optimizer.sums[table] and table.grad.data_ptr() == place
+    optimizer.step([lambda: nn.functional.embedding(ids, table).sum(), written], 0.1)
+    assert optimizer.sums == {} and bool(table.grad.any())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

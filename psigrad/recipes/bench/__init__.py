@@ -6,7 +6,7 @@ Each side runs in a process of its own on the same weights, prompts, batch shape
 
 from __future__ import annotations
 
-from psigrad.recipes.bench.compare import alone, beside, table
+from psigrad.recipes.bench.compare import PEERS, alone, beside, table
 from psigrad.recipes.bench.workload import Workload, build, prepare
 
-__all__ = ["Workload", "alone", "beside", "build", "prepare", "table"]
+__all__ = ["PEERS", "Workload", "alone", "beside", "build", "prepare", "table"]

@@ -15,8 +15,10 @@ def run(asked: BenchConfig) -> str:
     """Time it. One JSON line goes to the file `asked.json` where it names one; returns the line and the table for people."""
     if not asked.model:
         raise UserError("No model was given; name a folder, a hub model or a configuration with --model.")
-    if asked.kind == "online" and asked.generations < 2:
-        raise UserError(f"generations is {asked.generations} and GRPO compares completions of one prompt; give at least 2.")
+    if asked.kind in ("grpo", "rloo") and asked.generations < 2:
+        raise UserError(
+            f"generations is {asked.generations} and {asked.kind.upper()} compares completions of one prompt; give at least 2."
+        )
     name = Path(asked.model).name or asked.model
     work = Workload(
         name,

@@ -30,6 +30,8 @@ with quick_imports():
     from psigrad.recipes.bench import side
 side.main(*sys.argv[1:])
 """
+# What TRL has a trainer for.
+PEERS = ("grpo", "rloo", "dpo", "reward", "sft")
 Maker = Callable[[Workload, Path], None]
 
 
@@ -77,8 +79,11 @@ class Side:
 def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, device: str = "cpu") -> dict[str, Any]:
     """psigrad and TRL: equal results first, then steps in turn, so that whatever else the machine does falls on both.
 
-    Raises `UserError` where TRL is not installed or the two compute different losses or gradients on the same batch.
+    Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
+    same batch.
     """
+    if work.kind not in PEERS:
+        raise UserError(f"TRL 1.16 has no trainer for {work.kind}, so nothing can be measured beside it; leave --beside out.")
     if find_spec("trl") is None:
         raise UserError(
             "TRL is not installed, so nothing can be measured beside it; pip install trl==1.16.0, or leave --beside out."
@@ -165,7 +170,7 @@ def medians(work: Workload, taken: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
-        "ms_per_token": 1e3 * statistics.median(costs(work, taken)) if work.kind == "online" else None,
+        "ms_per_token": 1e3 * statistics.median(costs(work, taken)) if work.online else None,
         "phases": {name: statistics.median(s["phases"].get(name, 0.0) for s in taken) for name in names},
         "peak_mb": max(s["peak_mb"] for s in taken),
     }
@@ -173,7 +178,7 @@ def medians(work: Workload, taken: list[dict[str, Any]]) -> dict[str, Any]:
 
 def costs(work: Workload, taken: list[dict[str, Any]]) -> list[float]:
     """Seconds per completion token of each step, or seconds per step where the rows are the same."""
-    return [s["seconds"] / s["tokens"] if work.kind == "online" else s["seconds"] for s in taken]
+    return [s["seconds"] / s["tokens"] if work.online else s["seconds"] for s in taken]
 
 
 def ratios(work: Workload, steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine
     """Seconds by phase of a step on the model under `folder` with `tokens` completion tokens; offline, tokens of all rows."""
     spent = cost(work, folder, tokens, dtype)
     found = {"forward-backward": spent.training / rate.peak}
-    if work.kind == "online":
+    if work.online:
         found["sample"] = max(spent.sampling / rate.peak, spent.read / rate.bandwidth)
         if spent.passes:
             found["log-probs"] = spent.passes / rate.peak
@@ -42,8 +42,8 @@ def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine
 def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
     """The FLOPs of a step, and the bytes that decoding reads."""
     shape = counted(AutoConfig.from_pretrained(folder / "model"))
-    online = work.kind == "online"
-    members = {"online": work.generations, "sft": 1}.get(work.kind, 2)
+    online = work.online
+    members = work.generations if online else 1 if work.kind == "sft" else 2
     prompts = 0 if online else work.prompts * work.prompt_tokens  # offline they are counted among the tokens
     completion = round((tokens - prompts) / (work.prompts * members))
     longest = work.completion_tokens if online else completion
@@ -60,6 +60,7 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
         steps=0,
         dataset=0,
         reference=work.beta > 0,
+        critic=work.kind == "ppo",
         keeps=float(online),
     )
     width = DTYPES[dtype].itemsize

@@ -18,7 +18,7 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import Batch, resolve, terminal
+from psigrad.objective import Batch, PolicyGradient, resolve, terminal
 from psigrad.objective.preference_catalog import DPO
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes.bench.phases import Phases
@@ -34,7 +34,7 @@ from psigrad.training.lessons import Lesson
 from psigrad.training.lessons.preference import Preferring, reference_logps
 from psigrad.training.lessons.reward import Comparing
 from psigrad.training.lessons.supervised import Supervised
-from psigrad.training.online import Online
+from psigrad.training.online import Critic, Online
 from psigrad.training.state import State
 from psigrad.training.update import Optimizer
 
@@ -70,13 +70,12 @@ def build(folder: Path, dtype: str, device: str) -> tuple[Step, Check]:
     keep_freed_memory()  # as every run of the library does
     work, rows = read(folder)
     path = str(folder / "model")
-    return _online(work, path, rows, dtype, device) if work.kind == "online" else _offline(work, path, rows, dtype, device)
+    return _online(work, path, rows, dtype, device) if work.online else _offline(work, path, rows, dtype, device)
 
 
 def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> tuple[Step, Check]:
     model = language_model.load(path, dtype=dtype, device=device)
-    spec: dict[str, Any] = {"preset": "grpo", "aggregate": "token_mean"}
-    algorithm = resolve(spec | ({"kl": {"coefficient": work.beta}} if work.beta else {"kl": None}))
+    algorithm = _algorithm(work.kind, work.beta)
     config = OnlineConfig(
         optim=RATE,
         run=Run(progress=False),
@@ -85,6 +84,10 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         num_iterations=work.iterations,
         max_logp_difference=10.0,
     )
+    critic = None
+    if algorithm.needs_critic:
+        values = scalar_model.load(path, dtype=dtype, device=device, fresh_head="zero")
+        critic = Critic(values, Optimizer(values.trainable(), RATE), RATE.learning_rate)
     prompts = [Prompt(i, tuple(model.tokenizer(r["prompt"]).input_ids), Row("x", prompt=r["prompt"])) for i, r in enumerate(rows)]
     journal: Any = Journal()
     run = Online(
@@ -100,8 +103,15 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         total_steps=100000,
         journal=journal,
         exact_sampling=dtype == "float32",
+        critic=critic,
     )
     return _stepping(run, State(algorithm=algorithm.initial_state())), lambda: _check(work, model)
+
+
+def _algorithm(kind: str, beta: float) -> PolicyGradient:
+    """The method with TRL's defaults."""
+    spec: dict[str, Any] = {"preset": kind} | ({"aggregate": "token_mean"} if kind == "grpo" else {})
+    return resolve(spec | {"kl": {"coefficient": beta} if beta else None})
 
 
 def _stepping(run: Online, state: State) -> Step:
@@ -110,8 +120,9 @@ def _stepping(run: Online, state: State) -> Step:
     for name in ("log_probs", "values"):
         phases.around(learn, name, "log-probs")
     phases.around(learn, "step_together", "forward-backward")
-    for method in ("norm", "apply"):
-        phases.around(run.optimizer, method, "optimizer")
+    for optimizer in (run.optimizer, *([run.critic.optimizer] if run.critic else [])):
+        for method in ("norm", "apply"):
+            phases.around(optimizer, method, "optimizer")
     now = [state]
 
     def step() -> tuple[int, dict[str, float]]:
@@ -128,7 +139,7 @@ def _stepping(run: Online, state: State) -> Step:
 
 
 def _check(work: Workload, model: LanguageModel) -> dict[str, float]:
-    """Loss and gradient norm of GRPO (token mean, no KL) on the fixed batch, with old log-probs a little off."""
+    """Loss and gradient norm of the method without its KL on the fixed batch, with old log-probs a little off."""
     given = fixed_batch(work)
     evaluation = model.evaluate(Groups(given["prompts"], given["completions"]))
     device = evaluation.logp.device
@@ -136,7 +147,7 @@ def _check(work: Workload, model: LanguageModel) -> dict[str, float]:
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     nothing = torch.zeros(len(lengths), device=device)
     batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
-    algorithm = resolve({"preset": "grpo", "kl": None, "aggregate": "token_mean"})
+    algorithm = _algorithm(work.kind, 0.0)
     prepared = algorithm.prepare(batch, {})
     advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)
     prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(lengths, dtype=torch.bool))

@@ -39,7 +39,7 @@ def build(
     trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16", device)
     phases, gate = Phases(), Gate()
     trainer.add_callback(gate)
-    if work.kind == "online":
+    if work.online:
         phases.around(trainer, "_generate", "sample")
         phases.around(trainer, "_compute_loss", "forward")
     else:
@@ -82,25 +82,25 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     settings, counts = _settings(folder, bf16, device), [0]
     data = Dataset.from_list(rows)
-    if work.kind == "online":
-        from trl import GRPOConfig, GRPOTrainer
+    if work.online:
+        import trl
 
         def counted(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
             counts[0] += sum(map(len, completion_ids))
             return reward(completions)
 
-        batch = work.prompts * work.generations
-        arguments = GRPOConfig(
+        name = work.kind.upper()
+        arguments = getattr(trl, f"{name}Config")(
             **settings,
-            per_device_train_batch_size=batch,
-            steps_per_generation=work.iterations and 1,
+            per_device_train_batch_size=work.prompts * work.generations,
+            steps_per_generation=1,
             num_generations=work.generations,
             max_completion_length=work.completion_tokens,
             beta=work.beta,
             num_iterations=work.iterations,
             temperature=1.0,
         )
-        return GRPOTrainer(model, counted, arguments, data, processing_class=tokenizer), counts
+        return getattr(trl, f"{name}Trainer")(model, counted, arguments, data, processing_class=tokenizer), counts
     if work.kind == "dpo":
         from trl import DPOConfig, DPOTrainer
 
@@ -120,10 +120,10 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
 
 
 def _check(work: Workload, trainer: Any) -> dict[str, float]:
-    """Loss and gradient norm on the fixed batch (GRPO) or the first sixteen rows (offline)."""
+    """Loss and gradient norm on the fixed batch (online) or the first sixteen rows (offline)."""
     model = trainer.model
     model.train()
-    if work.kind == "online":
+    if work.online:
         trainer.current_gradient_accumulation_steps = 1  # the trainer sets it when it trains
         loss = trainer._compute_loss(model, _inputs(work, trainer))
     else:
@@ -153,6 +153,7 @@ def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, long)[0]
     inputs["old_per_token_logps"] = logps - 0.05
+    inputs["old_logps"] = (inputs["old_per_token_logps"] * inputs["completion_mask"]).sum(1)  # of whole completions, in RLOO
     if work.beta:
         inputs["ref_per_token_logps"] = logps.clone()  # KL is 0: the check is of the policy term
     return inputs

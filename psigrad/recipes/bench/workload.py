@@ -30,13 +30,13 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape of work. `kind` is online (GRPO) or the offline lesson: dpo, reward, sft. The sizes of the model hold where it
-    is made here (`build`), and not where it was given (`prepare`).
+    """One shape of work. `kind` is the method (grpo, rloo, ppo) or the offline lesson (dpo, reward, sft). The sizes of the model
+    hold where it is made here (`build`), and not where it was given (`prepare`).
     """
 
     name: str
     says: str
-    kind: str = "online"
+    kind: str = "grpo"
     hidden: int = 256
     layers: int = 6
     vocabulary: int = 64
@@ -47,6 +47,11 @@ class Workload:
     beta: float = 0.0
     iterations: int = 1
     steps: int = 5
+
+    @property
+    def online(self) -> bool:
+        """Whether completions are sampled."""
+        return self.kind in ("grpo", "rloo", "ppo")
 
 
 def build(work: Workload, folder: Path) -> None:

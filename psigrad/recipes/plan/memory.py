@@ -6,27 +6,31 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from psigrad.models.logprobs import CHUNK_ELEMENTS, CLOSED_CHUNK
+from psigrad.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
 from psigrad.recipes.plan.activations import Terms
 from psigrad.recipes.plan.shape import Shape
 from psigrad.recipes.plan.work import Work
 
-# What a process holds before there is a model: Python, torch, transformers (on a GPU: the CUDA context and its libraries).
-BASELINE = {"cpu": 385 << 20, "cuda": 600 << 20}
+# What a process at work holds beside models and tensors: Python, torch, of transformers configurations and tokenizers
+# (`models/bare.py`) or also its modules (on a GPU: the CUDA context and its libraries).
+BASELINE = {"bare": 310 << 20, "cpu": 430 << 20, "cuda": 600 << 20}
 # What the allocator holds beyond what is alive at the peak: this share of what comes and goes within a step, and so many blocks
 # of the size of a head that learns, under autograd and with the gradient in closed form. Measured on W0 to W4. With the settings
 # of `keep_freed_memory` glibc gives nothing back; autograd's gradients of every chunk are large, and rarely find a hole.
-SLACK = {"cpu": 0.25, "cuda": 0.1}
-BLOCKS = {"cpu": (7.5, 1.0), "cuda": (0.0, 0.0)}
+SLACK = {"cpu": 0.2, "cuda": 0.1}
+BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
 # Copies of a chunk of logits that the backward pass of its log-probs holds at once, float32; with entropy two more.
 CHUNKS = 5
+KEPT = "kept from sampling"
+# Share of what sampling kept that a critic's larger blocks find room in, once it is let go. Set on PPO in four shapes.
+REFILLED = 0.25
 
-Phase = Literal["held", "sample", "train", "load"]
+Phase = Literal["weights", "held", "sample", "train", "load"]
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one thing: held all through the run, or only while it samples, trains or loads."""
+    """Bytes of one thing: weights, or what else is held from the first step on, or only while it samples, trains or loads."""
 
     name: str
     bytes: float
@@ -48,7 +52,7 @@ class Part:
     def items(self) -> list[Item]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
         size = self.width * self.parameters + 4 * self.adapter
-        found = [Item(self.name, size, "held", f"{count(self.parameters)} × {self.width} bytes")]
+        found = [Item(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
         learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
         if not learns:
             return found
@@ -81,21 +85,47 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
     return policy.layers * 2 * policy.key * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
 
 
-def passing(work: Work, policy: Shape, kept: Terms, *, width: int, recompute: bool, learns_head: bool) -> list[Item]:
-    """What comes and goes within a step."""
+def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
+    """What the largest forward pass of a model keeps for its backward pass, and what that holds besides."""
     carried = work.micro_completions * work.lengths.prompt
-    tokens = work.micro_tokens
-    note = f"{tokens} tokens" + (", recomputed layer by layer" if recompute else "")
+    return kept.kept(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
+
+
+def passing(
+    work: Work,
+    policy: Shape,
+    kept: Terms,
+    *,
+    width: int,
+    recompute: bool,
+    learns_head: bool,
+    critic: tuple[Shape, Terms] | None = None,
+) -> list[Item]:
+    """What comes and goes within a step; `critic` is one of its own."""
+    note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
+    activations, backward = forward_and_back(work, policy, kept, recompute)
+    held = None
+    if work.keeps and kept.fused and not recompute:
+        size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
+        held = _kept(size, work.keeps)
+    there = held.bytes if held is not None and held.phase == "held" else 0.0
+    if there:
+        # either they are there, and copies of one layer; or, one step in twenty and in later passes, those of a forward pass
+        activations = max(activations - there, activations / policy.layers)
+        note += ", beside what was kept"
     found = [
-        Item("activations", kept.kept(policy.layers, tokens, carried, recompute=recompute), "train", note),
-        Item("backward pass", _backward(policy, tokens, work), "train", "gradients of one layer's activations"),
+        Item("activations", activations, "train", note),
+        Item("backward pass", backward, "train", "gradients of one layer's activations"),
         _head(work, policy, width, learns_head),
     ]
     if kept.fused not in (0, width):
         found.append(Item("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
-    if work.keeps and kept.fused and not recompute:
-        size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
-        found.append(_kept(size, work.keeps))
+    if held is not None:
+        found.append(held)
+    if critic is not None:
+        # it learns when the policy has, and what that had kept is gone
+        more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
+        found += [Item("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
     if work.samples:
         slots = f"{work.slots} sequences"
         found.append(Item("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
@@ -107,11 +137,11 @@ def passing(work: Work, policy: Shape, kept: Terms, *, width: int, recompute: bo
 def _kept(size: float, limit: float) -> Item:
     """What sampling computed: held until it has been learnt from, or let go as soon as it outgrows its limit."""
     if size <= limit:
-        return Item("kept from sampling", size, "held", "so that training runs no forward pass of its own")
-    return Item("kept from sampling", limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
+        return Item(KEPT, size, "held", "so that training runs no forward pass of its own")
+    return Item(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
 
 
-def _backward(policy: Shape, tokens: int, work: Work) -> float:
+def _backward(policy: Shape, tokens: int) -> float:
     """Gradients that one layer's backward pass holds at once: those of its feed-forward part and of the residual stream."""
     return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
 
@@ -123,7 +153,7 @@ def _logits(work: Work, policy: Shape) -> int:
 
 def _is_closed(work: Work, policy: Shape) -> bool:
     """Whether the head's gradient is in closed form (`models/logprobs.py`)."""
-    return _logits(work, policy) > CHUNK_ELEMENTS and work.only_logps
+    return _logits(work, policy) > TILE_ELEMENTS and work.only_logps
 
 
 def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
@@ -135,10 +165,11 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
     """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
     whole, closed = _logits(work, policy), _is_closed(work, policy)
     both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
-    limit = CHUNK_ELEMENTS * (CLOSED_CHUNK if closed else 1)
+    limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
     elements = min(whole, limit)
     size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
-    if learns_head:  # the gradient on its way into the sum, and the sum itself where there is a gradient already
+    if learns_head and not (closed and width == 4):
+        # the gradient on its way into the sum, and the sum itself where there is a gradient already
         size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
     return Item(
         "head",
@@ -155,12 +186,13 @@ def load_items(parts: list[Part]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `beside_head` is what
-    `head_slack` says.
+    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` names one of
+    `BASELINE`, `beside_head` is what `head_slack` says.
     """
 
     items: tuple[Item, ...]
     device: str
+    process: str
     beside_head: float
 
     def of(self, phase: Phase) -> float:
@@ -170,24 +202,28 @@ class Memory:
     @property
     def slack(self) -> float:
         """What the allocator holds beyond what is alive."""
-        rest = sum(item.bytes for item in self.items if item.phase in ("train", "sample") and item.name != "head")
+        comes_and_goes = (i for i in self.items if i.phase in ("train", "sample") or i.name == KEPT)
+        rest = sum(i.bytes for i in comes_and_goes if i.name != "head")
         return self.beside_head + SLACK[self.device] * rest
 
     @property
     def baseline(self) -> float:
         """The process itself."""
-        return BASELINE[self.device]
+        return BASELINE[self.process]
 
     @property
     def phase(self) -> Phase:
         """When the peak comes."""
         phases: tuple[Phase, ...] = ("train", "sample", "load")
-        return max(phases, key=self.of)
+        return max(phases, key=self._beside_weights)
 
     @property
     def peak(self) -> float:
         """Bytes at the peak."""
-        return self.baseline + self.of("held") + self.of(self.phase) + self.slack
+        return self.baseline + self.of("weights") + self._beside_weights(self.phase)
+
+    def _beside_weights(self, phase: Phase) -> float:
+        return self.of("load") if phase == "load" else self.of("held") + self.of(phase) + self.slack
 
 
 def roles_of(policy: Part, reference: Shape | None, critic: Shape | None, rewards: list[tuple[str, Shape]]) -> list[Part]:

@@ -16,13 +16,14 @@ from psigrad.data import pairs
 from psigrad.data.rows import Form, Row
 from psigrad.data.templates import example, prompt_ids
 from psigrad.errors import UserError
+from psigrad.models import bare
 from psigrad.models.backbone import DTYPES
 from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky
 from psigrad.recipes import setup
 from psigrad.recipes.plan.activations import Terms, terms
 from psigrad.recipes.plan.hardware import Machine
-from psigrad.recipes.plan.memory import Memory, Part, cache_bytes, head_slack, load_items, passing, roles_of
+from psigrad.recipes.plan.memory import Memory, Part, cache_bytes, forward_and_back, head_slack, load_items, passing, roles_of
 from psigrad.recipes.plan.shape import Shape, config_of, shape_of
 from psigrad.recipes.plan.work import GUESSED, Config, Cost, Lengths, Work, cost_of, work_of
 
@@ -34,13 +35,16 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. `work` is one step, `memory` the peak, `cost` the FLOPs of a step."""
+    """What a run will take. `work` is one step, `memory` the peak, `cost` the FLOPs of a step, `memory_per_token` the bytes that
+    another token in the policy's largest forward pass costs.
+    """
 
     config: Config
     policy: Shape
     work: Work
     memory: Memory
     cost: Cost
+    memory_per_token: float
     machine: Machine
     eight_bit: bool = False
     quick: bool = False
@@ -59,12 +63,6 @@ class Plan:
     def tokens_per_second(self) -> float:
         """Completion tokens per second."""
         return self.work.completion_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def memory_per_token(self) -> float:
-        """Bytes that another token in the largest forward pass costs."""
-        kept = [item.bytes for item in self.memory.items if item.name in ("activations", "backward pass")]
-        return sum(kept) / self.work.micro_tokens
 
     @cached_property
     def ways(self) -> list[tuple[str, Plan]]:
@@ -96,31 +94,50 @@ def predict(
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
     learns = 0 if adapter else policy.parameters
+    critic_path = getattr(config, "critic", "") or config.model.path
+    critic = shaped(critic_path) if work.critic else None
     parts = roles_of(
         Part("policy", policy.parameters, learns, width, adapter, eight_bit),
         _reference(config, work, shaped),
-        shaped(getattr(config, "critic", "") or config.model.path) if work.critic else None,
+        critic,
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
-    known = Terms.guessed(policy, width)
-    kept = known if quick else terms(config_of(config.model.path), config.model.dtype, bool(rank), machine.device)
+
+    def kept_by(path: str, shape: Shape, lora: bool) -> Terms:
+        return Terms.guessed(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
+
+    kept = kept_by(config.model.path, policy, bool(rank))
+    learning = None if critic is None else (critic, kept_by(critic_path, critic, False))
     recompute = config.model.gradient_checkpointing
     items = [item for part in parts for item in part.items()]
-    items += passing(work, policy, kept, width=width, recompute=recompute, learns_head=not adapter)
+    items += passing(work, policy, kept, width=width, recompute=recompute, learns_head=not adapter, critic=learning)
     items += load_items(parts)
     weights = width * policy.parameters
     caching = cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
+    light = machine.kind == "cpu" and _is_bare(config, quick)
+    beside_head = 0.0 if adapter else head_slack(work, policy, width, machine.kind)
     return Plan(
         config,
         policy,
         work,
-        Memory(tuple(items), machine.kind, 0.0 if adapter else head_slack(work, policy, width, machine.kind)),
+        Memory(tuple(items), machine.kind, "bare" if light else machine.kind, beside_head),
         cost,
+        sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
         eight_bit,
         quick,
     )
+
+
+def _is_bare(config: Config, local: bool) -> bool:
+    """Whether every model of a run on a CPU is read without transformers' modules."""
+    sampled_by_others = isinstance(config, OnlineConfig) and config.sampling.sampler != "embedded"
+    if config.model.lora_rank or sampled_by_others:
+        return False
+    named = [getattr(config, name, "") for name in ("reference", "critic")] + list(getattr(config, "reward_model", ()))
+    paths = [config.model.path, *(path for path in named if path)]
+    return all(bare.suits(config_of(path, local=local), DTYPES[config.model.dtype]) for path in paths)
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError
+from psigrad.models import bare
+from psigrad.models.bare import Bare
 
 # Names that architectures give to one and the same size.
 _NAMES = {
@@ -96,7 +98,7 @@ def counted(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model: Any = Bare(config, None) if bare.known(config) else AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
     text = config.get_text_config()

@@ -9,7 +9,7 @@ from psigrad.recipes.plan.memory import count
 from psigrad.recipes.plan.predict import MARGIN, Plan
 from psigrad.recipes.plan.work import REACHED
 
-_PHASES = {"held": "", "sample": "while sampling", "train": "while training", "load": "while loading"}
+_PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "while training", "load": "while loading"}
 
 
 def size(value: float) -> str:
@@ -47,7 +47,8 @@ def band(value: float) -> str:
 def table(plan: Plan, source: str = "") -> str:
     """The plan for people."""
     rows = [(item.name, size(item.bytes), " ".join(filter(None, (_PHASES[item.phase], item.note)))) for item in plan.memory.items]
-    rows.append(("process", size(plan.memory.baseline), "Python, torch and transformers, without a model"))
+    libraries = "torch and transformers" if plan.memory.process != "bare" else "torch, and transformers without its models' code"
+    rows.append(("process", size(plan.memory.baseline), f"Python, {libraries}"))
     rows.append(("allocator", size(plan.memory.slack), "holes between blocks of unlike sizes"))
     wide = max(len(name) for name, _, _ in rows)
     held = f"within {MARGIN:.0%} where it was measured" if plan.machine.kind == "cpu" else "not held against a GPU"

@@ -186,8 +186,9 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     scores = 4 * policy.layers * policy.query * seen
     body, head = 2 * policy.matrices * work.tokens + scores, 2 * policy.head * trained
     backward = (1 if frozen else 2) + (1 if recompute else 0)
-    # the head's logits are computed again for the backward pass wherever they do not fit one chunk
-    training = work.passes * (body * backward + head * (2 + (1 if frozen else 2))) + work.fresh * body
+    # logits are computed again for the backward pass; before it, where the sampler has not told their log-probs
+    training = work.passes * (body * backward + head * (1 + (1 if frozen else 2)))
+    training += work.fresh * body + (work.fresh if work.only_logps else work.passes) * head
     training += work.passes * work.critic * 3 * body
     passes = (work.reference + work.old_pass) * (body + head) + (work.critic or work.shared_critic) * body
     if not work.samples:

@@ -1,0 +1,138 @@
+"""The optimiser's step and its state, against torch's own AdamW."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from psigrad.training import checkpoint
+from psigrad.training.adamw import AdamW
+from psigrad.training.checkpoint import CheckpointError
+
+SHAPES = {"a.weight": (3, 4), "b.weight": (4, 3), "a.bias": (4,), "b.bias": (4,)}
+
+
+def optimizer_of(shapes: dict[str, tuple[int, ...]]) -> tuple[AdamW, dict[str, nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    return AdamW(parameters, (0.9, 0.95), 1e-7, 0.1), parameters
+
+
+def give_gradients(parameters, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def stepped(optimizer: AdamW, seeds) -> None:
+    for seed in seeds:
+        give_gradients(optimizer.parameters.values(), seed)
+        optimizer.step(1e-2)
+
+
+def peer_of(parameters) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-7, fused=True)
+
+
+def test_every_step_is_torchs_fused_adamw_bit_for_bit():
+    optimizer, ours = optimizer_of(SHAPES)
+    _, theirs = optimizer_of(SHAPES)
+    peer = peer_of(theirs)
+    for seed, rate in enumerate((1e-2, 3e-3, 2e-2)):
+        give_gradients(ours.values(), seed)
+        give_gradients(theirs.values(), seed)
+        if seed == 1:  # a parameter that had no part in the loss is left alone
+            ours["a.weight"].grad = theirs["a.weight"].grad = None
+        optimizer.step(rate)
+        for group in peer.param_groups:
+            group["lr"] = rate
+        peer.step()
+        assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
+    for name, p in theirs.items():
+        assert all(torch.equal(optimizer.state[name][key], value) for key, value in peer.state[p].items())
+
+
+def test_a_step_counts_the_parameters_versions_up():
+    optimizer, parameters = optimizer_of(SHAPES)
+    before = [p._version for p in parameters.values()]
+    stepped(optimizer, [1])
+    assert all(p._version > v for p, v in zip(parameters.values(), before, strict=True))
+
+
+@pytest.mark.parametrize(("which", "imports"), [("ours", "False"), ("torch", "True")])
+def test_only_torchs_own_imports_the_compiler(which, imports):
+    make = {
+        "ours": "from psigrad.training.adamw import AdamW; o = AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0); o.step(0.1)",
+        "torch": "o = torch.optim.AdamW([p], fused=True); o.step()",
+    }[which]
+    code = f"import sys, torch; p = torch.nn.Parameter(torch.ones(2, 2)); p.grad = p.detach(); {make}"
+    code += "; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == imports
+
+
+def test_an_optimizer_goes_on_bitwise(tmp_path):
+    through, through_parameters = optimizer_of(SHAPES)
+    stepped(through, range(1, 4))
+    checkpoint.save_tensors(tmp_path / "o.safetensors", through.tensors())
+    resumed, resumed_parameters = optimizer_of(SHAPES)
+    for name, p in resumed_parameters.items():
+        p.data.copy_(through_parameters[name].data)
+    resumed.load(checkpoint.load_tensors(tmp_path / "o.safetensors"))
+    for optimizer in (through, resumed):
+        stepped(optimizer, range(4, 7))
+    assert all(torch.equal(p, through_parameters[name]) for name, p in resumed_parameters.items())
+    ours, theirs = resumed.tensors(), through.tensors()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_what_was_loaded_is_not_shared():
+    first, _ = optimizer_of(SHAPES)
+    stepped(first, [1])
+    second, _ = optimizer_of(SHAPES)
+    second.load(first.tensors())
+    before = {name: t.clone() for name, t in first.tensors().items()}
+    stepped(second, [2])
+    assert all(torch.equal(t, before[name]) for name, t in first.tensors().items())
+
+
+def test_parameters_in_another_order_get_their_own_moments():
+    """a.bias and b.bias have one shape: by position they would be swapped in silence."""
+    first, _ = optimizer_of(SHAPES)
+    stepped(first, [1])
+    tensors = first.tensors()
+    second, _ = optimizer_of({name: SHAPES[name] for name in reversed(SHAPES)})
+    second.load(tensors)
+    again = second.tensors()
+    assert again.keys() == tensors.keys() and all(torch.equal(again[k], tensors[k]) for k in tensors)
+    assert not torch.equal(tensors["exp_avg.a.bias"], tensors["exp_avg.b.bias"])
+
+
+def test_moments_of_other_parameters_are_refused():
+    optimizer, _ = optimizer_of(SHAPES)
+    stepped(optimizer, [1])
+    tensors = optimizer.tensors()
+    other, _ = optimizer_of({"x": (3, 4), **{name: SHAPES[name] for name in list(SHAPES)[1:]}})
+    with pytest.raises(CheckpointError, match=r"holds 'a\.weight', which is no parameter"):
+        other.load(tensors)
+    with pytest.raises(CheckpointError, match=r"'a\.bias' is incomplete: step is missing"):
+        optimizer.load({key: t for key, t in tensors.items() if key != "step.a.bias"})
+    with pytest.raises(CheckpointError, match=r"of shape \[5\]; the parameter has \[4\]"):
+        optimizer.load({**tensors, "exp_avg.a.bias": torch.zeros(5)})
+
+
+def test_what_was_not_saved_is_zero():
+    """A checkpoint may leave out what never had a gradient."""
+    optimizer, _ = optimizer_of(SHAPES)
+    stepped(optimizer, [1])
+    saved = {key: t.clone() for key, t in optimizer.tensors().items() if "a.bias" not in key}
+    optimizer.load(saved)
+    assert all(torch.equal(t, saved[key]) if key in saved else not t.any() for key, t in optimizer.tensors().items())
