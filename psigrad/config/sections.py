@@ -37,7 +37,8 @@ class Model:
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Module names that get an adapter; "all-linear" is every linear layer but the head."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, about a
+    third more time."""
 
 
 @dataclass(frozen=True)

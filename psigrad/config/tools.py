@@ -48,6 +48,8 @@ class BenchConfig:
     """Weight of the KL to a reference."""
     iterations: Count = 1
     """Passes over each batch."""
+    gradient_checkpointing: bool = False
+    """Recompute in the backward pass what takes memory."""
     steps: Count = 3
     """Steps that are timed, after a first one."""
     dtype: Literal["float32", "bfloat16"] = "float32"

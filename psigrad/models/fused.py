@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from psigrad.models import gradients
 from psigrad.models.attention import FusedLayout, PackedLayout
@@ -30,7 +29,8 @@ class _Through(torch.autograd.Function):
     """A layer, with its gradient by hand.
 
     Where its activations are known they are read in the backward pass, and what is handed on to the next layer is but a place in
-    autograd's chain: NaN, lest anybody compute with it.
+    autograd's chain: NaN, lest anybody compute with it. With `recompute` they are made again there; torch's own checkpoint would
+    import the compiler first, which takes two seconds and forty megabytes.
     """
 
     @staticmethod
@@ -42,16 +42,18 @@ class _Through(torch.autograd.Function):
         layout: PackedLayout,
         adapted: bool,
         known: Known | None,
+        recompute: bool,
         *weights: Tensor,
     ) -> Tensor:
         if known is None:
             y, parts = layer.forward(x, angles, layout, adapted)
+            parts = () if recompute else parts
         elif layer.index == known.last:
             y, parts = known.output(layer.index), ()
         else:
             y, parts = x.new_full((1,), torch.nan).expand_as(x), ()
         ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.known = layer, angles, layout, adapted, known
-        ctx.parts = len(parts)
+        ctx.recompute, ctx.parts = recompute and known is None, len(parts)
         ctx.save_for_backward(x, *parts, *weights)  # the weights only so that a change in place is noticed
         return y
 
@@ -62,9 +64,11 @@ class _Through(torch.autograd.Function):
         if ctx.known is not None:
             x = ctx.known.output(ctx.layer.index - 1) if ctx.layer.index else x
             parts = ctx.known.parts(ctx.layer.index)
-        learns = ctx.needs_input_grad[6:]
+        elif ctx.recompute:
+            _, parts = ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted)
+        learns = ctx.needs_input_grad[7:]
         dx, dweights = ctx.layer.backward(dy.contiguous(), x, tuple(parts), ctx.angles, ctx.layout, ctx.adapted, learns)
-        return None, dx, None, None, None, None, *dweights
+        return None, dx, None, None, None, None, None, *dweights
 
 
 class _Norm(torch.autograd.Function):
@@ -137,8 +141,7 @@ class Decoder:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             assert isinstance(layout, PackedLayout)
             for layer in self.layers:
-                given = (layer, x, angles, layout, adapted, known, *layer.weights.given)
-                x = checkpoint(_Through.apply, *given, use_reentrant=False) if self.recompute else _Through.apply(*given)
+                x = _Through.apply(layer, x, angles, layout, adapted, known, self.recompute, *layer.weights.given)
             x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
         else:
             x = self._run(x, angles, layout, adapted, keep) if known is None else known.output(known.last)

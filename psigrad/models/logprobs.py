@@ -120,27 +120,56 @@ class _ChosenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dlogp: Tensor) -> tuple[Any, ...]:
         hidden, weight, ids, normaliser = ctx.saved_tensors
+        use = _HeadUse(hidden, ctx.head, ids, normaliser, dlogp, ctx.temperature)
         # a sum of half-precision products would lose the small ones
         dhidden = torch.zeros_like(hidden, dtype=normaliser.dtype) if ctx.needs_input_grad[0] else None
         dweight = None
         if ctx.sums is not None:
-            dweight = gradients.sum_of(ctx.head, ctx.sums)
+            dweight = None if ctx.sums.puts_off(ctx.head, use) else ctx.sums.of(ctx.head)
         elif ctx.needs_input_grad[1]:
             dweight = torch.zeros_like(weight, dtype=normaliser.dtype)
-        for rows, columns, logits, stored in _tiles(hidden, weight, ctx.temperature):
-            slope = dlogp[rows] / ctx.temperature
-            back = logits.sub_(normaliser[rows, None]).exp_().mul_(-slope[:, None])
+        if dhidden is not None or dweight is not None:
+            use.add_products(dhidden, dweight, slice(0, len(weight)))
+        if dhidden is not None:
+            dhidden = dhidden.to(hidden.dtype)
+        given_back = None if dweight is None or ctx.sums is not None else dweight.to(weight.dtype)
+        return dhidden, given_back, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _HeadUse:
+    """What a head's log-probs were computed from, what came of it, and the gradient of the loss by each log-prob."""
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    normaliser: Tensor
+    dlogp: Tensor
+    temperature: float
+
+    @property
+    def size(self) -> int:
+        """Numbers that are kept for it."""
+        return self.hidden.numel() + 3 * len(self.ids)
+
+    @torch.no_grad()
+    def add_to(self, out: Tensor, rows: slice) -> None:
+        """Add rows of the head's gradient to `out`."""
+        self.add_products(None, out, rows)
+
+    def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
+        """Add to the gradient of the hidden states what those tokens of the vocabulary give, to `dweight` theirs."""
+        weight, ids = self.weight.detach()[tokens], self.ids - tokens.start
+        for rows, columns, logits, stored in _tiles(self.hidden, weight, self.temperature):
+            slope = self.dlogp[rows] / self.temperature
+            back = logits.sub_(self.normaliser[rows, None]).exp_().mul_(-slope[:, None])
             hit, token = _hits(ids[rows], columns)
             back.scatter_add_(1, token, (slope * hit)[:, None])
             given = back if back.dtype == weight.dtype else stored.copy_(back)
             if dhidden is not None:
                 _add_product(dhidden[rows], given, weight[columns])
             if dweight is not None:
-                _add_product(dweight[columns], given.t(), hidden[rows])
-        if dhidden is not None:
-            dhidden = dhidden.to(hidden.dtype)
-        given_back = None if dweight is None or ctx.sums is not None else dweight.to(weight.dtype)
-        return dhidden, given_back, None, None, None, None
+                _add_product(dweight[columns], given.t(), self.hidden[rows])
 
 
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:

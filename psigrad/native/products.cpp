@@ -3,6 +3,12 @@
 
 #include <utility>
 
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 #include "common.h"
 
 namespace {
@@ -26,6 +32,19 @@ typedef float wide __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias)
 typedef int32_t order __attribute__((vector_size(WIDTH * 4)));
 #define PICK(a, b, ...) __builtin_shuffle(a, b, order{__VA_ARGS__})
 #endif
+
+// a b + c, rounded once where the processor can. Left to itself a compiler does so in tiles of two rows and not in those of one.
+inline wide multiply_add(wide a, wide b, wide c) {
+#if defined(__AVX512F__)
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (wide)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 
 template <int HALF, int... LANE>
 inline wide fold_pair(wide a, wide b, std::integer_sequence<int, LANE...>) {
@@ -58,11 +77,11 @@ inline void tile_of_dots(int64_t k, const float* x, int64_t x_row, const float* 
             if (ahead) __builtin_prefetch(w + j * k + p + ahead);
         }
         for (int i = 0; i < MR; i++)
-            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] += *(const wide*)(x + i * x_row + p) * row[j];
+            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] = multiply_add(*(const wide*)(x + i * x_row + p), row[j], sum[i * COLUMNS + j]);
     }
     if (whole < k)
         for (int i = 0; i < MR; i++)
-            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] += load_part(x + i * x_row + whole, k - whole) * load_part(w + j * k + whole, k - whole);
+            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] = multiply_add(load_part(x + i * x_row + whole, k - whole), load_part(w + j * k + whole, k - whole), sum[i * COLUMNS + j]);
     float total[ROWS * COLUMNS];
     for (int i = 0; i < MR * COLUMNS; i += WIDTH) {
         fold(sum + i);

@@ -25,7 +25,6 @@ from psigrad.rewards import resolve
 from psigrad.training import loop, rehearsal
 from psigrad.training.online import Critic, Online
 from psigrad.training.state import Learner, State
-from psigrad.training.update import Optimizer
 
 
 def run(config: OnlineConfig) -> Result:
@@ -54,7 +53,7 @@ def run(config: OnlineConfig) -> Result:
         critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic_shared else None
         if algorithm.needs_critic and config.critic_shared:
             model.add_value_head(found)
-        policy = Learner(model, Optimizer(model.trainable(), config.optim))
+        policy = Learner(model, setup.optimizer_of(model, config))
         learners = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         fresh = State(algorithm=algorithm.initial_state())
         begun = setup.begin(config, journal, learners, setup.identity(model.tokenizer, rows), found, fresh)
@@ -155,8 +154,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> C
         raise UserError(f"{config.critic!r} has no number at every token, which a critic needs; give a causal model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(f"The critic {config.critic!r} has another tokenizer than the policy; give one of the same family.")
-    optimizer = Optimizer(made.trainable(), config.optim)
-    return Critic(made, optimizer, config.critic_learning_rate or config.optim.learning_rate)
+    return Critic(made, setup.optimizer_of(made, config), config.critic_learning_rate or config.optim.learning_rate)
 
 
 def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -> LanguageModel:

@@ -33,7 +33,6 @@ from psigrad.training.lessons import Lesson
 from psigrad.training.lessons.preference import Judging, Preferring, mismatched, reference_logps
 from psigrad.training.offline import Generated, Offline
 from psigrad.training.state import Learner, State
-from psigrad.training.update import Optimizer
 
 
 def run(config: PreferenceConfig) -> Result:
@@ -58,7 +57,7 @@ def run(config: PreferenceConfig) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
             generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
-        learner = Learner(model, Optimizer(model.trainable(), config.optim))
+        learner = Learner(model, setup.optimizer_of(model, config))
         begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(
             config=config,

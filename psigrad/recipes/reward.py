@@ -23,7 +23,6 @@ from psigrad.training.lessons.reward import Comparing, Stepping
 from psigrad.training.offline import Offline
 from psigrad.training.scoring import score_all
 from psigrad.training.state import Learner, State
-from psigrad.training.update import Optimizer
 
 
 def run(config: RewardConfig) -> Result:
@@ -43,7 +42,7 @@ def run(config: RewardConfig) -> Result:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
         rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
         lesson = _lesson(config, model, rows, journal)
-        learner = Learner(model, Optimizer(model.trainable(), config.optim))
+        learner = Learner(model, setup.optimizer_of(model, config))
         begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(
             config=config,

@@ -48,9 +48,12 @@ from psigrad.training.run_folder import RunFolder
 from psigrad.training.state import Learner, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
+from psigrad.training.update import Optimizer
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# Bytes of the blocks that are kept: where memory is short, so few that no hole is as large as a tensor.
+_ALL, _PIECE = 1 << 30, 1 << 20
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig | ControlConfig
 
 
@@ -68,7 +71,7 @@ class Result:
 @contextlib.contextmanager
 def open_run(config: Config, recipe: str) -> Iterator[Journal]:
     """The run folder with its lock, the trackers, and the stop signal, for the length of the block."""
-    prepare_torch(config.run)
+    prepare_torch(config.run, recompute=not isinstance(config, ControlConfig) and config.model.gradient_checkpointing)
     path = Path(config.run.output_dir) if config.run.output_dir else _new_folder(recipe)
     settings = {"recipe": recipe, **to_dict(config)}
     with RunFolder.open(path, settings, config.run.resume) as folder, StopSignal() as stop:
@@ -93,10 +96,10 @@ def check_sampling(sampling: Sampling) -> None:
     SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
-def prepare_torch(run: Run) -> None:
+def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
-    keep_freed_memory()
+    keep_freed_memory(up_to=_PIECE if recompute else _ALL)
     transformers.utils.logging.disable_progress_bar()  # a bar per weight file drowns ours
     if run.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
@@ -104,18 +107,18 @@ def prepare_torch(run: Run) -> None:
         )
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep what torch frees, for the next tensor of that size.
+def keep_freed_memory(up_to: int = _ALL) -> None:
+    """Let glibc keep blocks of `up_to` so many bytes that torch frees, for the next tensor of that size.
 
     By default it gives every large block back to the kernel at once, and takes a new one, page fault by page fault, a moment
-    later: on a CPU a fifth of a training step and more, and half of it where the vocabulary is large. There it has a price: to
-    give blocks above 32 MiB back would take W3's peak from 2.9 to 1.7 GB. Other C libraries have no such setting.
+    later: on a CPU a fifth of a training step and more, and half of it where the vocabulary is large. What is kept lies in pieces
+    that not every tensor fits into. Other C libraries have no such setting.
     """
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_MMAP_THRESHOLD, up_to)
         libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
@@ -165,6 +168,13 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     if not settings.path:
         raise UserError("No reward model was given; name its folder or hub name with --model (model.path).")
     return scalar_model.load(settings.path, dtype=settings.dtype, device=device(run), fresh_head="refuse")
+
+
+def optimizer_of(
+    model: LanguageModel | ScalarModel, config: SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
+) -> Optimizer:
+    """The optimiser of what learns in the model."""
+    return Optimizer(model.trainable(), config.optim, recompute=config.model.gradient_checkpointing)
 
 
 def refuse_none(config: RewardConfig | PreferenceConfig, kept: int, left_out: int, journal: Journal) -> None:

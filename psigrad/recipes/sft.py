@@ -15,7 +15,6 @@ from psigrad.training import offline, rehearsal
 from psigrad.training.lessons.supervised import Supervised
 from psigrad.training.offline import Generated, Offline
 from psigrad.training.state import Learner, State
-from psigrad.training.update import Optimizer
 
 
 def run(config: SFTConfig) -> Result:
@@ -39,7 +38,7 @@ def run(config: SFTConfig) -> Result:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
             generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
-        learner = Learner(model, Optimizer(model.trainable(), config.optim))
+        learner = Learner(model, setup.optimizer_of(model, config))
         begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(
             config=config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,32 +28,52 @@ class AdamW:
         self.state = {name: self._fresh(p) for name, p in self.parameters.items()}
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Step at rate `lr` along the gradients that there are."""
-        learning = {name: p for name, p in self.parameters.items() if p.grad is not None}
-        matrices = [name for name, p in learning.items() if p.dim() > 1]
-        others = [name for name, p in learning.items() if p.dim() <= 1]
+    def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None) -> None:
+        """Step at rate `lr` along the gradients that there are, and along those that come as `blocks` of a parameter's rows."""
+        learning = [name for name, p in self.parameters.items() if p.grad is not None]
+        matrices = [name for name in learning if self.parameters[name].dim() > 1]
+        others = [name for name in learning if self.parameters[name].dim() <= 1]
         for names, decay in ((matrices, self.weight_decay), (others, 0.0)):
-            if not names:
-                continue
-            states = [self.state[name] for name in names]
-            adamw(
-                [learning[name] for name in names],
-                [g for name in names if (g := learning[name].grad) is not None],
-                *([state[key] for state in states] for key in _MOMENTS),
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                lr=lr,
-                weight_decay=decay,
-                eps=self.eps,
-                maximize=False,
-            )
+            if names:
+                states = [self.state[name] for name in names]
+                moments = tuple([state[key] for state in states] for key in _MOMENTS)
+                parameters = [self.parameters[name] for name in names]
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                self._step(lr, decay, parameters, gradients, moments, [state["step"] for state in states])
+        for name, parts in (blocks or {}).items():
+            p, state = self.parameters[name], self.state[name]
+            steps = state["step"].clone()
+            for rows, gradient in parts:
+                moments = tuple([state[key][rows]] for key in _MOMENTS)
+                self._step(lr, self.weight_decay if p.dim() > 1 else 0.0, [p[rows]], [gradient], moments, [steps.clone()])
+            state["step"] += 1
         # the fused step changes its parameters without counting their versions up, by which others notice
-        torch.autograd.graph.increment_version(learning.values())
+        torch.autograd.graph.increment_version([self.parameters[name] for name in (*learning, *(blocks or {}))])
+
+    def _step(
+        self,
+        lr: float,
+        decay: float,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        moments: tuple[list[Tensor], ...],
+        steps: list[Tensor],
+    ) -> None:
+        adamw(
+            parameters,
+            gradients,
+            *moments,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=lr,
+            weight_decay=decay,
+            eps=self.eps,
+            maximize=False,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and step counts as "exp_avg.<name>" and so on."""

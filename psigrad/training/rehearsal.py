@@ -71,7 +71,7 @@ def _fullest(run: Online) -> Groups:
 def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """As in a step, but afterwards no gradient is left."""
     try:
-        with torch.random.fork_rng(devices=[]), in_place(optimizers[0].sums):
+        with torch.random.fork_rng(devices=[]), in_place(*(o.sums for o in optimizers)):
             yield
     except torch.OutOfMemoryError as error:
         raise UserError(

@@ -5,7 +5,7 @@ guard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,17 +41,18 @@ class Optimizer:
     """AdamW over named parameters.
 
     Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
-    itself, which is most of them at fine-tuning rates.
+    itself, which is most of them at fine-tuning rates. With `recompute` the gradient of a large head is not stored: its rows are
+    made twice, for the norm and for the step.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim, *, recompute: bool = False) -> None:
         self.parameters, self.optim = dict(parameters), optim
         half = (torch.bfloat16, torch.float16)
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
         betas = (optim.adam_beta1, optim.adam_beta2)
         self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay)
         self.nonfinite = 0
-        self.sums: Sums = {}
+        self.sums = Sums(self.parameters.values(), recompute=recompute)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
@@ -63,6 +64,7 @@ class Optimizer:
 
     def clear(self) -> None:
         """Forget the gradients."""
+        self.sums.forget()
         for p in self.parameters.values():
             p.grad = None
 
@@ -72,17 +74,25 @@ class Optimizer:
             master = self.masters[name]
             master.grad = p.grad if p.grad is None or master is p else p.grad.float()
         gradients = self._gradients()
-        return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
+        return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def apply(self, norm: float, lr: float) -> None:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
-        if 0 < self.optim.max_grad_norm < norm:
-            torch._foreach_mul_(self._gradients(), self.optim.max_grad_norm / norm)
-        self.adamw.step(lr)
+        scale = self.optim.max_grad_norm / norm if 0 < self.optim.max_grad_norm < norm else 1.0
+        if scale != 1.0 and (stored := self._gradients()):
+            torch._foreach_mul_(stored, scale)
+        put_off = {name: self._blocks(p, scale) for name, p in self.parameters.items() if p in self.sums.uses}
+        self.adamw.step(lr, put_off)
+        self.sums.forget()
         with torch.no_grad():
             for name, p in self.parameters.items():
                 if self.masters[name] is not p:
                     p.copy_(self.masters[name])
+
+    def _blocks(self, weight: Tensor, scale: float) -> Iterator[tuple[slice, Tensor]]:
+        return ((rows, block.mul_(scale)) for rows, block in self.sums.blocks(weight))
 
     def _gradients(self) -> list[Tensor]:
         return [m.grad for m in self.masters.values() if m.grad is not None]
@@ -96,20 +106,25 @@ class Optimizer:
             )
 
 
+def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
+    """Give the optimisers the gradient of the sum of `losses`, one micro-batch each, in place of what they had."""
+    for optimizer in optimizers:
+        optimizer.clear()
+    with in_place(*(optimizer.sums for optimizer in optimizers)):
+        for loss in losses:
+            loss().backward()
+    for optimizer in optimizers:
+        optimizer.sums.settle()
+
+
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
     """Step several optimisers on the sum of `losses`, each at its rate and clipped by its own norm.
 
     Returns the norms before clipping, or None where one is not finite: then nothing is stepped, and the first optimiser counts
     it.
     """
-    for optimizer, _ in rates:
-        optimizer.clear()
-    with in_place(rates[0][0].sums):
-        for loss in losses:
-            loss().backward()
+    add_up([optimizer for optimizer, _ in rates], losses)
     first = rates[0][0]
-    # where autograd made a sum of its own, ours would lie beside it
-    first.sums = {weight: total for weight, total in first.sums.items() if weight.grad is total}
     norms = [optimizer.norm() for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):
         first.nonfinite += 1

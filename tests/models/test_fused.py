@@ -98,13 +98,30 @@ def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monk
 
 
 def test_activation_checkpointing_gives_the_same_gradient_bit_for_bit(tokenizer):
-    gradients = []
+    gradients, held = [], []
     for recompute in (False, True):
         model = made(CONFIGS["qwen3"], tokenizer)
         model.decoder.recompute = recompute
-        model.evaluate(some_groups()).logp.sum().backward()
+        loss = model.evaluate(some_groups()).logp.sum()
+        held.append(sum(x.numel() for x in saved_by(loss.grad_fn) if not isinstance(x, torch.nn.Parameter)))
+        loss.backward()
         gradients.append([p.grad for p in model.trainable().values()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert held[1] < 0.4 * held[0], "and holds on to less meanwhile"
+
+
+def saved_by(node) -> list[torch.Tensor]:
+    """What the layers of a graph hold for their backward passes."""
+    found, nodes, seen = [], [node], set()
+    while nodes:
+        now = nodes.pop()
+        if now is None or now in seen:
+            continue
+        seen.add(now)
+        nodes += [before for before, _ in now.next_functions]
+        if "Through" in now.name():
+            found += now.saved_tensors
+    return found
 
 
 def test_frozen_weights_receive_no_gradient(tokenizer):

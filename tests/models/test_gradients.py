@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from psigrad.models import gradients, logprobs
-from psigrad.models.gradients import embedding, in_place
+from psigrad.models.gradients import Sums, embedding, in_place
 from psigrad.models.logprobs import Wanted, token_stats
 
 
@@ -55,7 +55,7 @@ def test_negative_control_what_is_written_is_needed(tied, monkeypatch):
 
     by_autograd = sums(tied.network, backward)["model.embed_tokens.weight"]
     waste = torch.zeros_like(by_autograd)
-    monkeypatch.setattr(gradients, "sum_of", lambda weight, own: waste)
+    monkeypatch.setattr(Sums, "of", lambda own, weight: waste)
     with in_place():
         found = sums(tied.network, backward)
     assert "model.embed_tokens.weight" not in found
@@ -87,7 +87,7 @@ def test_outside_nothing_is_written(tied):
 def test_what_does_not_learn_or_is_no_leaf_is_left_to_autograd():
     table = nn.Parameter(torch.randn(50, 8))
     with in_place():
-        assert gradients.sums_for(table) == {}
+        assert isinstance(gradients.sums_for(table), Sums)
         for other in (table * 2, table.detach(), nn.Parameter(table.detach().bfloat16())):
             assert gradients.sums_for(other) is None
         with torch.no_grad():
@@ -116,33 +116,40 @@ def test_a_sum_keeps_its_place_and_begins_at_zero_again(tied):
     def backward():
         tied.evaluate(some_groups()).logp.sum().backward()
 
-    weight, own = tied.network.get_input_embeddings().weight, {}
+    weight, own = tied.network.get_input_embeddings().weight, Sums()
     with in_place(own):
         backward()
         first, place = weight.grad.clone(), weight.grad.data_ptr()
         weight.grad = None
         backward()
-    assert weight.grad.data_ptr() == place and weight.grad is own[weight]
+    assert weight.grad.data_ptr() == place and weight.grad is own.tensors[weight]
     assert torch.equal(weight.grad, first), "what the step before left there is gone"
 
 
 def test_a_sum_of_another_type_is_not_used_again():
-    table, own = nn.Parameter(torch.randn(5, 2)), {}
-    gradients.sum_of(table, own)
+    table, own = nn.Parameter(torch.randn(5, 2)), Sums()
+    own.of(table)
     table.grad = None
     table.data = table.data.double()
-    assert gradients.sum_of(table, own).dtype == torch.float64 and own[table] is table.grad
+    assert own.of(table).dtype == torch.float64 and own.tensors[table] is table.grad
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_a_backward_pass_in_another_thread_writes_to_the_sums(kind, tied, tokenizer):
     model = tied if kind == "tied" else made(CONFIGS["llama"], tokenizer)
     head, table = model.network.get_output_embeddings().weight, model.network.get_input_embeddings().weight
-    own = {}
+    own = Sums()
     with in_place(own):
         loss = model.evaluate(some_groups()).logp.sum()
         assert table.grad is None and head.grad is None, "a forward pass is not yet a gradient"
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join()
-    assert set(own) == {head, table} and all(own[p] is p.grad and bool(p.grad.any()) for p in own)
+    assert set(own.tensors) == {head, table} and all(own.tensors[p] is p.grad and bool(p.grad.any()) for p in own.tensors)
+
+
+def test_a_weight_has_the_sums_that_own_it():
+    mine, yours, nobodys = (nn.Parameter(torch.randn(5, 2)) for _ in range(3))
+    first, second = Sums([mine]), Sums([yours])
+    with in_place(first, second):
+        assert [gradients.sums_for(p) for p in (mine, yours, nobodys)] == [first, second, None]

@@ -88,11 +88,11 @@ def test_a_sum_stays_where_it_is_from_step_to_step_unless_autograd_made_its_own(
         return embedding(table, ids, None, sums_for(table)).sum()
 
     optimizer.step([written], 0.1)
-    place = optimizer.sums[table].data_ptr()
+    place = optimizer.sums.tensors[table].data_ptr()
     optimizer.step([written], 0.1)
-    assert table.grad is optimizer.sums[table] and table.grad.data_ptr() == place
+    assert table.grad is optimizer.sums.tensors[table] and table.grad.data_ptr() == place
     optimizer.step([lambda: nn.functional.embedding(ids, table).sum(), written], 0.1)
-    assert optimizer.sums == {} and bool(table.grad.any())
+    assert optimizer.sums.tensors == {} and bool(table.grad.any())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

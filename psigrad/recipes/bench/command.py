@@ -30,6 +30,7 @@ def run(asked: BenchConfig) -> str:
         completion_tokens=asked.completion_tokens,
         beta=asked.beta,
         iterations=asked.iterations,
+        gradient_checkpointing=asked.gradient_checkpointing,
         steps=asked.steps,
     )
 

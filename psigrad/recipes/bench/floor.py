@@ -66,4 +66,4 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
     width = DTYPES[dtype].itemsize
     cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
     weights = width * (shape.matrices + shape.head)
-    return cost_of(done, shape, frozen=False, recompute=False, weight_bytes=weights, cache_bytes=cached)
+    return cost_of(done, shape, frozen=False, recompute=work.gradient_checkpointing, weight_bytes=weights, cache_bytes=cached)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from psigrad.config import Evaluation, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
+from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
 from psigrad.data import pairs
 from psigrad.data.rows import Row, validate
 from psigrad.data.templates import example
@@ -23,7 +25,7 @@ from psigrad.objective.preference_catalog import DPO
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes.bench.phases import Phases
 from psigrad.recipes.bench.workload import Workload, fixed_batch, read, reward
-from psigrad.recipes.setup import keep_freed_memory
+from psigrad.recipes.setup import prepare_torch
 from psigrad.rewards import InlineScorer
 from psigrad.rewards import resolve as named
 from psigrad.rollout.embedded import EmbeddedSampler
@@ -36,7 +38,7 @@ from psigrad.training.lessons.reward import Comparing
 from psigrad.training.lessons.supervised import Supervised
 from psigrad.training.online import Critic, Online
 from psigrad.training.state import State
-from psigrad.training.update import Optimizer
+from psigrad.training.update import Optimizer, add_up
 
 RATE = Optim(learning_rate=1e-6)
 
@@ -67,17 +69,19 @@ Check = Callable[[], dict[str, float]]
 
 def build(folder: Path, dtype: str, device: str) -> tuple[Step, Check]:
     """(step, check) of the workload in `folder`."""
-    keep_freed_memory()  # as every run of the library does
     work, rows = read(folder)
+    prepare_torch(Run(threads=torch.get_num_threads()), recompute=work.gradient_checkpointing)
     path = str(folder / "model")
     return _online(work, path, rows, dtype, device) if work.online else _offline(work, path, rows, dtype, device)
 
 
 def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> tuple[Step, Check]:
-    model = language_model.load(path, dtype=dtype, device=device)
+    again = work.gradient_checkpointing
+    model = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
     algorithm = _algorithm(work.kind, work.beta)
     config = OnlineConfig(
         optim=RATE,
+        model=Model(gradient_checkpointing=again),
         run=Run(progress=False),
         prompts_per_step=work.prompts,
         num_generations=work.generations,
@@ -86,8 +90,8 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
     )
     critic = None
     if algorithm.needs_critic:
-        values = scalar_model.load(path, dtype=dtype, device=device, fresh_head="zero")
-        critic = Critic(values, Optimizer(values.trainable(), RATE), RATE.learning_rate)
+        values = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again, fresh_head="zero")
+        critic = Critic(values, Optimizer(values.trainable(), RATE, recompute=again), RATE.learning_rate)
     prompts = [Prompt(i, tuple(model.tokenizer(r["prompt"]).input_ids), Row("x", prompt=r["prompt"])) for i, r in enumerate(rows)]
     journal: Any = Journal()
     run = Online(
@@ -97,7 +101,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         reference=model.frozen_copy() if work.beta else None,
         sampler=EmbeddedSampler(model),
         scorer=InlineScorer([named(reward)]),
-        optimizer=Optimizer(model.trainable(), RATE),
+        optimizer=Optimizer(model.trainable(), RATE, recompute=again),
         prompts=prompts,
         params=SamplingParams(max_tokens=work.completion_tokens),
         total_steps=100000,
@@ -105,7 +109,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         exact_sampling=dtype == "float32",
         critic=critic,
     )
-    return _stepping(run, State(algorithm=algorithm.initial_state())), lambda: _check(work, model)
+    return _stepping(run, State(algorithm=algorithm.initial_state())), lambda: _check(work, model, run.optimizer)
 
 
 def _algorithm(kind: str, beta: float) -> PolicyGradient:
@@ -138,46 +142,55 @@ def _stepping(run: Online, state: State) -> Step:
     return step
 
 
-def _check(work: Workload, model: LanguageModel) -> dict[str, float]:
+def _check(work: Workload, model: LanguageModel, optimizer: Optimizer) -> dict[str, float]:
     """Loss and gradient norm of the method without its KL on the fixed batch, with old log-probs a little off."""
     given = fixed_batch(work)
-    evaluation = model.evaluate(Groups(given["prompts"], given["completions"]))
-    device = evaluation.logp.device
+    device = model.device
     lengths = torch.tensor([len(c) for group in given["completions"] for c in group], device=device)
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     nothing = torch.zeros(len(lengths), device=device)
-    batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
     algorithm = _algorithm(work.kind, 0.0)
-    prepared = algorithm.prepare(batch, {})
-    advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)
-    prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(lengths, dtype=torch.bool))
-    loss = algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {})
-    loss.value.backward()
-    return {"loss": float(loss.value.detach()), "gradient": _norm(model)}
+
+    def loss() -> Tensor:
+        evaluation = model.evaluate(Groups(given["prompts"], given["completions"]))
+        batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
+        prepared = algorithm.prepare(batch, {})
+        advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)
+        prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(lengths, dtype=torch.bool))
+        return algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {}).value
+
+    return _added_up(optimizer, [loss])
 
 
-def _norm(model: LanguageModel | ScalarModel) -> float:
-    """The norm of the gradient, which is then forgotten."""
-    found = [p.grad for p in model.trainable().values() if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(found))
-    for p in model.trainable().values():
-        p.grad = None
-    return norm
+def _added_up(optimizer: Optimizer, losses: Sequence[Callable[[], Tensor]]) -> dict[str, float]:
+    """The sum of the losses and the norm of its gradient, which is then forgotten."""
+    values: list[float] = []
+
+    def noted(loss: Callable[[], Tensor]) -> Tensor:
+        value = loss()
+        values.append(float(value.detach()))
+        return value
+
+    add_up([optimizer], [partial(noted, loss) for loss in losses])
+    found = {"loss": sum(values), "gradient": optimizer.norm()}
+    optimizer.clear()
+    return found
 
 
 def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> tuple[Step, Check]:
     common: dict[str, Any] = {"optim": RATE, "run": Run(progress=False), "evaluation": Evaluation(eval_prompts=0)}
     common["batch_size"] = work.prompts
+    again = work.gradient_checkpointing
     model: LanguageModel | ScalarModel
     lesson: Lesson
     config: RewardConfig | PreferenceConfig | SFTConfig
     if work.kind == "reward":
         torch.manual_seed(0)
-        model = scalar = scalar_model.load(path, dtype=dtype, device=device)
+        model = scalar = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
         made = [pairs.pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
         lesson, config = Comparing(scalar, BradleyTerry(), made), RewardConfig(**common)
     else:
-        model = policy = language_model.load(path, dtype=dtype, device=device)
+        model = policy = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
         if work.kind == "dpo":
             made = [pairs.pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
             known = reference_logps(policy, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 4096)
@@ -186,7 +199,8 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
             texts = [example(model.tokenizer, validate(row, "prompt-completion", "x")) for row in rows]
             lesson, config = Supervised(policy, texts), SFTConfig(**common)
     journal: Any = Journal()
-    run = offline.Offline(config, lesson, None, Optimizer(model.trainable(), RATE), 100000, journal)
+    optimizer = Optimizer(model.trainable(), RATE, recompute=again)
+    run = offline.Offline(config, lesson, None, optimizer, 100000, journal)
     now = [State()]
     phases = Phases()
     for method in ("norm", "apply"):
@@ -196,17 +210,13 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
         phases.seconds = {}
         begin = time.perf_counter()
         now[0], _ = offline.step(run, now[0])
-        optimizer = phases.seconds.get("optimizer", 0.0)
+        stepping = phases.seconds.get("optimizer", 0.0)
         update = journal.phases.get("update", 0.0)
-        found = {"forward-backward": update - optimizer, "optimizer": optimizer}
+        found = {"forward-backward": update - stepping, "optimizer": stepping}
         return journal.tokens, {**found, "rest": time.perf_counter() - begin - update}
 
     def check() -> dict[str, float]:
-        total = 0.0
-        for share in lesson.shares(range(work.prompts), 4096):
-            loss = share()
-            loss.value.backward()
-            total += float(loss.value.detach())
-        return {"loss": total, "gradient": _norm(model)}
+        shares = lesson.shares(range(work.prompts), 4096)
+        return _added_up(optimizer, [lambda share=share: share().value for share in shares])
 
     return step, check

@@ -61,7 +61,7 @@ def build(
     return step, lambda: _check(work, trainer)
 
 
-def _settings(folder: Path, bf16: bool, device: str) -> dict[str, Any]:
+def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "trl"),
         "max_steps": 100000,
@@ -71,7 +71,7 @@ def _settings(folder: Path, bf16: bool, device: str) -> dict[str, Any]:
         "save_strategy": "no",
         "use_cpu": device == "cpu",
         "bf16": bf16,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": work.gradient_checkpointing,
         "disable_tqdm": True,
     }
 
@@ -80,7 +80,7 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
     """The trainer, and a one-element list in which the tokens of the step are counted."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    settings, counts = _settings(folder, bf16, device), [0]
+    settings, counts = _settings(work, folder, bf16, device), [0]
     data = Dataset.from_list(rows)
     if work.online:
         import trl

@@ -46,6 +46,7 @@ class Workload:
     completion_tokens: int = 64
     beta: float = 0.0
     iterations: int = 1
+    gradient_checkpointing: bool = False
     steps: int = 5
 
     @property
