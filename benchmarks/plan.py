@@ -28,7 +28,7 @@ def predicted(work: Workload, dtype: str, threads: int) -> plan.Plan:
     with tempfile.TemporaryDirectory() as folder:
         build(work, Path(folder))
         config = OnlineConfig(
-            model=Model(path=f"{folder}/model", dtype=dtype),  # type: ignore[arg-type]
+            model=Model(path=f"{folder}/model", dtype=dtype, gradient_checkpointing=work.gradient_checkpointing),  # type: ignore[arg-type]
             sampling=Sampling(max_completion_length=work.completion_tokens),
             run=Run(max_steps=1, device="cpu"),
             algorithm={"preset": work.kind, "kl": {"coefficient": work.beta} if work.beta else None},
@@ -58,7 +58,7 @@ def measure(work: Workload, dtype: str, threads: int) -> dict[str, Any]:
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=["W0", "W1", "W2", "W3", "W4", "PPO"])
+    parser.add_argument("workloads", nargs="*", default=["W0", "W1", "W2", "W3", "W3R", "W4", "PPO"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", default=str(RESULTS))

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from psigrad.recipes.bench import Workload
 
+# The memory of the head.
+_LARGE = Workload(
+    "W3",
+    "vocabulary 151,936, hidden 256, 4 layers, completions of 256 tokens: memory of the head",
+    layers=4,
+    vocabulary=151936,
+    prompts=2,
+    generations=4,
+    completion_tokens=256,
+    steps=2,
+)
 WORKLOADS = {
     w.name: w
     for w in (
@@ -19,16 +32,8 @@ WORKLOADS = {
             completion_tokens=256,
             steps=3,
         ),
-        Workload(
-            "W3",
-            "vocabulary 151,936, hidden 256, 4 layers, completions of 256 tokens: memory of the head",
-            layers=4,
-            vocabulary=151936,
-            prompts=2,
-            generations=4,
-            completion_tokens=256,
-            steps=2,
-        ),
+        _LARGE,
+        replace(_LARGE, name="W3R", says="W3 with gradient_checkpointing on both sides", gradient_checkpointing=True),
         Workload("W4", "W1 with a KL to a reference and two passes over each batch", beta=0.04, iterations=2, steps=4),
         Workload("PPO", "W4 by PPO with a critic of its own, its KL in the reward", "ppo", beta=0.05, iterations=2, steps=4),
         Workload("RLOO", "W1 by RLOO with a KL to a reference in the reward", "rloo", beta=0.05),

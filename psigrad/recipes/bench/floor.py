@@ -13,6 +13,7 @@ from psigrad.models.backbone import DTYPES
 from psigrad.models.fused_layer import compute_dtype
 from psigrad.recipes.bench.workload import Workload
 from psigrad.recipes.plan.hardware import Machine, machine
+from psigrad.recipes.plan.memory import recomputed_gradients
 from psigrad.recipes.plan.shape import counted
 from psigrad.recipes.plan.work import Cost, Lengths, Work, cost_of
 
@@ -61,9 +62,11 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
         dataset=0,
         reference=work.beta > 0,
         critic=work.kind == "ppo",
-        keeps=float(online),
+        keeps=float(online and not work.gradient_checkpointing),
     )
     width = DTYPES[dtype].itemsize
     cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
     weights = width * (shape.matrices + shape.head)
-    return cost_of(done, shape, frozen=False, recompute=work.gradient_checkpointing, weight_bytes=weights, cache_bytes=cached)
+    again = work.gradient_checkpointing and dtype == "float32" and recomputed_gradients(done, shape, True, head=True)[0] > 0
+    spent = cost_of(done, shape, frozen=False, recompute=work.gradient_checkpointing, weight_bytes=weights, cache_bytes=cached)
+    return spent.with_head_again(done, shape) if again else spent

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from psigrad.models.gradients import HELD
 from psigrad.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
 from psigrad.recipes.plan.activations import Terms
 from psigrad.recipes.plan.shape import Shape
@@ -17,7 +18,8 @@ BASELINE = {"bare": 310 << 20, "cpu": 430 << 20, "cuda": 600 << 20}
 # What the allocator holds beyond what is alive at the peak: this share of what comes and goes within a step, and so many blocks
 # of the size of a head that learns, under autograd and with the gradient in closed form. Measured on W0 to W4. With the settings
 # of `keep_freed_memory` glibc gives nothing back; autograd's gradients of every chunk are large, and rarely find a hole.
-SLACK = {"cpu": 0.2, "cuda": 0.1}
+# Where memory is short they are given back (`gradient_checkpointing`).
+SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
 # Copies of a chunk of logits that the backward pass of its log-probs holds at once, float32; with entropy two more.
 CHUNKS = 5
@@ -40,7 +42,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Part:
-    """A model in the run: who, its parameters, those that learn, bytes per weight, and whether the optimiser is an 8-bit one."""
+    """A model in the run: who, its parameters, those that learn, bytes per weight, whether the optimiser is an 8-bit one, and how
+    many of the gradients are recomputed instead of stored.
+    """
 
     name: str
     parameters: int
@@ -48,6 +52,7 @@ class Part:
     width: int
     adapter: int = 0
     eight_bit: bool = False
+    recomputed: int = 0
 
     def items(self) -> list[Item]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
@@ -58,7 +63,9 @@ class Part:
             return found
         half = width < 4
         # half-precision gradients are copied to float32 before they are applied
-        found.append(Item(f"{self.name}: gradients", learns * (width + 4 * half), "held", count(learns)))
+        stored = learns - self.recomputed
+        note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
+        found.append(Item(f"{self.name}: gradients", stored * (width + 4 * half), "held", note))
         moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
         found.append(
             Item(
@@ -91,6 +98,19 @@ def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> 
     return kept.kept(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
 
 
+def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
+    """Float32 parameters whose gradients gradient checkpointing makes again instead of storing them (`models/gradients.py`): of
+    the `head` and of the table of embeddings, which only the fused decoder leaves out; unless the tokens of an optimiser step
+    hold too much for it. Tied they are the head's.
+    """
+    room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
+    looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
+    closed = head and _is_closed(work, shape)
+    if head and shape.tied:
+        return shape.head * (closed and fused and predicted + looked_up <= room), 0
+    return shape.head * (closed and predicted <= room), shape.vocabulary * shape.hidden * (fused and looked_up <= room)
+
+
 def passing(
     work: Work,
     policy: Shape,
@@ -105,7 +125,7 @@ def passing(
     note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
     activations, backward = forward_and_back(work, policy, kept, recompute)
     held = None
-    if work.keeps and kept.fused and not recompute:
+    if work.keeps and kept.fused:
         size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
         held = _kept(size, work.keeps)
     there = held.bytes if held is not None and held.phase == "held" else 0.0
@@ -187,11 +207,11 @@ def load_items(parts: list[Part]) -> list[Item]:
 @dataclass(frozen=True)
 class Memory:
     """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` names one of
-    `BASELINE`, `beside_head` is what `head_slack` says.
+    `BASELINE`, `allocator` one of `SLACK`, `beside_head` is what `head_slack` says.
     """
 
     items: tuple[Item, ...]
-    device: str
+    allocator: str
     process: str
     beside_head: float
 
@@ -204,7 +224,7 @@ class Memory:
         """What the allocator holds beyond what is alive."""
         comes_and_goes = (i for i in self.items if i.phase in ("train", "sample") or i.name == KEPT)
         rest = sum(i.bytes for i in comes_and_goes if i.name != "head")
-        return self.beside_head + SLACK[self.device] * rest
+        return self.beside_head + SLACK[self.allocator] * rest
 
     @property
     def baseline(self) -> float:
@@ -226,14 +246,18 @@ class Memory:
         return self.of("load") if phase == "load" else self.of("held") + self.of(phase) + self.slack
 
 
-def roles_of(policy: Part, reference: Shape | None, critic: Shape | None, rewards: list[tuple[str, Shape]]) -> list[Part]:
-    """Every model of the run: the policy, and whichever of reference, critic and reward models there are."""
+def roles_of(
+    policy: Part, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
+) -> list[Part]:
+    """Every model of the run: the policy, and whichever of reference, critic (with its `recomputed`) and reward models there
+    are.
+    """
     found = [policy]
     if reference is not None:
         found.append(Part("reference", reference.parameters, 0, policy.width))
     if critic is not None:
-        size = critic.scalar_parameters
-        found.append(Part("critic", size, size, policy.width, eight_bit=policy.eight_bit))
+        size = critic[0].scalar_parameters
+        found.append(Part("critic", size, size, policy.width, eight_bit=policy.eight_bit, recomputed=critic[1]))
     return found + [Part(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 
 

@@ -23,7 +23,17 @@ from psigrad.objective.preference import KahnemanTversky
 from psigrad.recipes import setup
 from psigrad.recipes.plan.activations import Terms, terms
 from psigrad.recipes.plan.hardware import Machine
-from psigrad.recipes.plan.memory import Memory, Part, cache_bytes, forward_and_back, head_slack, load_items, passing, roles_of
+from psigrad.recipes.plan.memory import (
+    Memory,
+    Part,
+    cache_bytes,
+    forward_and_back,
+    head_slack,
+    load_items,
+    passing,
+    recomputed_gradients,
+    roles_of,
+)
 from psigrad.recipes.plan.shape import Shape, config_of, shape_of
 from psigrad.recipes.plan.work import GUESSED, Config, Cost, Lengths, Work, cost_of, work_of
 
@@ -96,12 +106,6 @@ def predict(
     learns = 0 if adapter else policy.parameters
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
-    parts = roles_of(
-        Part("policy", policy.parameters, learns, width, adapter, eight_bit),
-        _reference(config, work, shaped),
-        critic,
-        [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
-    )
 
     def kept_by(path: str, shape: Shape, lora: bool) -> Terms:
         return Terms.guessed(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
@@ -109,19 +113,34 @@ def predict(
     kept = kept_by(config.model.path, policy, bool(rank))
     learning = None if critic is None else (critic, kept_by(critic_path, critic, False))
     recompute = config.model.gradient_checkpointing
+
+    def recomputed(shape: Shape, kept: Terms, head: bool) -> tuple[int, int]:
+        wanted = recompute and width == 4 and not adapter
+        return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
+
+    again = recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    parts = roles_of(
+        Part("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again)),
+        _reference(config, work, shaped),
+        learning and (learning[0], sum(recomputed(*learning, head=False))),
+        [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
+    )
     items = [item for part in parts for item in part.items()]
     items += passing(work, policy, kept, width=width, recompute=recompute, learns_head=not adapter, critic=learning)
     items += load_items(parts)
     weights = width * policy.parameters
     caching = cache_bytes(work, policy, kept, width)
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
+    if again[0]:
+        cost = cost.with_head_again(work, policy)
     light = machine.kind == "cpu" and _is_bare(config, quick)
-    beside_head = 0.0 if adapter else head_slack(work, policy, width, machine.kind)
+    gives_back = recompute and machine.kind == "cpu"
+    beside_head = 0.0 if adapter or gives_back else head_slack(work, policy, width, machine.kind)
     return Plan(
         config,
         policy,
         work,
-        Memory(tuple(items), machine.kind, "bare" if light else machine.kind, beside_head),
+        Memory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
         cost,
         sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
@@ -154,7 +154,9 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         shared_critic=algorithm.needs_critic and config.critic_shared,
         entropy=not preferring and algorithm.needs_entropy,
         only_logps=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
-        keeps=0.0 if several_turns or config.sampling.sampler != "embedded" else config.keep_activations_gb * 1e9,
+        keeps=0.0
+        if several_turns or config.sampling.sampler != "embedded" or config.model.gradient_checkpointing
+        else config.keep_activations_gb * 1e9,
     )
 
 
@@ -171,6 +173,11 @@ class Cost:
     def flops(self) -> float:
         """All of them."""
         return self.sampling + self.passes + self.training
+
+    def with_head_again(self, work: Work, policy: Shape) -> Cost:
+        """With the head's gradient made twice, from logits computed again: for its norm and for the step."""
+        more = work.passes * 4 * 2 * policy.head * work.rows * work.trained * work.lengths.completion
+        return replace(self, training=self.training + more)
 
     def seconds(self, machine: Machine) -> float:
         """Seconds of a step at the shares of the peak that were measured; decoding no faster than the weights can be read."""
