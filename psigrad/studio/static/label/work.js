@@ -184,7 +184,8 @@ export class Work {
       this.warned = true;
       this.say("The time for this task is up. Your answer still counts unless somebody else gets the task first.");
     }
-    if (rest > this.span / 2 || rest <= 0 || Date.now() - this.touched > this.span / 2 || this.busy) return;
+    if (rest > this.span / 2 || rest <= 0 || Date.now() - this.touched > this.span / 2 || this.busy || this.renewing) return;
+    this.renewing = true;
     try {
       const { lease_ms: kept } = await post("/api/label/renew", { assignment: this.task.assignment });
       this.held(kept);
@@ -193,6 +194,8 @@ export class Work {
         this.warned = true;
         notice(error.message, 8);
       }
+    } finally {
+      this.renewing = false;
     }
   }
 
