@@ -18,6 +18,7 @@ help:
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
+	@echo "make test-gpu   the tests of what only runs there, likewise"
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict on the mathematics"
 	@echo "make install    the environment alone, in $(VENV)"
@@ -66,6 +67,10 @@ bench: $(INSTALLED)
 GPU_PYTHON ?= python3
 bench-gpu:
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --cuda-graphs --json benchmarks/results/language_gpu_graphs.jsonl
+
+test-gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

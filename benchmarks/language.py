@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attention", default="sdpa", choices=["sdpa", "flex"])
+    parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--json", default=str(HERE / "results" / "language.jsonl"))
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():
@@ -38,8 +41,9 @@ def main() -> None:
     with open(given.json, "w") as stream:
         for name in given.workloads or list(WORKLOADS):
             for dtype in given.dtype:
-                measure = beside if WORKLOADS[name].kind in PEERS else alone
-                results.append(measure(WORKLOADS[name], dtype, given.threads, device=given.device))
+                work = replace(WORKLOADS[name], attention=given.attention, cuda_graphs=given.cuda_graphs)
+                measure = beside if work.kind in PEERS else alone
+                results.append(measure(work, dtype, given.threads, device=given.device))
                 stream.write(json.dumps(results[-1]) + "\n")
                 stream.flush()
                 print(table(results[-1:]), flush=True)

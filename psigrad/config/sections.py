@@ -36,6 +36,9 @@ class Model:
     """Dropout on the adapter's input. Above 0 the first-step ratio is no longer 1."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Module names that get an adapter; "all-linear" is every linear layer but the head."""
+    attention: Literal["sdpa", "flex"] = "sdpa"
+    """How packed sequences attend where the fused decoder does not compute: scaled_dot_product_attention, or on a GPU compiled
+    FlexAttention."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, about a
     third more time."""
@@ -106,6 +109,8 @@ class Sampling:
     """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
     max_decode_batch: Count = 256
     """Sequences decoded at once; more wait and enter as others finish."""
+    cuda_graphs: bool = False
+    """With sampler=embedded on a GPU: record a decoding step once for each size of the batch and replay it."""
 
 
 @dataclass(frozen=True)

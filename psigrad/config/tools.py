@@ -50,6 +50,10 @@ class BenchConfig:
     """Passes over each batch."""
     gradient_checkpointing: bool = False
     """Recompute in the backward pass what takes memory."""
+    attention: Literal["sdpa", "flex"] = "sdpa"
+    """psigrad's attention over packed sequences on a GPU."""
+    cuda_graphs: bool = False
+    """Record psigrad's decoding steps on a GPU."""
     steps: Count = 3
     """Steps that are timed, after a first one."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -41,8 +41,12 @@ class FusedLayout(Protocol):
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-# A 4-D mask is handed on as it is, so that no [S, S] mask is ever built for a packed row.
-NO_MASK = torch.zeros(1, 1, 1, 1)
+@cache
+def no_mask(device: torch.device) -> Tensor:
+    """A 4-D mask is handed on as it is, so that no [S, S] mask is ever built for a packed row. It stays on the device: no copy
+    can be made while a CUDA graph is recorded.
+    """
+    return torch.zeros(1, 1, 1, 1, device=device)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

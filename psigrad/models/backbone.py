@@ -45,7 +45,8 @@ class Pretrained(ABC):
     `network` holds the weights: transformers' modules, or bare containers where the fused decoder computes (`hf` puts
     transformers' model around those). With LoRA the layers are inside it, and `adapter` is the peft wrapper that saves and merges
     them. `why_padded` is empty where the packed forward reproduces the model; else it says why the padded one runs instead.
-    `decoder` runs the packed forward in fused kernels where they reproduce the model; `why_unfused` says why not.
+    `decoder` runs the packed forward in fused kernels where they reproduce the model; `why_unfused` says why not. With `flex`
+    what is packed attends by FlexAttention.
     """
 
     network: PreTrainedModel | Bare
@@ -55,6 +56,7 @@ class Pretrained(ABC):
     train_mode: bool = False
     decoder: Decoder | None = None
     why_unfused: str = ""
+    flex: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -97,10 +99,14 @@ class Pretrained(ABC):
         """
         if self.decoder is not None:
             return self.decoder(input_ids, position_ids, layout, keep, known)
+        if self.flex and isinstance(layout, attention.PackedLayout):
+            from psigrad.models.flex import FlexLayout  # imports the compiler
+
+            layout = FlexLayout(layout)
         hidden: Tensor = self.hf.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=attention.NO_MASK.to(self.device),
+            attention_mask=attention.no_mask(self.device),
             use_cache=False,
             layout=layout,
         ).last_hidden_state
@@ -146,13 +152,42 @@ class Pretrained(ABC):
         if not self.why_padded:
             self.decoder, self.why_unfused = fuse(self, recompute)
 
+    def attend_by_flex(self) -> None:
+        """Attend by FlexAttention where the model is packed, from now on. Raises `UserError` where it does not run, or does not
+        give the numbers and the gradient that the model has without it.
+        """
+        if self.decoder is not None or self.why_padded:
+            why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
+            raise UserError(f"attention is 'flex', and {why}; leave it at 'sdpa'.")
+        learns = [p for p in self.trainable().values() if p.requires_grad]
+        try:
+            own = self._probe_with_gradient(learns)
+            self.flex = True
+            gap = max(float((a - b).abs().max()) for a, b in zip(self._probe_with_gradient(learns), own, strict=True))
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            self.flex = False
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"attention is 'flex', and it does not run on {self.device} ({reason}); leave it at 'sdpa'."
+            ) from error
+        if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
+            self.flex = False
+            raise UserError(f"attention is 'flex', and its numbers differ by {gap:.1g} from the model's own; leave it at 'sdpa'.")
+
+    def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
+        """The numbers on `PROBE`, and the direction of the gradient of their sum, parameter by parameter."""
+        with torch.enable_grad():
+            found = self.probe(packed=True)
+            slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True)
+        return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
+
     def frozen_copy(self) -> Self:
         """A copy that never learns: the reference of full fine-tuning."""
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin)
         reasons = {"why_padded": self.why_padded, "why_unfused": self.why_unfused}
-        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, **reasons)
+        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, flex=self.flex, **reasons)
 
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter (and a scalar head) only."""

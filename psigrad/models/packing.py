@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,13 @@ class _TargetLists:
         self.t += ts
 
     def tensors(self, shape: tuple[int, int], device: torch.device | str) -> Targets:
-        return Targets(*(torch.tensor(x, dtype=torch.long, device=device) for x in (self.rows, self.ids, self.n, self.t)), shape)
+        return Targets(*(on_device(x, device) for x in (self.rows, self.ids, self.n, self.t)), shape)
+
+
+def on_device(numbers: Any, device: torch.device | str) -> Tensor:
+    """Whole numbers where they are wanted; to a GPU from memory that it reads by itself, so that nobody waits for the copy."""
+    made = torch.as_tensor(numbers, dtype=torch.long)
+    return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
 
 
 def _shape(lengths: Sequence[int]) -> tuple[int, int]:
@@ -103,7 +110,7 @@ def _positions(lengths: Sequence[int], start: int, device: torch.device | str) -
     for length in lengths:
         table.append([*range(start, start + length), *[-1] * (width - length)])
         start += length
-    return torch.tensor(table, dtype=torch.long, device=device).view(len(lengths), width)
+    return on_device(table, device).view(len(lengths), width)
 
 
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
@@ -133,15 +140,15 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     layout = PackedLayout(
         _positions([len(p) for p in groups.prompts], 0, device),
         _positions(own, total, device),
-        torch.tensor(prefix, dtype=torch.long, device=device),
+        on_device(prefix, device),
         len(tokens),
     )
     return ForwardInputs(
-        torch.tensor([tokens], device=device),
-        torch.tensor([positions], device=device),
+        on_device([tokens], device),
+        on_device([positions], device),
         targets.tensors(_shape(lengths), device),
         layout=layout,
-        prefix_ends=torch.tensor(ends, device=device),
+        prefix_ends=on_device(ends, device),
     )
 
 
@@ -160,8 +167,8 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
         len(tokens),
     )
     return ForwardInputs(
-        torch.tensor([tokens], device=device),
-        torch.tensor([positions], device=device),
+        on_device([tokens], device),
+        on_device([positions], device),
         targets.tensors(_shape([len(ids) for ids in rows.rows]), device),
         layout=layout,
     )
@@ -183,9 +190,9 @@ def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInp
     width = max(len(s) for s in sequences)
     for n, (offset, ids, ts) in enumerate(starts):
         targets.add([n * width + offset + t - 1 for t in ts], ids, n, ts)
-    lengths = torch.tensor([len(s) for s in sequences], device=device)
+    lengths = on_device([len(s) for s in sequences], device)
     return ForwardInputs(
-        torch.tensor([s + [0] * (width - len(s)) for s in sequences], device=device),
+        on_device([s + [0] * (width - len(s)) for s in sequences], device),
         torch.arange(width, device=device).expand(len(sequences), width),
         targets.tensors(shape, device),
         attention_mask=(torch.arange(width, device=device) < lengths[:, None]).long(),

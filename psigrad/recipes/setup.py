@@ -134,7 +134,7 @@ def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
     lora = lora_of(settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
-        return language_model.load(
+        model = language_model.load(
             str(found) if found is not None and lora is None else settings.path,
             dtype=settings.dtype,
             device=device(run),
@@ -142,6 +142,9 @@ def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
             adapter=found if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
+        if settings.attention == "flex":
+            model.attend_by_flex()
+        return model
 
 
 def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarModel:
@@ -296,7 +299,9 @@ def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
         from psigrad.rollout.transformers_backend import TransformersSampler
 
         return TransformersSampler(model, sampling.max_decode_batch)
-    return EmbeddedSampler(model, sampling.max_decode_batch)
+    if sampling.cuda_graphs and model.device.type != "cuda":
+        raise UserError(f"sampling.cuda_graphs is for GPUs and the model is on {model.device}; leave it off.")
+    return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
 
 
 def sampling_params(

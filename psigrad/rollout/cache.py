@@ -126,6 +126,16 @@ class Decode:
             self._masks[window] = seen[:, None, None, :]
         return self._masks[window]
 
+    @classmethod
+    def at(cls, cache: KVCache, places: Tensor) -> Decode:
+        """A step of a shape that does not depend on what the slots hold: the first len(places) slots, as wide as they can become;
+        their next tokens come to `places`.
+        """
+        step = cls.__new__(cls)
+        step.cache, step.places, step.width, step._masks = cache, places, cache.longest, {}
+        step.slots = torch.arange(len(places), device=places.device)
+        return step
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values = self.cache.room(layer, k, self.width)
         keys[self.slots, :, self.places] = k[:, :, 0]

@@ -12,9 +12,10 @@ from psigrad.errors import UserError
 from psigrad.models.attention import PackedLayout
 from psigrad.models.kept import Kept, Written
 from psigrad.models.language_model import LanguageModel
-from psigrad.models.packing import Groups, pack
+from psigrad.models.packing import Groups, on_device, pack
 from psigrad.rollout.cache import KVCache
 from psigrad.rollout.distribution import draw
+from psigrad.rollout.graphs import Recorded
 from psigrad.rollout.shared_cache import SharedCache
 from psigrad.rollout.types import Completion, Request, SamplingParams
 
@@ -24,11 +25,18 @@ class EmbeddedSampler:
     once, waiting groups enter as slots come free.
 
     A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
-    matrix products of another size). `progress(tokens)` is called after each step.
+    matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
+    and replayed, on a GPU.
     """
 
-    def __init__(self, model: LanguageModel, max_batch: int = 256, progress: Callable[[int], None] | None = None) -> None:
-        self.model, self.max_batch, self.progress = model, max_batch, progress
+    def __init__(
+        self,
+        model: LanguageModel,
+        max_batch: int = 256,
+        progress: Callable[[int], None] | None = None,
+        cuda_graphs: bool = False,
+    ) -> None:
+        self.model, self.max_batch, self.progress, self.cuda_graphs = model, max_batch, progress, cuda_graphs
 
     @torch.inference_mode()
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
@@ -41,7 +49,7 @@ class EmbeddedSampler:
         """See `Stepping`. What the trainer may keep (`models/kept.py`) is named when the last request is complete."""
         check_room(self.model, requests, params)
         self.model.network.eval()
-        batch = _Batch(self.model, requests, params, self.max_batch)
+        batch = _Batch(self.model, requests, params, self.max_batch, self.cuda_graphs)
         yield batch.completed()
         while batch.waiting or batch.sequences.size:
             batch.admit()
@@ -58,7 +66,7 @@ class EmbeddedSampler:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
         self.model.network.eval()
-        batch = _Batch(self.model, [request], params, 1)
+        batch = _Batch(self.model, [request], params, 1, self.cuda_graphs)
         batch.admit()
         for place in range(params.max_tokens):
             yield int(batch.ids[0, place])
@@ -82,7 +90,9 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
 class _Batch:
     """The state of one call: what waits, what is being decoded (aligned with the cache's slots), what has been written."""
 
-    def __init__(self, model: LanguageModel, requests: list[Request], params: SamplingParams, max_batch: int) -> None:
+    def __init__(
+        self, model: LanguageModel, requests: list[Request], params: SamplingParams, max_batch: int, cuda_graphs: bool
+    ) -> None:
         self.model, self.requests, self.params, self.max_batch = model, requests, params, max_batch
         self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
         self.seeds = np.array([s for r in requests for s in r.seeds], dtype=np.uint64)
@@ -99,6 +109,9 @@ class _Batch:
         self.cache: KVCache | SharedCache = KVCache(slots, longest)
         if model.decoder is not None:
             self.cache = SharedCache(slots, params.max_tokens)
+        self.recorded: Recorded | None = None
+        if cuda_graphs and isinstance(self.cache, KVCache):
+            self.recorded = Recorded(model, self.cache)
         self.sequences = np.zeros(0, dtype=np.int64)
         self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
@@ -124,7 +137,7 @@ class _Batch:
             room -= len(groups[-1][1])
         inputs = pack(Groups([self.requests[r].prompt_ids for r, _ in groups], [[] for _ in groups]), self.model.device)
         assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
-        copies = torch.tensor([i for i, (_, members) in enumerate(groups) for _ in members], device=self.model.device)
+        copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)
         keep = self._keep()
         if keep is not None:
             starts = np.cumsum([keep.rows] + [len(self.requests[r].prompt_ids) for r, _ in groups])
@@ -138,13 +151,15 @@ class _Batch:
 
     def decode(self) -> None:
         """One token for every sequence in the batch."""
-        last = self.ids[self.sequences, self.counts[self.sequences] - 1]
+        last = on_device(self.ids[self.sequences, self.counts[self.sequences] - 1], self.model.device)
+        if self.recorded is not None:
+            self._write(self.recorded.logits(last), self.sequences, 0)
+            return
         step = self.cache.decode()
-        tokens = torch.from_numpy(last).to(self.model.device)[:, None]
         keep = self._keep()
         if keep is not None and self.rows is not None:
             self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.rows + np.arange(self.sequences.size)
-        hidden = self.model.forward(tokens, step.positions[:, None], step, keep)
+        hidden = self.model.forward(last[:, None], step.positions[:, None], step, keep)
         self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
 
     def _keep(self) -> Kept | None:

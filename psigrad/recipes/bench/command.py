@@ -19,6 +19,8 @@ def run(asked: BenchConfig) -> str:
         raise UserError(
             f"generations is {asked.generations} and {asked.kind.upper()} compares completions of one prompt; give at least 2."
         )
+    if asked.device == "cpu" and (asked.attention == "flex" or asked.cuda_graphs):
+        raise UserError("attention=flex and cuda_graphs are for GPUs and device is cpu; leave them out or give --device cuda.")
     name = Path(asked.model).name or asked.model
     work = Workload(
         name,
@@ -31,6 +33,8 @@ def run(asked: BenchConfig) -> str:
         beta=asked.beta,
         iterations=asked.iterations,
         gradient_checkpointing=asked.gradient_checkpointing,
+        attention=asked.attention,
+        cuda_graphs=asked.cuda_graphs,
         steps=asked.steps,
     )
 

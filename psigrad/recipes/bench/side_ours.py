@@ -78,6 +78,8 @@ def build(folder: Path, dtype: str, device: str) -> tuple[Step, Check]:
 def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> tuple[Step, Check]:
     again = work.gradient_checkpointing
     model = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
+    if work.attention == "flex":
+        model.attend_by_flex()
     algorithm = _algorithm(work.kind, work.beta)
     config = OnlineConfig(
         optim=RATE,
@@ -99,7 +101,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         algorithm=algorithm,
         model=model,
         reference=model.frozen_copy() if work.beta else None,
-        sampler=EmbeddedSampler(model),
+        sampler=EmbeddedSampler(model, cuda_graphs=work.cuda_graphs),
         scorer=InlineScorer([named(reward)]),
         optimizer=Optimizer(model.trainable(), RATE, recompute=again),
         prompts=prompts,

@@ -47,6 +47,8 @@ class Workload:
     beta: float = 0.0
     iterations: int = 1
     gradient_checkpointing: bool = False
+    attention: str = "sdpa"
+    cuda_graphs: bool = False
     steps: int = 5
 
     @property
