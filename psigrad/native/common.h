@@ -3,8 +3,18 @@
 #include <cstdint>
 #include <cstring>
 
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));  // 16 floats: one AVX-512 register, two of AVX2
+// Numbers of one register. A wider vector would work too, but compilers then keep it in memory.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+// Numbers that stand together in what is laid out for the kernels, and the registers that they take.
 constexpr int64_t LANES = 16;
+constexpr int PARTS = LANES / WIDTH;
 // Numbers from which on it pays to wake other threads: they may be asleep, or another program's.
 constexpr int64_t WORTH_SHARING = 1 << 16;
 
@@ -50,43 +60,51 @@ inline float exponential(float x) {
 
 // The inner product of n floats, n a multiple of 16.
 inline float inner(const float* a, const float* b, int64_t n) {
-    vec even{}, odd{};
+    vec part[2 * PARTS] = {};  // sixteen numbers and the next sixteen
     int64_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        even += *(const vec*)(a + i) * *(const vec*)(b + i);
-        odd += *(const vec*)(a + i + LANES) * *(const vec*)(b + i + LANES);
-    }
-    if (i < n) even += *(const vec*)(a + i) * *(const vec*)(b + i);
-    even += odd;
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        for (int j = 0; j < 2 * PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * *(const vec*)(b + i + j * WIDTH);
+    if (i < n)
+        for (int j = 0; j < PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * *(const vec*)(b + i + j * WIDTH);
     float lanes[LANES], sum = 0;
-    *(vec*)lanes = even;
+    for (int j = 0; j < PARTS; j++) *(vec*)(lanes + j * WIDTH) = part[j] + part[j + PARTS];
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < LANES; j++) sum += lanes[j];
     return sum;
 }
 
+// The largest tile of sums that the registers hold: 24 of 32 with AVX-512, 12 of 16 with AVX2, 8 of 16 with SSE.
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6, TILE_COLUMNS = 4;
+#elif defined(__AVX__)
+constexpr int TILE_ROWS = 6, TILE_COLUMNS = 1;
+#else
+constexpr int TILE_ROWS = 2, TILE_COLUMNS = 1;
+#endif
+
 // C[M, 16 NR] (+)= A[M, K] B[K, 16 NR]: A by any strides, B and C by rows.
 template <int MR, int NR>
 inline void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
-    vec sum[MR][NR];
+    constexpr int N = NR * PARTS;
+    vec sum[MR][N];
     for (int i = 0; i < MR; i++)
-        for (int j = 0; j < NR; j++) sum[i][j] = add ? *(const vec*)(c + i * c_row + j * LANES) : vec{};
+        for (int j = 0; j < N; j++) sum[i][j] = add ? *(const vec*)(c + i * c_row + j * WIDTH) : vec{};
     for (int64_t p = 0; p < k; p++) {
-        vec row[NR];
-        for (int j = 0; j < NR; j++) row[j] = *(const vec*)(b + p * b_row + j * LANES);
+        vec row[N];
+        for (int j = 0; j < N; j++) row[j] = *(const vec*)(b + p * b_row + j * WIDTH);
         for (int i = 0; i < MR; i++) {
             float x = a[i * a_row + p * a_col];
-            for (int j = 0; j < NR; j++) sum[i][j] += x * row[j];
+            for (int j = 0; j < N; j++) sum[i][j] += x * row[j];
         }
     }
     for (int i = 0; i < MR; i++)
-        for (int j = 0; j < NR; j++) *(vec*)(c + i * c_row + j * LANES) = sum[i][j];
+        for (int j = 0; j < N; j++) *(vec*)(c + i * c_row + j * WIDTH) = sum[i][j];
 }
 
 template <int NR>
 inline void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     int64_t i = 0;
-    for (; i + 6 <= m; i += 6) tile<6, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
+    for (; i + TILE_ROWS <= m; i += TILE_ROWS) tile<TILE_ROWS, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
     for (; i + 2 <= m; i += 2) tile<2, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
     for (; i < m; i++) tile<1, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
 }
@@ -94,8 +112,10 @@ inline void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_row, in
 // C[M, N] (+)= A[M, K] B[K, N], N a multiple of 16.
 inline void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     int64_t j = 0;
-    for (; j + 64 <= n; j += 64) column_tiles<4>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
-    for (; j + 32 <= n; j += 32) column_tiles<2>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
+    if constexpr (TILE_COLUMNS >= 4)
+        for (; j + 64 <= n; j += 64) column_tiles<4>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
+    if constexpr (TILE_COLUMNS >= 2)
+        for (; j + 32 <= n; j += 32) column_tiles<2>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
     for (; j < n; j += LANES) column_tiles<1>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
 }
 

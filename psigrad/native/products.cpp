@@ -15,16 +15,8 @@ namespace {
 
 // ROWS of x meet COLUMNS rows of the matrix in registers: a tile of sums, each a vector of WIDTH.
 constexpr int COLUMNS = 4;
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16, ROWS = 4;
-#elif defined(__AVX__)
-constexpr int WIDTH = 8, ROWS = 2;  // sixteen registers
-#else
-constexpr int WIDTH = 4, ROWS = 4;
-#endif
+constexpr int ROWS = WIDTH == 8 ? 2 : 4;  // AVX2 has sixteen registers
 static_assert(ROWS * COLUMNS % WIDTH == 0, "fold() makes one vector of WIDTH");
-
-typedef float wide __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -34,33 +26,33 @@ typedef int32_t order __attribute__((vector_size(WIDTH * 4)));
 #endif
 
 // a b + c, rounded once where the processor can. Left to itself a compiler does so in tiles of two rows and not in those of one.
-inline wide multiply_add(wide a, wide b, wide c) {
+inline vec multiply_add(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
-    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
-    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_NEON)
-    return (wide)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
 }
 
 template <int HALF, int... LANE>
-inline wide fold_pair(wide a, wide b, std::integer_sequence<int, LANE...>) {
+inline vec fold_pair(vec a, vec b, std::integer_sequence<int, LANE...>) {
     return PICK(a, b, (LANE & HALF ? WIDTH + LANE - HALF : LANE)...) + PICK(a, b, (LANE & HALF ? WIDTH + LANE : LANE + HALF)...);
 }
 
 // Element i of a[0] becomes the sum of the lanes of a[i]: 15 additions of vectors for 16 sums, where one by one takes 64.
 template <int HALF = WIDTH / 2>
-inline void fold(wide* a) {
+inline void fold(vec* a) {
     for (int i = 0; i < HALF; i++) a[i] = fold_pair<HALF>(a[i], a[i + HALF], std::make_integer_sequence<int, WIDTH>{});
     if constexpr (HALF > 1) fold<HALF / 2>(a);
 }
 
 // The first n of a vector, 0 after them.
-inline wide load_part(const float* from, int64_t n) {
-    wide part = {};
+inline vec load_part(const float* from, int64_t n) {
+    vec part = {};
     memcpy(&part, from, n * sizeof(float));
     return part;
 }
@@ -68,16 +60,16 @@ inline wide load_part(const float* from, int64_t n) {
 // out[MR, NR] = x[MR, k] w[NR, k]^T + base. What is `ahead` of w will be wanted next: the processor foresees no jump to another row.
 template <int MR, int NR>
 inline void tile_of_dots(int64_t k, const float* x, int64_t x_row, const float* w, int64_t ahead, const float* base, int64_t base_row, float* out, int64_t out_row) {
-    wide sum[ROWS * COLUMNS] = {};
+    vec sum[ROWS * COLUMNS] = {};
     int64_t whole = k / WIDTH * WIDTH;
     for (int64_t p = 0; p < whole; p += WIDTH) {
-        wide row[NR];
+        vec row[NR];
         for (int j = 0; j < NR; j++) {
-            row[j] = *(const wide*)(w + j * k + p);
+            row[j] = *(const vec*)(w + j * k + p);
             if (ahead) __builtin_prefetch(w + j * k + p + ahead);
         }
         for (int i = 0; i < MR; i++)
-            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] = multiply_add(*(const wide*)(x + i * x_row + p), row[j], sum[i * COLUMNS + j]);
+            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] = multiply_add(*(const vec*)(x + i * x_row + p), row[j], sum[i * COLUMNS + j]);
     }
     if (whole < k)
         for (int i = 0; i < MR; i++)
@@ -85,7 +77,7 @@ inline void tile_of_dots(int64_t k, const float* x, int64_t x_row, const float* 
     float total[ROWS * COLUMNS];
     for (int i = 0; i < MR * COLUMNS; i += WIDTH) {
         fold(sum + i);
-        *(wide*)(total + i) = sum[i];
+        *(vec*)(total + i) = sum[i];
     }
     for (int i = 0; i < MR; i++)
         for (int j = 0; j < NR; j++) out[i * out_row + j] = total[i * COLUMNS + j] + (base ? base[i * base_row + j] : 0);

@@ -150,6 +150,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> C
         gradient_checkpointing=config.model.gradient_checkpointing,
         fresh_head="zero" if found is None else "refuse",
     )
+    setup.attend(config.model, made)
     if not made.per_token:
         raise UserError(f"{config.critic!r} has no number at every token, which a critic needs; give a causal model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():

@@ -142,9 +142,14 @@ def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
             adapter=found if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
-        if settings.attention == "flex":
-            model.attend_by_flex()
-        return model
+    attend(settings, model)
+    return model
+
+
+def attend(settings: Model, model: LanguageModel | ScalarModel) -> None:
+    """Let the model attend as asked for."""
+    if settings.attention == "flex":
+        model.attend_by_flex()
 
 
 def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarModel:
@@ -155,7 +160,7 @@ def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarMo
     whole = found is not None and lora is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
-        return scalar_model.load(
+        model = scalar_model.load(
             str(found) if whole else settings.path,
             dtype=settings.dtype,
             device=device(run),
@@ -164,6 +169,8 @@ def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarMo
             gradient_checkpointing=settings.gradient_checkpointing,
             fresh_head="refuse" if whole else "random",
         )
+    attend(settings, model)
+    return model
 
 
 def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
