@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from psigrad import cli
 from psigrad.config import Data, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
-from psigrad.models import language_model, tiny
+from psigrad.models import language_model, logprobs, tiny
 from psigrad.models.backbone import Lora
 from psigrad.models.packing import Groups
 from psigrad.recipes import plan
-from psigrad.recipes.plan import command, show
+from psigrad.recipes.plan import command, memory, show
 from psigrad.recipes.plan.activations import Terms, terms
-from psigrad.recipes.plan.memory import REFILLED, SLACK, Part, cache_bytes
+from psigrad.recipes.plan.memory import REFILLED, SLACK, Part, cache_bytes, recomputed_gradients
 from psigrad.recipes.plan.shape import counted
 from psigrad.recipes.plan.work import work_of
 from psigrad.rollout import embedded
@@ -127,6 +127,38 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
     part = Part("policy", shape.parameters, 0 if rank else shape.parameters, width, adapter)
     found = [item.bytes for item in part.items()]
     assert found == [weights, gradients, moments + masters]
+
+
+@pytest.mark.parametrize("prompts", [2, 60], ids=["few tokens", "more than a gradient holds"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_store(architecture, tied, prompts, monkeypatch):
+    for module in (logprobs, memory):
+        monkeypatch.setattr(module, "TILE_ELEMENTS", 1000)
+    hf = tiny.model(architecture, 400, hidden=32, tied=tied)
+    model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0))
+    optimizer = Optimizer(model.trainable(), Optim(), recompute=True)
+    groups = Groups([[1, 2, 3, 4]] * prompts, [[[5] * 8] * 2] * prompts)
+    stored = []
+    monkeypatch.setattr(optimizer, "apply", lambda norm, lr: stored.append(sum(len(g.flatten()) for g in optimizer._gradients())))
+    optimizer.step([lambda: model.evaluate(groups).logp.sum()], 1e-3)
+    shape = counted(hf.config)
+    config = OnlineConfig(prompts_per_step=prompts, num_generations=2, run=Run(max_steps=1))
+    work = work_of(config, plan.Lengths(4, 8, 4, 8))
+    assert stored == [shape.parameters - sum(recomputed_gradients(work, shape, model.decoder is not None, head=True))]
+
+
+def test_a_plan_that_recomputes_has_no_gradient_of_a_large_head_and_gives_memory_back(folder, monkeypatch):
+    monkeypatch.setattr(memory, "TILE_ELEMENTS", 1000)
+    monkeypatch.setattr(memory, "HELD", 100.0)
+    config = settings(folder)
+    again = replace(config, model=replace(config.model, gradient_checkpointing=True))
+    plain, recomputed = (plan.predict(c, LENGTHS, MACHINE) for c in (config, again))
+    difference = named(plain)["policy: gradients"] - named(recomputed)["policy: gradients"]
+    assert difference == 4 * plain.policy.head and recomputed.memory.slack == 0 < plain.memory.slack
+    assert "kept from sampling" in named(plain) and "kept from sampling" not in named(recomputed)
+    more = recomputed.cost.training - plain.cost.training
+    assert more > 4 * 2 * plain.policy.head * config.prompts_per_step * config.num_generations * LENGTHS.completion
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
