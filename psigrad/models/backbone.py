@@ -166,7 +166,7 @@ class Pretrained(ABC):
             gap = max(float((a - b).abs().max()) for a, b in zip(self._probe_with_gradient(learns), own, strict=True))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             self.flex = False
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(
                 f"attention is 'flex', and it does not run on {self.device} ({reason}); leave it at 'sdpa'."
             ) from error
