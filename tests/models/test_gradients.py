@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from fused_models import CONFIGS, made, some_groups
+from fused_models import CONFIGS, made, some_groups, tied_or_not
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,12 +26,7 @@ def sums(module: nn.Module, run) -> dict[str, torch.Tensor]:
 def tied(tokenizer, monkeypatch):
     """A model whose embedding is its head, with chunks so small that the head's gradient is in closed form."""
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16 * len(tokenizer))
-    config = CONFIGS["qwen3"]
-    config.tie_word_embeddings = True
-    try:
-        yield made(config, tokenizer)
-    finally:
-        config.tie_word_embeddings = False
+    return tied_or_not(True, tokenizer)
 
 
 def test_a_tied_embedding_gets_the_same_sum_of_several_losses(tied):

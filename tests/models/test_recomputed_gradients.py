@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from fused_models import CONFIGS, made, some_groups, written
+from fused_models import CONFIGS, some_groups, tied_or_not, written
 from torch import nn
 
 from psigrad.config import Optim
@@ -27,15 +27,6 @@ def small_blocks(tokenizer, monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16 * len(tokenizer))
     monkeypatch.setattr(gradients, "BLOCK_ELEMENTS", 7 * 40)
     monkeypatch.setattr(gradients, "HELD", 100.0)
-
-
-def model_of(tied: bool, tokenizer):
-    config = CONFIGS["qwen3"]
-    config.tie_word_embeddings = tied
-    try:
-        return made(config, tokenizer)
-    finally:
-        config.tie_word_embeddings = False
 
 
 def losses_of(model, scale: float = 1.0):
@@ -63,22 +54,22 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_norms_weights_and_moments_are_those_of_a_stored_gradient(tied, tokenizer):
-    norms, stored = trained(model_of(tied, tokenizer), recompute=False)
-    again, recomputed = trained(model_of(tied, tokenizer), recompute=True)
+    norms, stored = trained(tied_or_not(tied, tokenizer), recompute=False)
+    again, recomputed = trained(tied_or_not(tied, tokenizer), recompute=True)
     assert again == pytest.approx(norms, rel=1e-5) and min(norms) > OPTIM.max_grad_norm
     assert apart(stored, recomputed) < 1e-4
 
 
 @pytest.mark.parametrize("lost", [logprobs._HeadUse, gradients._Rows])
 def test_negative_control_every_use_counts(lost, tokenizer, monkeypatch):
-    norms, stored = trained(model_of(True, tokenizer), recompute=False)
+    norms, stored = trained(tied_or_not(True, tokenizer), recompute=False)
     monkeypatch.setattr(lost, "add_to", lambda self, out, rows: None)
-    again, recomputed = trained(model_of(True, tokenizer), recompute=True)
+    again, recomputed = trained(tied_or_not(True, tokenizer), recompute=True)
     assert apart(stored, recomputed) > 1e-2 and again != pytest.approx(norms, rel=1e-3)
 
 
 def test_no_gradient_of_the_head_is_ever_stored(tokenizer, monkeypatch):
-    model, blocks = model_of(True, tokenizer), []
+    model, blocks = tied_or_not(True, tokenizer), []
     weight = model.network.get_input_embeddings().weight
     optimizer = Optimizer(model.trainable(), OPTIM, recompute=True)
     given = Sums.blocks
@@ -97,7 +88,7 @@ def test_no_gradient_of_the_head_is_ever_stored(tokenizer, monkeypatch):
 
 
 def test_uses_that_hold_more_than_a_gradient_are_stored_instead(tokenizer, monkeypatch):
-    model = model_of(True, tokenizer)
+    model = tied_or_not(True, tokenizer)
     weight, puts_off, asked = model.network.get_input_embeddings().weight, Sums.puts_off, []
 
     def watched(sums, weight, use):
@@ -105,7 +96,7 @@ def test_uses_that_hold_more_than_a_gradient_are_stored_instead(tokenizer, monke
         return asked[-1][0]
 
     monkeypatch.setattr(Sums, "puts_off", watched)
-    norms, stored = trained(model_of(True, tokenizer), recompute=False, steps=2)
+    norms, stored = trained(tied_or_not(True, tokenizer), recompute=False, steps=2)
     size = sum(map(len, some_groups().prompts)) + 100
     monkeypatch.setattr(gradients, "HELD", 1.5 * size / len(weight))  # the second use finds no room
     asked.clear()
@@ -116,8 +107,8 @@ def test_uses_that_hold_more_than_a_gradient_are_stored_instead(tokenizer, monke
 
 def test_where_autograd_stored_a_gradient_the_rest_is_added_to_it(tokenizer):
     """transformers' own embedding gives a whole gradient: nothing is won by another beside it."""
-    norms, stored = trained(model_of(True, tokenizer), recompute=False)
-    model = model_of(True, tokenizer)
+    norms, stored = trained(tied_or_not(True, tokenizer), recompute=False)
+    model = tied_or_not(True, tokenizer)
     model.decoder = None
     again, recomputed = trained(model, recompute=True)
     assert again == pytest.approx(norms, rel=1e-4) and apart(stored, recomputed) < 1e-3
@@ -125,7 +116,7 @@ def test_where_autograd_stored_a_gradient_the_rest_is_added_to_it(tokenizer):
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_forgotten(tokenizer):
-    model = model_of(True, tokenizer)
+    model = tied_or_not(True, tokenizer)
     optimizer = Optimizer(model.trainable(), OPTIM, recompute=True)
     before = {name: p.detach().clone() for name, p in model.trainable().items()}
     assert optimizer.step(losses_of(model, math.nan), 0.1) is None

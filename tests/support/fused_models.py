@@ -32,6 +32,13 @@ def made(config, tokenizer, dtype=torch.float32):
     return prepare(hf.to(dtype), tokenizer)
 
 
+def tied_or_not(tied: bool, tokenizer):
+    """A Qwen3 whose embedding is its head, or not."""
+    config = copy.deepcopy(CONFIGS["qwen3"])
+    config.tie_word_embeddings = tied
+    return made(config, tokenizer)
+
+
 def written(folder: Path, config, tokenizer, auto=AutoModelForCausalLM, **settings):
     """A folder with a fresh model, biases and norms stirred, and the model."""
     config = copy.deepcopy(config)
