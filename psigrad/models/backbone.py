@@ -164,7 +164,7 @@ class Pretrained(ABC):
             own = self._probe_with_gradient(learns)
             self.flex = True
             gap = max(float((a - b).abs().max()) for a, b in zip(self._probe_with_gradient(learns), own, strict=True))
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             self.flex = False
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(
