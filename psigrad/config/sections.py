@@ -40,8 +40,8 @@ class Model:
     """How packed sequences attend where the fused decoder does not compute: scaled_dot_product_attention, or on a GPU compiled
     FlexAttention."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, about a
-    third more time."""
+    """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, a third
+    more time, with a vocabulary of 150,000 before a small model nearly twice."""
 
 
 @dataclass(frozen=True)
