@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from psigrad.models.panels import Panels
 from psigrad.native.kernels import Heads, Kernels, Spans
 
 
@@ -35,8 +36,11 @@ class FusedLayout(Protocol):
     """Who attends to whom inside fused layers.
 
     `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and the
-    log-normaliser of the scores [S, H].
+    log-normaliser of the scores [S, H]. `panels` are the layers' matrices as this pass reads them, where they were turned for it.
     """
+
+    @property
+    def panels(self) -> Panels | None: ...
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -90,6 +94,7 @@ class PackedLayout:
     sequence_rows: Tensor
     sequence_prefix: Tensor
     rows: int
+    panels = None
 
     @cached_property
     def order(self) -> Tensor:

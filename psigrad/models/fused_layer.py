@@ -17,10 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from psigrad.models.attention import FusedLayout, PackedLayout
-from psigrad.native.kernels import Heads, Kernels
+from psigrad.models.kept import Mark, mark_of
+from psigrad.models.panels import Panels
+from psigrad.native.kernels import Heads, Kernels, Turned
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+# Those of the seven that are applied to the same rows, to stand side by side in the result.
+_TOGETHER = ((0, 1, 2), (3,), (4, 5), (6,))
+_QKV, _OUT, _GATE_UP, _DOWN = range(4)
 
 
 class Unlike(Exception):
@@ -50,7 +55,7 @@ class Weights:
     def __init__(self, given: Sequence[Tensor]) -> None:
         self.given = list(given)
         self.dtype = compute_dtype(self.given[0].dtype)
-        self._marks: list[tuple[int, int] | None] = [None] * len(self.given)
+        self._marks: list[Mark | None] = [None] * len(self.given)
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
@@ -58,7 +63,7 @@ class Weights:
         if all(p.dtype == self.dtype for p in self.given):
             return self.given
         for i, p in enumerate(self.given):
-            if self._marks[i] != (mark := (p.data_ptr(), p._version)):
+            if self._marks[i] != (mark := mark_of(p)):
                 self._marks[i], self._cast[i] = mark, p.detach().to(self.dtype)
         return self._cast
 
@@ -92,19 +97,33 @@ class Unpacked:
     norms: list[Tensor]
     head_norms: tuple[Tensor, Tensor] | None
     biases: list[Tensor | None]
-    """Of the first four matrices."""
     shares: list[Share | None]
     native: Kernels
+    turned: list[Turned] | None = None
+    """The matrices once more, those of each of `_TOGETHER` as one."""
 
-    def linear(self, i: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """out ← the i-th matrix applied to x, with its bias and share, and the residual stream that it adds to."""
-        bias = self.biases[i] if i < 4 else None
-        self.native.linear(x, self.matrices[i], out, bias if residual is None else residual)
-        if residual is not None and bias is not None:
-            out += bias
-        if (share := self.shares[i]) is not None:
-            share.add(out, x)
+    def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """out ← the matrices of a group applied to x, side by side, with their biases and shares, and the residual stream."""
+        members = _TOGETHER[group]
+        if self.turned is not None:
+            self.native.through(x, self.turned[group], out, residual)
+            if self.plain:
+                return out
+        parts = out.split([len(self.matrices[i]) for i in members], dim=1)
+        for i, part in zip(members, parts, strict=True):
+            bias, share = self.biases[i], self.shares[i]
+            if self.turned is None:
+                self.native.linear(x, self.matrices[i], part, bias if residual is None else residual)
+            if bias is not None and (residual is not None or self.turned is not None):
+                part += bias
+            if share is not None:
+                share.add(part, x)
         return out
+
+    @property
+    def plain(self) -> bool:
+        """Whether the matrices are all."""
+        return not any(x is not None for x in (*self.biases, *self.shares))
 
     def flow(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
         """dx, with what the i-th matrix's share adds to it."""
@@ -150,38 +169,37 @@ class Layer:
                 )
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
-    def unpacked(self, adapted: bool) -> Unpacked:
-        """The weights of now; without shares unless `adapted`."""
+    def unpacked(self, adapted: bool, panels: Panels | None = None, rows: int = 0) -> Unpacked:
+        """The weights of now, turned where `panels` find it worth it for so many rows; without shares unless `adapted`."""
         now = iter(self.weights.now())
         matrices, norms = [next(now) for _ in range(7)], [next(now), next(now)]
         head_norms = (next(now), next(now)) if self.has_head_norms else None
-        biases: list[Tensor | None] = [None] * 4
+        biases: list[Tensor | None] = [None] * 7
         for i in self.biased:
             biases[i] = next(now)
         shares: list[Share | None] = [None] * 7
         if adapted:
             for i, adapter in self.adapters.items():
                 shares[i] = Share(next(now), next(now), float(adapter.module.scaling[adapter.name]))
-        return Unpacked(matrices, norms, head_norms, biases, shares, self.native)
+        turned = None
+        if panels is not None:
+            groups = [[matrices[i] for i in group] for group in _TOGETHER]
+            turned = panels.of(self.index, rows, self.weights.given[:7], groups, self.native)
+        return Unpacked(matrices, norms, head_norms, biases, shares, self.native, turned)
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output, and what `backward` needs besides x."""
-        weights = self.unpacked(adapted)
-        width = len(weights.matrices[4])
+        weights = self.unpacked(adapted, layout.panels, len(x))
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
-        qkv = x.new_empty(len(x), self.heads.row)
-        for i, part in enumerate(self._parts(qkv)):
-            weights.linear(i, normed, part)
+        qkv = weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row))
         rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)
         mixed, normaliser = layout.mix(self, rotated, qkv)
-        middle = weights.linear(3, mixed, torch.empty_like(x), residual=x)
+        middle = weights.apply(_OUT, mixed, torch.empty_like(x), residual=x)
         normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
-        both = x.new_empty(len(x), 2 * width)
-        weights.linear(4, normed, both[:, :width])
-        weights.linear(5, normed, both[:, width:])
-        y = weights.linear(6, self.native.swiglu(both), torch.empty_like(x), residual=middle)
+        both = weights.apply(_GATE_UP, normed, x.new_empty(len(x), 2 * len(weights.matrices[4])))
+        y = weights.apply(_DOWN, self.native.swiglu(both), torch.empty_like(x), residual=middle)
         return y, (middle, qkv, mixed, normaliser, both)
 
     def backward(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 Ids = Sequence[int]
+Mark = tuple[int, int]
 # Of each layer its output [rows, E] and what its backward pass needs [rows, …].
 Layers = list[tuple[Tensor, ...]]
 # Log-probs of several heads or temperatures, which are no one's.
@@ -30,11 +31,11 @@ class Said:
 
     logps: Tensor
     temperature: float
-    mark: tuple[int, int]
+    mark: Mark
 
     def under(self, head: Tensor, temperature: float) -> Tensor | None:
         """They, if they are those of this head, unchanged, at this temperature."""
-        return self.logps if (self.mark, self.temperature) == (_mark(head), temperature) else None
+        return self.logps if (self.mark, self.temperature) == (mark_of(head), temperature) else None
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Kept:
         self.slabs: list[Layers] = []
         self._prompts: dict[tuple[int, ...], Tensor] = {}
         self._completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Written] = {}
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[Mark] = []
         self._head = _SEVERAL
 
     @property
@@ -65,10 +66,10 @@ class Kept:
 
     def add(self, layers: Layers, weights: Iterable[nn.Parameter]) -> None:
         """Keep what a pass of the model with these `weights` computed; its rows are numbered on from `rows`."""
-        marks = _marks(weights)
-        self._marks = self._marks or marks
+        now = marks(weights)
+        self._marks = self._marks or now
         self.bytes += sum(x.numel() * x.element_size() for layer in layers for x in layer)
-        if self.open and marks == self._marks:
+        if self.open and now == self._marks:
             self._copy(layers)
         else:
             self.clear()
@@ -94,7 +95,7 @@ class Kept:
 
     def said_by(self, head: Tensor, temperature: float) -> None:
         """Say which head, at which softmax temperature, the log-probs of the completions named next are of."""
-        head_now = (_mark(head), temperature)
+        head_now = (mark_of(head), temperature)
         self._head = head_now if self._head == head_now or not self._completions else _SEVERAL
 
     def clear(self) -> None:
@@ -106,7 +107,7 @@ class Kept:
         """The rows of packed prompts and the completions of each, if all of them are known and no weight has changed since."""
         if not self.slabs:
             return None
-        if _marks(weights) != self._marks:
+        if marks(weights) != self._marks:
             self.clear()
             return None
         keys = [(tuple(p), tuple(ids)) for p, group in zip(prompts, completions, strict=True) for ids in group if len(ids)]
@@ -157,10 +158,11 @@ class Known:
         return out
 
 
-def _marks(weights: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
-    return [_mark(p) for p in weights]
+def marks(weights: Iterable[Tensor]) -> list[Mark]:
+    """Of weights, equal while none of them has changed."""
+    return [mark_of(p) for p in weights]
 
 
-def _mark(weight: Tensor) -> tuple[int, int]:
-    # an optimiser changes a parameter in place, which counts its version up
+def mark_of(weight: Tensor) -> Mark:
+    """Of a weight: an optimiser changes it in place, which counts its version up."""
     return weight.data_ptr(), weight._version

@@ -3,6 +3,12 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 // Numbers of one register. A wider vector would work too, but compilers then keep it in memory.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
@@ -73,6 +79,21 @@ inline float inner(const float* a, const float* b, int64_t n) {
     return sum;
 }
 
+// a b + c, rounded once where the processor can. Left to itself a compiler does so in tiles of two rows and not in those of one.
+inline vec multiply_add(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+inline vec spread(float x) { return x - vec{}; }
+
 // The largest tile of sums that the registers hold: 24 of 32 with AVX-512, 12 of 16 with AVX2, 8 of 16 with SSE.
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = 4;
@@ -82,9 +103,13 @@ constexpr int TILE_ROWS = 6, TILE_COLUMNS = 1;
 constexpr int TILE_ROWS = 2, TILE_COLUMNS = 1;
 #endif
 
+// Where it knows the strides GCC keeps a tile in registers; a function for any strides it gives a loop for each case of them, and its
+// sums are stored in every round.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 // C[M, 16 NR] (+)= A[M, K] B[K, 16 NR]: A by any strides, B and C by rows.
 template <int MR, int NR>
-inline void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+ALWAYS_INLINE void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     constexpr int N = NR * PARTS;
     vec sum[MR][N];
     for (int i = 0; i < MR; i++)
@@ -93,20 +118,26 @@ inline void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const 
         vec row[N];
         for (int j = 0; j < N; j++) row[j] = *(const vec*)(b + p * b_row + j * WIDTH);
         for (int i = 0; i < MR; i++) {
-            float x = a[i * a_row + p * a_col];
-            for (int j = 0; j < N; j++) sum[i][j] += x * row[j];
+            vec x = spread(a[i * a_row + p * a_col]);
+            for (int j = 0; j < N; j++) sum[i][j] = multiply_add(x, row[j], sum[i][j]);
         }
     }
     for (int i = 0; i < MR; i++)
         for (int j = 0; j < N; j++) *(vec*)(c + i * c_row + j * WIDTH) = sum[i][j];
 }
 
+// The last m < TILE_ROWS rows as one tile.
+template <int NR, int MR = TILE_ROWS - 1>
+ALWAYS_INLINE void last_tile(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+    if (m == MR) return tile<MR, NR>(k, a, a_row, a_col, b, b_row, c, c_row, add);
+    if constexpr (MR > 1) last_tile<NR, MR - 1>(m, k, a, a_row, a_col, b, b_row, c, c_row, add);
+}
+
 template <int NR>
-inline void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+ALWAYS_INLINE void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     int64_t i = 0;
     for (; i + TILE_ROWS <= m; i += TILE_ROWS) tile<TILE_ROWS, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
-    for (; i + 2 <= m; i += 2) tile<2, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
-    for (; i < m; i++) tile<1, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
+    last_tile<NR>(m - i, k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
 }
 
 // C[M, N] (+)= A[M, K] B[K, N], N a multiple of 16.

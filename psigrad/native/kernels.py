@@ -17,6 +17,7 @@ _HALF = {torch.float32: 0, torch.bfloat16: 1}
 # Rows up to which `few_rows` takes half the time of MKL, which reads a matrix once for every two of 4 to 15 rows; where the
 # matrix lies in the nearest caches, and with fewer rows, the two are about equal.
 _FEW_ROWS = 15
+_WIDEST = 64  # rows of a panel on any processor
 _SIGNATURES = {
     "rms_norm": "tpppiift",
     "rms_norm_gradient": "tpppppiift",
@@ -28,6 +29,8 @@ _SIGNATURES = {
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiipppipppppiiiiift",
     "few_rows": "ppppiiiiiit",
+    "turned": "ppiit",
+    "through_panels": "ppppiiiiiit",
     "draw": "tppppiift",
 }
 
@@ -91,6 +94,16 @@ def prompt_tables(keys: Tensor, values: Tensor, heads: Heads) -> tuple[Tensor, T
     by_head = [x.float().view(length, heads.keys, heads.dim).transpose(0, 1) for x in (keys, values)]
     blocks = torch.nn.functional.pad(by_head[0], (0, 0, 0, -length % lanes)).unflatten(1, (-1, lanes))
     return blocks.transpose(2, 3).contiguous(), torch.nn.functional.pad(by_head[1], (0, -heads.dim % lanes)).contiguous()
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A matrix [N, K] as `Kernels.through` reads it: float32, in panels of as many of its rows side by side as a tile of sums is
+    wide, the last filled up with 0.
+    """
+
+    panels: Tensor
+    shape: tuple[int, int]
 
 
 @functools.cache
@@ -161,6 +174,22 @@ class Kernels:
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(base, x, weight.t(), out=out)
+        return out
+
+    def turned(self, weight: Tensor) -> Turned:
+        """A matrix [N, K], float32 and contiguous, for `through`."""
+        height, width = weight.shape
+        panels = torch.empty(-(-height // _WIDEST) * _WIDEST * width)
+        self._call.turned(panels.data_ptr(), weight.data_ptr(), height, width, torch.get_num_threads())
+        return Turned(panels, (height, width))
+
+    def through(self, x: Tensor, weight: Turned, out: Tensor, base: Tensor | None = None) -> Tensor:
+        """As `linear`, for x, out and base in float32 and contiguous in their rows: where one matrix meets some rows again and
+        again. A row's numbers do not depend on the others.
+        """
+        pointers = (out.data_ptr(), x.data_ptr(), weight.panels.data_ptr(), None if base is None else base.data_ptr())
+        steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
+        self._call.through_panels(*pointers, len(x), *weight.shape, *steps, torch.get_num_threads())
         return out
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,9 @@
-// The product of a few rows with a matrix, which is read once, as fast as memory delivers it: one step of decoding.
+// Products of rows with a matrix in one step of decoding. Of a few rows with the matrix as it stands, which is read once, as fast as
+// memory delivers it; and of any number with one that was turned for it before.
 #include <omp.h>
 
+#include <algorithm>
 #include <utility>
-
-#if defined(__FMA__) || defined(__AVX512F__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
 #include "common.h"
 
@@ -24,19 +20,6 @@ static_assert(ROWS * COLUMNS % WIDTH == 0, "fold() makes one vector of WIDTH");
 typedef int32_t order __attribute__((vector_size(WIDTH * 4)));
 #define PICK(a, b, ...) __builtin_shuffle(a, b, order{__VA_ARGS__})
 #endif
-
-// a b + c, rounded once where the processor can. Left to itself a compiler does so in tiles of two rows and not in those of one.
-inline vec multiply_add(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
-    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
 
 template <int HALF, int... LANE>
 inline vec fold_pair(vec a, vec b, std::integer_sequence<int, LANE...>) {
@@ -97,6 +80,59 @@ inline void column_of_dots(int64_t m, int64_t k, const float* x, int64_t x_row, 
     }
 }
 
+// A turned matrix stands in panels of PANEL of its rows side by side, as wide as a tile of sums; the last is filled up with 0.
+constexpr int64_t PANEL = LANES * TILE_COLUMNS;
+// Columns of the matrix at once: so much of a panel, 64 KiB, stays in a near cache while all rows of x pass over it.
+constexpr int64_t DEPTH = (1 << 14) / PANEL;
+
+template <int HALF, int... LANE>
+inline void swap_halves(vec& a, vec& b, std::integer_sequence<int, LANE...>) {
+    vec first = PICK(a, b, (LANE & HALF ? WIDTH + LANE - HALF : LANE)...);
+    b = PICK(a, b, (LANE & HALF ? WIDTH + LANE : LANE + HALF)...);
+    a = first;
+}
+
+// A square of WIDTH vectors, turned.
+template <int HALF = WIDTH / 2>
+inline void turn(vec* a) {
+    for (int i = 0; i < WIDTH; i++)
+        if (!(i & HALF)) swap_halves<HALF>(a[i], a[i + HALF], std::make_integer_sequence<int, WIDTH>{});
+    if constexpr (HALF > 1) turn<HALF / 2>(a);
+}
+
+// `count` rows of w [count, k] as a panel [k, PANEL].
+inline void panel_of(float* to, const float* w, int64_t count, int64_t k) {
+    for (int64_t c = 0; c < PANEL; c += WIDTH) {
+        int64_t p = 0;
+        for (; p + WIDTH <= k && c + WIDTH <= count; p += WIDTH) {
+            vec square[WIDTH];
+            for (int i = 0; i < WIDTH; i++) square[i] = *(const vec*)(w + (c + i) * k + p);
+            turn(square);
+            for (int i = 0; i < WIDTH; i++) *(vec*)(to + (p + i) * PANEL + c) = square[i];
+        }
+        for (; p < k; p++)
+            for (int64_t i = c; i < c + WIDTH; i++) to[p * PANEL + i] = i < count ? w[i * k + p] : 0;
+    }
+}
+
+// out[m, count] = x[m, k] panel[k, count] + base for a panel of which only `count` columns are a matrix's.
+inline void part_of_panel(float* out, const float* x, const float* panel, const float* base, int64_t m, int64_t count, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row) {
+    float room[TILE_ROWS * PANEL];
+    for (int64_t i = 0; i < m; i += TILE_ROWS) {
+        int64_t rows = std::min<int64_t>(TILE_ROWS, m - i);
+        column_tiles<TILE_COLUMNS>(rows, k, x + i * x_row, x_row, 1, panel, PANEL, room, PANEL, false);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < count; j++) out[(i + r) * out_row + j] = room[r * PANEL + j] + (base ? base[(i + r) * base_row + j] : 0);
+    }
+}
+
+inline void whole_panel(float* out, const float* x, const float* panel, const float* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row) {
+    if (base)
+        for (int64_t i = 0; i < m; i++) std::copy_n(base + i * base_row, PANEL, out + i * out_row);
+    for (int64_t p = 0; p < k; p += DEPTH)
+        column_tiles<TILE_COLUMNS>(m, std::min(DEPTH, k - p), x + p, x_row, 1, panel + p * PANEL, PANEL, out, out_row, base || p > 0);
+}
+
 }  // namespace
 
 extern "C" {
@@ -110,5 +146,28 @@ void few_rows(float* out, const float* x, const float* weight, const float* base
         column_of_dots<COLUMNS>(m, k, x, x_row, weight + j * k, COLUMNS * k, base ? base + j : nullptr, base_row, out + j, out_row);
     for (int64_t j = whole; j < n; j++)
         column_of_dots<1>(m, k, x, x_row, weight + j * k, 0, base ? base + j : nullptr, base_row, out + j, out_row);
+}
+
+// to[panels, k, PANEL] = weight[n, k] turned.
+void turned(float* to, const float* weight, int64_t n, int64_t k, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (n * k > WORTH_SHARING)
+    for (int64_t j = 0; j < n; j += PANEL) panel_of(to + j * k, weight + j * k, std::min(PANEL, n - j), k);
+}
+
+// As `few_rows`, for any number of rows and a turned matrix. A row's numbers do not depend on how many others there are here either.
+void through_panels(float* out, const float* x, const float* panels, const float* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
+    // fewer panels than would keep the threads busy are met by some of the rows at a time
+    int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t shares = std::max<int64_t>(1, std::min(tall, (4 * threads + wide - 1) / wide)), share = (tall + shares - 1) / shares * TILE_ROWS;
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
+    for (int64_t j = 0; j < n; j += PANEL)
+        for (int64_t i = 0; i < m; i += share) {
+            int64_t rows = std::min(share, m - i);
+            const float* from = base ? base + i * base_row + j : nullptr;
+            if (j + PANEL <= n)
+                whole_panel(out + i * out_row + j, x + i * x_row, panels + j * k, from, rows, k, out_row, x_row, base_row);
+            else
+                part_of_panel(out + i * out_row + j, x + i * x_row, panels + j * k, from, rows, n - j, k, out_row, x_row, base_row);
+        }
 }
 }

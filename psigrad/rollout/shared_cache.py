@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from psigrad.models.attention import Attending, PackedLayout
+from psigrad.models.panels import Panels
 from psigrad.native.kernels import Heads, Slots, prompt_tables
 from psigrad.rollout.cache import grown, moves
 
@@ -52,6 +53,7 @@ class SharedCache:
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is what a slot may come to hold behind its prompt, in tokens."""
         self.slots, self.longest = slots, longest
+        self.panels = Panels()
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.prompts: dict[int, Prompt] = {}
         self.prompt = torch.zeros(0, dtype=torch.long)
@@ -116,6 +118,7 @@ class SharedPrefill:
 
     prompts: PackedLayout
     starts: list[tuple[int, Prompt]]
+    panels = None
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         width = layer.heads.keys * layer.heads.dim
@@ -130,6 +133,7 @@ class SharedDecode:
 
     def __init__(self, cache: SharedCache) -> None:
         self.cache, self.arranged, self.places = cache, cache.arrangement(), cache.lengths
+        self.panels = cache.panels
         cache.lengths = cache.lengths + 1
 
     @cached_property

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from psigrad.models.language_model import prepare
+from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups, Rows
 
 COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -30,6 +30,16 @@ def made(config, tokenizer, dtype=torch.float32):
         if "bias" in name or "norm" in name:
             torch.nn.init.normal_(p, mean=0.0 if "bias" in name else 1.0, std=0.3)
     return prepare(hf.to(dtype), tokenizer)
+
+
+def adapted(config, tokenizer, dtype=torch.float32, **lora):
+    """The model under LoRA, its adapter at work."""
+    model = prepare(made(config, tokenizer, dtype).hf, tokenizer, lora=Lora(3, **lora))
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # fresh adapters add nothing: their B is 0
+        for p in model.trainable().values():
+            p.copy_(0.1 * torch.randn(p.shape, generator=draw))
+    return model
 
 
 def tied_or_not(tied: bool, tokenizer):

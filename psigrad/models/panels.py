@@ -1,0 +1,45 @@
+"""A decoder's matrices as decoding reads them, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from psigrad.models.kept import Mark, marks
+from psigrad.native.kernels import Kernels, Turned
+
+# Sequences from which on a turned matrix is met sooner than the matrix itself, by so much that turning it pays.
+WORTH_TURNING = 8
+LIMIT = 1 << 30  # bytes
+
+
+class Panels:
+    """Matrices of layers, by index, each turned for `Kernels.through` once for every value it takes, up to `limit` bytes."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.bytes, self.limit = 0, limit
+        self._layers: dict[int, tuple[list[Mark], list[Turned]]] = {}
+
+    def of(
+        self, index: int, rows: int, weights: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], native: Kernels
+    ) -> list[Turned] | None:
+        """Of layer `index` the matrices of each group as one, one under the other; None where there is no room for them, or where
+        `rows` are so few that they are better met as they are. `weights` are those that they are, or were cast from.
+        """
+        have = self._layers.get(index)
+        if have is not None and have[0] == marks(weights):
+            return have[1]
+        if rows < WORTH_TURNING:
+            return None
+        if any(x.dtype != torch.float32 or not x.is_contiguous() for group in groups for x in group):
+            return None
+        if have is None:
+            more = 4 * sum(x.numel() for group in groups for x in group)
+            if self.bytes + more > self.limit:
+                return None
+            self.bytes += more
+        turned = [native.turned(torch.cat(tuple(group))) for group in groups]
+        self._layers[index] = (marks(weights), turned)
+        return turned

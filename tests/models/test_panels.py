@@ -1,0 +1,128 @@
+"""Matrices turned for decoding, against the matrices themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_models import CONFIGS, adapted, both, made, some_groups
+
+from psigrad.models.panels import WORTH_TURNING, Panels
+from psigrad.native.kernels import Kernels, kernels
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.types import Request, SamplingParams
+
+REQUESTS = [Request(tuple(p), tuple(range(5 * i, 5 * i + 5))) for i, p in enumerate(some_groups().prompts)]
+LONG = SamplingParams(max_tokens=90)
+
+
+@pytest.fixture(params=[*CONFIGS, "adapted"])
+def model(request, tokenizer):
+    return adapted(CONFIGS["qwen2"], tokenizer) if request.param == "adapted" else made(CONFIGS[request.param], tokenizer)
+
+
+@pytest.fixture
+def turnings(monkeypatch):
+    """The shapes of the matrices that are turned."""
+    shapes, turned = [], Kernels.turned
+
+    def noted(self, weight):
+        shapes.append(tuple(weight.shape))
+        return turned(self, weight)
+
+    monkeypatch.setattr(Kernels, "turned", noted)
+    return shapes
+
+
+def drawn(model, max_batch=256):
+    return [c for group in EmbeddedSampler(model, max_batch).sample(REQUESTS, LONG) for c in group]
+
+
+@pytest.mark.parametrize("base", ["none", "bias", "residual"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 64, 150])
+def test_a_product_through_panels_equals_one_in_float64(rows, base):
+    """On rows that lie apart, for heights that fill a part of a panel, widths that are no multiple of a register or more than are
+    read at once.
+    """
+    native = kernels()
+    for width, height in ((3, 1), (16, 64), (67, 50), (256, 200), (300, 257), (1100, 130)):
+        x, weight = torch.randn(rows, width + 5)[:, :width], torch.randn(height, width)
+        added = {"none": None, "bias": torch.randn(height), "residual": torch.randn(rows, height + 2)[:, :height]}[base]
+        out = torch.full((rows, height + 3), 7.0)
+        native.through(x, native.turned(weight), out[:, :height], added)
+        expected = x.double() @ weight.double().t() + (0 if added is None else added.double())
+        assert (out[:, :height] - expected).abs().max() < 1e-6 * width
+        assert (out[:, height:] == 7).all()  # and touches nothing else
+
+
+def test_a_row_through_panels_depends_neither_on_the_others_nor_on_the_threads():
+    native = kernels()
+    x, weight = torch.randn(40, 300), torch.randn(331, 300)
+    turned = native.turned(weight)
+    whole = native.through(x, turned, torch.empty(40, 331))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for rows in range(1, 40):
+                assert torch.equal(native.through(x[:rows], turned, torch.empty(rows, 331)), whole[:rows])
+    finally:
+        torch.set_num_threads(threads)
+    # the control: sums in another order differ in their last bits
+    assert not torch.equal(native.linear(x[:4], weight, torch.empty(4, 331)), whole[:4])
+
+
+def test_what_is_not_finite_stays_so_and_where_it_is():
+    native = kernels()
+    weight = torch.ones(70, 20)
+    weight[2, 19], weight[69, 0] = torch.nan, torch.inf
+    out = native.through(torch.ones(9, 20), native.turned(weight), torch.empty(9, 70))
+    assert out[:, 2].isnan().all() and out[:, 69].isposinf().all()
+    assert (out[:, [i for i in range(70) if i not in (2, 69)]] == 20).all()
+
+
+def test_the_sampler_draws_the_same_tokens_through_panels(model, turnings):
+    ours, theirs = both(model, lambda: drawn(model))
+    assert len(turnings) == 4 * 2, "the matrices of each layer that are applied together, once"
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.ids == b.ids
+        assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=0)
+
+
+def test_few_sequences_and_large_models_are_decoded_without(model, turnings, monkeypatch):
+    whole = drawn(model)
+    turnings.clear()
+    few = drawn(model, max_batch=WORTH_TURNING - 3)
+    monkeypatch.setattr(Panels.__init__, "__defaults__", (100,))
+    large = drawn(model)
+    assert not turnings
+    assert [c.ids for c in whole] == [c.ids for c in few] == [c.ids for c in large]
+
+
+def test_panels_take_no_more_than_their_limit(tokenizer):
+    model = made(CONFIGS["llama"], tokenizer)
+    layers = model.decoder.layers
+    size = 4 * sum(w.numel() for w in layers[0].weights.given[:7])
+    panels = Panels(limit=size)
+    first, second = (layer.unpacked(True, panels, rows=64).turned for layer in layers)
+    assert first is not None and second is None and panels.bytes == size
+    assert layers[0].unpacked(True, panels, rows=1).turned is first, "what is there serves few rows too"
+
+
+def test_a_changed_weight_is_turned_again(tokenizer, turnings):
+    model = made(CONFIGS["llama"], tokenizer)
+    layer, panels = model.decoder.layers[0], Panels()
+    before = layer.unpacked(True, panels, rows=64).turned
+    assert layer.unpacked(True, panels, rows=64).turned is before and len(turnings) == 4
+    with torch.no_grad():
+        layer.weights.given[6].mul_(2)
+    after = layer.unpacked(True, panels, rows=64).turned
+    x = torch.randn(9, layer.weights.given[6].shape[1])
+    apart = [kernels().through(x, turned[3], torch.empty(9, 64)) for turned in (before, after)]
+    assert torch.equal(2 * apart[0], apart[1]), "the old ones would have given half of it"
+
+
+def test_bfloat16_products_are_not_turned(tokenizer, turnings, monkeypatch):
+    for native in (True, False):
+        monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda native=native: native)
+        drawn(made(CONFIGS["qwen3"], tokenizer, torch.bfloat16))
+        assert bool(turnings) is not native
