@@ -22,7 +22,7 @@ typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias))
 constexpr int64_t LANES = 16;
 constexpr int PARTS = LANES / WIDTH;
 // Numbers from which on it pays to wake other threads: they may be asleep, or another program's.
-constexpr int64_t WORTH_SHARING = 1 << 16;
+constexpr int64_t WORTH_SHARING = 1 << 13;
 
 struct bfloat16 {
     uint16_t bits;
