@@ -40,6 +40,6 @@ class Panels:
             if self.bytes + more > self.limit:
                 return None
             self.bytes += more
-        turned = [native.turned(torch.cat(tuple(group))) for group in groups]
+        turned = [native.turned(torch.cat(tuple(group)) if len(group) > 1 else group[0]) for group in groups]
         self._layers[index] = (marks(weights), turned)
         return turned

@@ -185,8 +185,13 @@ class Kernels:
 
     def through(self, x: Tensor, weight: Turned, out: Tensor, base: Tensor | None = None) -> Tensor:
         """As `linear`, for x, out and base in float32 and contiguous in their rows: where one matrix meets some rows again and
-        again. A row's numbers do not depend on the others.
+        again. A row's numbers do not depend on the others. Raises `ValueError` where they do not fit.
         """
+        if not _fits(x, weight.shape, out, base):
+            shapes = [tuple(t.shape) for t in (x, out, base) if t is not None]
+            raise ValueError(
+                f"A turned matrix {weight.shape} meets rows, result and base of {shapes}, {x.dtype}; float32 is needed."
+            )
         pointers = (out.data_ptr(), x.data_ptr(), weight.panels.data_ptr(), None if base is None else base.data_ptr())
         steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
         self._call.through_panels(*pointers, len(x), *weight.shape, *steps, torch.get_num_threads())
@@ -244,12 +249,16 @@ class Gradients:
 
 def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
     """Whether `few_rows` can compute a product; PyTorch computes what it can't, or refuses it."""
-    tensors = (x, weight, out) if base is None else (x, weight, out, base)
+    return weight.dtype == torch.float32 and weight.is_contiguous() and _fits(x, weight.shape, out, base)
+
+
+def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> bool:
+    """Whether a matrix of this shape maps x to out, with the base, all in float32 and contiguous in their rows."""
+    tensors = (x, out) if base is None else (x, out, base)
     return (
         all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
-        and weight.is_contiguous()
-        and x.shape[1] == weight.shape[1]
-        and out.shape == (len(x), len(weight))
+        and x.shape[1] == shape[1]
+        and out.shape == (x.shape[0], shape[0])
         and (base is None or base.shape in (out.shape, out.shape[1:]))
     )
 

@@ -80,6 +80,21 @@ def test_what_is_not_finite_stays_so_and_where_it_is():
     assert (out[:, [i for i in range(70) if i not in (2, 69)]] == 20).all()
 
 
+def test_what_does_not_fit_is_refused():
+    native = kernels()
+    turned, x, out = native.turned(torch.randn(9, 20)), torch.randn(4, 20), torch.empty(4, 9)
+    for wrong in [
+        (x[:, :19], out),
+        (x, out[:, :8]),
+        (x, out[:3]),
+        (x, out, torch.zeros(1, 9)),
+        (x.double(), out),
+        (x[:, ::2], out),
+    ]:
+        with pytest.raises(ValueError, match=r"\(9, 20\)"):
+            native.through(wrong[0], turned, *wrong[1:])
+
+
 def test_the_sampler_draws_the_same_tokens_through_panels(model, turnings):
     ours, theirs = both(model, lambda: drawn(model))
     assert len(turnings) == 4 * 2, "the matrices of each layer that are applied together, once"
