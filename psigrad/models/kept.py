@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from psigrad.native.kernels import kernels
+
 Ids = Sequence[int]
 Mark = tuple[int, int]
 # Of each layer its output [rows, E] and what its backward pass needs [rows, …].
@@ -132,13 +134,10 @@ class Known:
     def __init__(self, slabs: list[Layers], rows: Tensor, said: Said) -> None:
         self.said = said
         self.last = len(slabs[0]) - 1
-        self._count = len(rows)
-        order = rows.argsort()
-        shares = torch.bincount(rows // SLAB, minlength=len(slabs)).tolist()
-        places = order.split(shares)
-        self._pieces = [(slab, at, rows[at] % SLAB) for slab, at in zip(slabs, places, strict=True) if len(at)]
-        if len(self._pieces) == 1:
-            self._pieces = [(self._pieces[0][0], torch.arange(len(rows)), rows % SLAB)]
+        self._slabs, self._rows = slabs, rows
+        native = kernels()
+        assert not isinstance(native, str), "only the fused decoder keeps anything"
+        self._native = native
 
     def output(self, index: int) -> Tensor:
         """The layer's output."""
@@ -146,16 +145,10 @@ class Known:
 
     def parts(self, index: int) -> tuple[Tensor, ...]:
         """What the layer's backward pass needs besides its input."""
-        return tuple(self._gathered(index, part) for part in range(1, len(self._pieces[0][0][index])))
+        return tuple(self._gathered(index, part) for part in range(1, len(self._slabs[0][index])))
 
     def _gathered(self, index: int, part: int) -> Tensor:
-        first = self._pieces[0][0][index][part]
-        out = torch.empty(self._count, *first.shape[1:], dtype=first.dtype)
-        if len(self._pieces) == 1:
-            return torch.index_select(first, 0, self._pieces[0][2], out=out)
-        for slab, at, rows in self._pieces:
-            out.index_copy_(0, at, slab[index][part].index_select(0, rows))
-        return out
+        return self._native.gather([slab[index][part] for slab in self._slabs], self._rows)
 
 
 def marks(weights: Iterable[Tensor]) -> list[Mark]:

@@ -32,6 +32,7 @@ _SIGNATURES = {
     "turned": "ppiit",
     "through_panels": "ppppiiiiiit",
     "draw": "tppppiift",
+    "gather": "pppiiit",
 }
 
 
@@ -205,6 +206,15 @@ class Kernels:
         pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
         self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
         return ids, logp
+
+    def gather(self, slabs: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """Rows of a table that lies in slabs of equally many, [slab, …] each and contiguous, at the places `rows` [n], int64."""
+        first = slabs[0]
+        out = torch.empty(len(rows), *first.shape[1:], dtype=first.dtype)
+        pointers = (ctypes.c_void_p * len(slabs))(*(slab.data_ptr() for slab in slabs))
+        size = first[0].numel() * first.element_size()
+        self._call.gather(out.data_ptr(), pointers, rows.data_ptr(), len(rows), len(first), size, torch.get_num_threads())
+        return out
 
 
 class Gradients:

@@ -239,6 +239,12 @@ void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int6
 
 extern "C" {
 
+// out[i] = row rows[i] of a table of `bytes` a row that lies in slabs of `slab` rows.
+void gather(char* out, const char* const* slabs, const int64_t* rows, int64_t count, int64_t slab, int64_t bytes, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (count * bytes > 4 * WORTH_SHARING)
+    for (int64_t i = 0; i < count; i++) std::memcpy(out + i * bytes, slabs[rows[i] / slab] + rows[i] % slab * bytes, bytes);
+}
+
 // y[rows, width] = x / rms(x) * weight
 void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, int threads) {
     BOTH(half, norm_rows((T*)y, (const T*)x, (const T*)weight, rows, width, eps, threads))

@@ -12,6 +12,7 @@ from psigrad.models import fused, kept, logprobs
 from psigrad.models.kept import Kept
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups
+from psigrad.native.kernels import kernels
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
 
@@ -251,3 +252,12 @@ def test_what_was_let_go_is_not_begun_again(model):
     before = model.kept.rows
     EmbeddedSampler(model).sample(list(REQUESTS), SamplingParams(max_tokens=5))
     assert model.kept.rows == before and not model.kept.slabs and found(model, groups) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3,), (5, 70)])
+def test_rows_are_gathered_from_slabs_in_any_order(dtype, shape):
+    table = torch.randn(12, 16, *shape).to(dtype)
+    rows = torch.randint(0, 12 * 16, (900,))
+    assert torch.equal(kernels().gather(list(table), rows), table.flatten(0, 1)[rows])
+    assert kernels().gather(list(table), rows[:0]).shape == (0, *shape)
