@@ -168,9 +168,7 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
         """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]."""
         if len(x) <= _FEW_ROWS and _plain(x, weight, out, base):
-            pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if base is None else base.data_ptr())
-            steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
-            self._call.few_rows(*pointers, len(x), *weight.shape, *steps, torch.get_num_threads())
+            self._call.few_rows(*_product(x, weight, weight.shape, out, base))
         elif base is None:
             torch.mm(x, weight.t(), out=out)
         else:
@@ -193,9 +191,7 @@ class Kernels:
             raise ValueError(
                 f"A turned matrix {weight.shape} meets rows, result and base of {shapes}, {x.dtype}; float32 is needed."
             )
-        pointers = (out.data_ptr(), x.data_ptr(), weight.panels.data_ptr(), None if base is None else base.data_ptr())
-        steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
-        self._call.through_panels(*pointers, len(x), *weight.shape, *steps, torch.get_num_threads())
+        self._call.through_panels(*_product(x, weight.panels, weight.shape, out, base))
         return out
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -271,6 +267,13 @@ def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> 
         and out.shape == (x.shape[0], shape[0])
         and (base is None or base.shape in (out.shape, out.shape[1:]))
     )
+
+
+def _product(x: Tensor, stored: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> tuple[int | None, ...]:
+    """Pointers, sizes and distances of rows of a product with a matrix of this shape that is `stored` somehow."""
+    pointers = (out.data_ptr(), x.data_ptr(), stored.data_ptr(), None if base is None else base.data_ptr())
+    steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
+    return (*pointers, len(x), *shape, *steps, torch.get_num_threads())
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:
