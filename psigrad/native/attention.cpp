@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 24;  // queries at once
+constexpr int64_t AHEAD = 2 * BLOCK;  // keys and values that are fetched before they are wanted, of a sequence or of the next
 
 // G groups: a prefix (start, length) and members[first[g] .. first[g + 1]) of (start, length) that continue it. A prefix attends to
 // itself, a member to its prefix and itself; column = position.
@@ -37,23 +38,25 @@ struct Room {
         dkeys.assign(ld * wide, 0), dvalues.assign(ld * wide, 0);
     }
     template <class T>
-    void take(Rows<const T> k, Rows<const T> v, int64_t head, int64_t start, int64_t length, int64_t column, bool gradient) {
+    void enter(Rows<const T> k, Rows<const T> v, int64_t head, int64_t start, int64_t length, int64_t column, bool gradient) {
         copy(gradient ? keys.data() : nullptr, keys_t.data(), k, head, start, length, column);
         copy(values.data(), gradient ? values_t.data() : nullptr, v, head, start, length, column);
     }
     // into [column, wide] and, transposed, into [dim, column]
     template <class T>
     void copy(float* plain, float* turned, Rows<const T> from, int64_t head, int64_t start, int64_t length, int64_t column) {
-        for (int64_t j = 0; j < length; j += LANES) {  // a few rows at a time: their lines stay in the cache while they are turned
-            int64_t count = std::min(LANES, length - j);
-            const T* rows = from.head(start + j, head, dim);
-            if (plain)
-                for (int64_t i = 0; i < count; i++)
-                    for (int64_t d = 0; d < dim; d++) plain[(column + j + i) * wide + d] = get(rows[i * from.row + d]);
-            if (turned)
-                for (int64_t d = 0; d < dim; d++)
-                    for (int64_t i = 0; i < count; i++) turned[d * ld + column + j + i] = get(rows[i * from.row + d]);
-        }
+        over(length, [&](int64_t j, auto rows) {
+            const T* first = from.head(start + j, head, dim);
+            over(dim, [&](int64_t d, auto count) {
+                vec square[WIDTH] = {};
+                for (int64_t i = 0; i < rows; i++) square[i] = take(first + i * from.row + d, count);
+                if (plain)
+                    for (int64_t i = 0; i < rows; i++) give(plain + (column + j + i) * wide + d, count, square[i]);
+                if (!turned) return;
+                turn(square);
+                for (int64_t i = 0; i < count; i++) give(turned + (d + i) * ld + column + j, rows, square[i]);
+            });
+        });
     }
 };
 
@@ -63,19 +66,19 @@ int64_t longest(const Plan& p, int64_t g) {
     return p.prefixes[2 * g + 1] + most;
 }
 
-// Every query block of a group under one key head: run(head, start, base, first, count), after its keys have been taken.
-template <class Take, class Run, class Done>
-void walk(const Plan& p, int64_t g, int64_t kv, Take take, Run run, Done done) {
+// Every query block of a group under one key head: run(head, start, base, first, count), after its keys have entered.
+template <class Enter, class Run, class Done>
+void walk(const Plan& p, int64_t g, int64_t kv, Enter enter, Run run, Done done) {
     int64_t share = p.heads / p.kv_heads, prefix = p.prefixes[2 * g + 1];
     auto blocks = [&](int64_t start, int64_t length, int64_t base) {
         for (int64_t h = kv * share; h < (kv + 1) * share; h++)
             for (int64_t i = 0; i < length; i += BLOCK) run(h, start, base, i, std::min(BLOCK, length - i));
     };
-    take(p.prefixes[2 * g], prefix, 0);
+    enter(p.prefixes[2 * g], prefix, 0);
     blocks(p.prefixes[2 * g], prefix, 0);
     for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) {
         int64_t start = p.members[2 * m], length = p.members[2 * m + 1];
-        take(start, length, prefix);
+        enter(start, length, prefix);
         blocks(start, length, prefix);
         done(start, length, prefix);
     }
@@ -86,8 +89,26 @@ template <class T>
 void block_of(float* to, Rows<const T> from, int64_t start, int64_t count, int64_t head, int64_t dim, int64_t wide, float scale) {
     for (int64_t i = 0; i < count; i++) {
         const T* x = from.head(start + i, head, dim);
-        for (int64_t d = 0; d < dim; d++) to[i * wide + d] = get(x[d]) * scale;
+        over(dim, [=](int64_t d, auto n) { give(to + i * wide + d, n, take(x + d, n) * scale); });
     }
+}
+
+// A row that will be wanted soon. The rows of a head lie apart, and each slot's are a stream too short for the processor to foresee.
+template <class T>
+void fetch(const T* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+}
+
+// s[low .. high) <- exp(s - top), 0 beside it in its vectors; their sum. s has room for a multiple of 16.
+float exponentials(float* s, int64_t low, int64_t high, float top) {
+    vec sum = {};
+    for (int64_t j = low / WIDTH * WIDTH; j < high; j += WIDTH) {
+        vec x = exponential(*(const vec*)(s + j) - top);
+        if (j < low || j + WIDTH > high) x = lanes(low - j, high - j) ? x : vec{};
+        *(vec*)(s + j) = x;
+        sum += x;
+    }
+    return total(sum);
 }
 
 int64_t lowest(const Plan& p, int64_t column) { return p.window > 0 ? std::max<int64_t>(0, column - p.window + 1) : 0; }
@@ -98,7 +119,7 @@ void forward(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<c
     for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
         int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
         Room room(p.dim, longest(p, g), false);
-        auto take = [&](int64_t start, int64_t length, int64_t column) { room.take(k, v, kv, start, length, column, false); };
+        auto enter = [&](int64_t start, int64_t length, int64_t column) { room.enter(k, v, kv, start, length, column, false); };
         auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
             int64_t columns = base + first + count;
             block_of(room.query.data(), q, start + first, count, h, p.dim, room.wide, p.scale);
@@ -106,23 +127,23 @@ void forward(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<c
             float sums[BLOCK];
             for (int64_t i = 0; i < count; i++) {
                 float* s = room.scores.data() + i * room.ld;
-                int64_t end = base + first + i + 1, low = lowest(p, end - 1);
-                float top = s[low], sum = 0;
+                int64_t row = start + first + i, end = base + first + i + 1, low = lowest(p, end - 1);
+                fetch(q.head(row + BLOCK, h, p.dim), p.dim), fetch(k.head(row + AHEAD, kv, p.dim), p.dim), fetch(v.head(row + AHEAD, kv, p.dim), p.dim);
+                float top = s[low];
 #pragma omp simd reduction(max : top)
                 for (int64_t j = low; j < end; j++) top = s[j] > top ? s[j] : top;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t j = low; j < end; j++) s[j] = exponential(s[j] - top), sum += s[j];
+                float sum = exponentials(s, low, end, top);
                 std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
                 sums[i] = 1.0f / sum;
-                normaliser[(start + first + i) * p.heads + h] = top + std::log(sum);
+                normaliser[row * p.heads + h] = top + std::log(sum);
             }
             multiply(count, room.wide, columns, room.scores.data(), room.ld, 1, room.values.data(), room.wide, room.out.data(), room.wide, false);
             for (int64_t i = 0; i < count; i++) {
                 T* to = out + ((start + first + i) * p.heads + h) * p.dim;
-                for (int64_t d = 0; d < p.dim; d++) put(to[d], room.out[i * room.wide + d] * sums[i]);
+                over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(room.out.data() + i * room.wide + d, n) * sums[i]); });
             }
         };
-        walk(p, g, kv, take, run, [](int64_t, int64_t, int64_t) {});
+        walk(p, g, kv, enter, run, [](int64_t, int64_t, int64_t) {});
     }
 }
 
@@ -133,7 +154,7 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
     for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
         int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
         Room room(p.dim, longest(p, g), true);
-        auto take = [&](int64_t start, int64_t length, int64_t column) { room.take(k, v, kv, start, length, column, true); };
+        auto enter = [&](int64_t start, int64_t length, int64_t column) { room.enter(k, v, kv, start, length, column, true); };
         auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
             int64_t columns = base + first + count;
             float *s = room.scores.data(), *ds = room.slopes.data();
@@ -145,13 +166,14 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
                 int64_t row = start + first + i, end = base + first + i + 1, low = lowest(p, end - 1);
                 const T* o = y.head(row, h, p.dim);
                 const float* u = room.up.data() + i * room.wide;
-                float dot = 0, z = normaliser[row * p.heads + h];
-                for (int64_t d = 0; d < p.dim; d++) dot += u[d] * get(o[d]);
+                fetch(q.head(row + BLOCK, h, p.dim), p.dim), fetch(dy.head(row + BLOCK, h, p.dim), p.dim), fetch(y.head(row + BLOCK, h, p.dim), p.dim);
+                fetch(k.head(row + AHEAD, kv, p.dim), p.dim), fetch(v.head(row + AHEAD, kv, p.dim), p.dim);
+                vec dots = {};
+                over(p.dim, [&](int64_t d, auto n) { dots += take(u + d, n) * take(o + d, n); });
+                exponentials(s, low, end, normaliser[row * p.heads + h]);
+                float dot = total(dots);
 #pragma omp simd
-                for (int64_t j = low; j < end; j++) {
-                    s[j] = exponential(s[j] - z);
-                    ds[j] = s[j] * (ds[j] - dot);
-                }
+                for (int64_t j = low; j < end; j++) ds[j] = s[j] * (ds[j] - dot);
                 std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
                 std::fill(ds, ds + low, 0.0f), std::fill(ds + end, ds + columns, 0.0f);
             }
@@ -161,17 +183,18 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
             multiply(count, room.wide, columns, ds, room.ld, 1, room.keys.data(), room.wide, room.out.data(), room.wide, false);
             for (int64_t i = 0; i < count; i++) {
                 T* to = dq.head(start + first + i, h, p.dim);
-                for (int64_t d = 0; d < p.dim; d++) put(to[d], room.out[i * room.wide + d] * p.scale);
+                over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(room.out.data() + i * room.wide + d, n) * p.scale); });
             }
         };
         auto done = [&](int64_t start, int64_t length, int64_t column) {
             for (int64_t j = 0; j < length; j++) {
                 T *to_key = dk.head(start + j, kv, p.dim), *to_value = dv.head(start + j, kv, p.dim);
                 float *a = room.dkeys.data() + (column + j) * room.wide, *b = room.dvalues.data() + (column + j) * room.wide;
-                for (int64_t d = 0; d < p.dim; d++) put(to_key[d], a[d]), put(to_value[d], b[d]), a[d] = b[d] = 0;
+                over(p.dim, [=](int64_t d, auto n) { give(to_key + d, n, take(a + d, n)), give(to_value + d, n, take(b + d, n)); });
+                std::fill_n(a, p.dim, 0.0f), std::fill_n(b, p.dim, 0.0f);
             }
         };
-        walk(p, g, kv, take, run, done);
+        walk(p, g, kv, enter, run, done);
     }
 }
 
@@ -193,7 +216,7 @@ const float* widened(const T* rows, int64_t count, int64_t dim, int64_t& row, st
     int64_t wide = padded(dim);
     room.assign(count * wide, 0.0f);
     for (int64_t j = 0; j < count; j++)
-        for (int64_t d = 0; d < dim; d++) room[j * wide + d] = get(rows[j * row + d]);
+        over(dim, [&](int64_t d, auto n) { give(room.data() + j * wide + d, n, take(rows + j * row + d, n)); });
     row = wide;
     return room.data();
 }
@@ -202,12 +225,6 @@ inline const float* products(const float* rows, int64_t count, int64_t dim, int6
 }
 inline const float* products(const bfloat16* rows, int64_t count, int64_t dim, int64_t& row, std::vector<float>& room) {
     return widened(rows, count, dim, row, room);
-}
-
-// The next slot's rows, asked for while this one's are used: each slot is a stream too short for the processor to foresee.
-template <class T>
-void fetch(const T* row, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
 }
 
 // One group under one key head: the queries of all its slots pass over the prompt's rows together.
@@ -240,7 +257,7 @@ struct Step {
             multiply(share, wide, length, scores.data() + m * share * ld + prompt, ld, 1, mine, own, sums.data() + m * share * wide, wide, true);
             for (int64_t h = 0; h < share; h++) {
                 T* to = out + (slots[m] * p.heads + kv * share + h) * p.dim;
-                for (int64_t d = 0; d < p.dim; d++) put(to[d], sums[(m * share + h) * wide + d]);
+                over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(sums.data() + (m * share + h) * wide + d, n)); });
             }
         }
     }
@@ -260,11 +277,10 @@ struct Step {
     // scores to shares; their log sum exp
     float normalise(float* s, int64_t length) const {
         int64_t low = lowest(p, length - 1);
-        float top = s[low], sum = 0;
+        float top = s[low];
 #pragma omp simd reduction(max : top)
         for (int64_t j = low; j < length; j++) top = s[j] > top ? s[j] : top;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = low; j < length; j++) s[j] = exponential(s[j] - top), sum += s[j];
+        float sum = exponentials(s, low, length, top);
         std::fill(s, s + low, 0.0f);
         float share = 1.0f / sum;
 #pragma omp simd

@@ -2,8 +2,10 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
-#if defined(__FMA__) || defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -18,6 +20,9 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t words __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t halves __attribute__((vector_size(WIDTH * 2)));
 // Numbers that stand together in what is laid out for the kernels, and the registers that they take.
 constexpr int64_t LANES = 16;
 constexpr int PARTS = LANES / WIDTH;
@@ -35,33 +40,89 @@ inline float get(bfloat16 x) {
     memcpy(&value, &bits, 4);
     return value;
 }
-inline void put(float& to, float x) { to = x; }
-inline void put(bfloat16& to, float x) {  // to the nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    to.bits = x != x ? 0x7fc0 : uint16_t(rounded);
+
+inline vec widen(const float* from) { return *(const vec*)from; }
+inline vec widen(const bfloat16* from) {
+    halves bits;
+    memcpy(&bits, from, sizeof(bits));
+    return (vec)(__builtin_convertvector(bits, words) << 16);
+}
+inline void narrow(float* to, vec x) { *(vec*)to = x; }
+inline void narrow(bfloat16* to, vec x) {  // to the nearest, ties to even; NaN stays NaN
+    words bits = (words)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    halves out = __builtin_convertvector(x == x ? rounded : words{} + 0x7fc0, halves);
+    memcpy(to, &out, sizeof(out));
+}
+
+// -1 where low <= lane < high, else 0
+inline ints lanes(int64_t low, int64_t high) {
+    static const int32_t COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints lane;
+    memcpy(&lane, COUNT, sizeof(lane));
+    return (lane >= int32_t(low)) & (lane < int32_t(high));
+}
+
+// The first `count` numbers of a vector, 0 after them, and their way back. By name where the processor leaves lanes out: a width that
+// is no multiple of WIDTH, heads of 40, has a last part in every row.
+template <class T>
+inline vec take(const T* from, int64_t count) {
+    if (count == WIDTH) return widen(from);
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, float>) return (vec)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+#elif defined(__AVX__)
+    if constexpr (std::is_same_v<T, float>) return (vec)_mm256_maskload_ps(from, (__m256i)lanes(0, count));
+#endif
+    T room[WIDTH] = {};
+    memcpy(room, from, count * sizeof(T));
+    return widen(room);
+}
+template <class T>
+inline void give(T* to, int64_t count, vec x) {
+    if (count == WIDTH) return narrow(to, x);
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, float>) return _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), (__m512)x);
+#elif defined(__AVX__)
+    if constexpr (std::is_same_v<T, float>) return _mm256_maskstore_ps(to, (__m256i)lanes(0, count), (__m256)x);
+#endif
+    T room[WIDTH];
+    narrow(room, x);
+    memcpy(to, room, count * sizeof(T));
+}
+
+// piece(i, count) for the n numbers of a row, a vector at a time: all of `count` but the last is the constant WIDTH.
+template <class Piece>
+inline void over(int64_t n, Piece piece) {
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) piece(i, std::integral_constant<int64_t, WIDTH>{});
+    if (i < n) piece(i, n - i);
 }
 
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-// exp to about 1e-7 of its value, vectorised by the compiler; NaN stays NaN.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
+inline vec spread(float x) { return x - vec{}; }
+
+inline float total(vec x) {
+    float lanes[WIDTH], sum = 0;
+    memcpy(lanes, &x, sizeof(x));
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < WIDTH; i++) sum += lanes[i];
+    return sum;
+}
+
+// exp to about 1e-7 of its value; NaN stays NaN. Of vectors: of a number GCC makes a branch for what is out of bounds, computes that for
+// all numbers beside the rest and chooses, and 1 / (1 + exp(88)) takes many times as long as others, being denormal.
+inline vec exponential(vec x) {
+    x = x < -87.0f ? spread(-87.0f) : x;
+    x = x > 88.0f ? spread(88.0f) : x;
+    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t power = (int32_t(n) + 127) << 23;
-    float scale;
-    memcpy(&scale, &power, 4);
-    return p * scale;
+    return p * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
 }
 
 // The inner product of n floats, n a multiple of 16.
@@ -72,11 +133,9 @@ inline float inner(const float* a, const float* b, int64_t n) {
         for (int j = 0; j < 2 * PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * *(const vec*)(b + i + j * WIDTH);
     if (i < n)
         for (int j = 0; j < PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * *(const vec*)(b + i + j * WIDTH);
-    float lanes[LANES], sum = 0;
-    for (int j = 0; j < PARTS; j++) *(vec*)(lanes + j * WIDTH) = part[j] + part[j + PARTS];
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < LANES; j++) sum += lanes[j];
-    return sum;
+    vec sum = part[0] + part[PARTS];
+    for (int j = 1; j < PARTS; j++) sum += part[j] + part[j + PARTS];
+    return total(sum);
 }
 
 // a b + c, rounded once where the processor can. Left to itself a compiler does so in tiles of two rows and not in those of one.
@@ -91,8 +150,6 @@ inline vec multiply_add(vec a, vec b, vec c) {
     return a * b + c;
 #endif
 }
-
-inline vec spread(float x) { return x - vec{}; }
 
 // The largest tile of sums that the registers hold: 24 of 32 with AVX-512, 12 of 16 with AVX2, 8 of 16 with SSE.
 #if defined(__AVX512F__)
@@ -148,6 +205,27 @@ inline void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_
     if constexpr (TILE_COLUMNS >= 2)
         for (; j + 32 <= n; j += 32) column_tiles<2>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
     for (; j < n; j += LANES) column_tiles<1>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);
+}
+
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // GCC has clang's from version 12 on
+#define PICK(a, b, ...) __builtin_shuffle(a, b, ints{__VA_ARGS__})
+#endif
+
+template <int HALF, int... LANE>
+inline void swap_halves(vec& a, vec& b, std::integer_sequence<int, LANE...>) {
+    vec first = PICK(a, b, (LANE & HALF ? WIDTH + LANE - HALF : LANE)...);
+    b = PICK(a, b, (LANE & HALF ? WIDTH + LANE : LANE + HALF)...);
+    a = first;
+}
+
+// A square of WIDTH vectors, turned.
+template <int HALF = WIDTH / 2>
+inline void turn(vec* a) {
+    for (int i = 0; i < WIDTH; i++)
+        if (!(i & HALF)) swap_halves<HALF>(a[i], a[i + HALF], std::make_integer_sequence<int, WIDTH>{});
+    if constexpr (HALF > 1) turn<HALF / 2>(a);
 }
 
 // Runs a call with T as the stored type.

@@ -3,7 +3,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "common.h"
 
@@ -13,13 +12,6 @@ namespace {
 constexpr int COLUMNS = 4;
 constexpr int ROWS = WIDTH == 8 ? 2 : 4;  // AVX2 has sixteen registers
 static_assert(ROWS * COLUMNS % WIDTH == 0, "fold() makes one vector of WIDTH");
-
-#ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else  // GCC has clang's from version 12 on
-typedef int32_t order __attribute__((vector_size(WIDTH * 4)));
-#define PICK(a, b, ...) __builtin_shuffle(a, b, order{__VA_ARGS__})
-#endif
 
 template <int HALF, int... LANE>
 inline vec fold_pair(vec a, vec b, std::integer_sequence<int, LANE...>) {
@@ -31,13 +23,6 @@ template <int HALF = WIDTH / 2>
 inline void fold(vec* a) {
     for (int i = 0; i < HALF; i++) a[i] = fold_pair<HALF>(a[i], a[i + HALF], std::make_integer_sequence<int, WIDTH>{});
     if constexpr (HALF > 1) fold<HALF / 2>(a);
-}
-
-// The first n of a vector, 0 after them.
-inline vec load_part(const float* from, int64_t n) {
-    vec part = {};
-    memcpy(&part, from, n * sizeof(float));
-    return part;
 }
 
 // out[MR, NR] = x[MR, k] w[NR, k]^T + base. What is `ahead` of w will be wanted next: the processor foresees no jump to another row.
@@ -56,7 +41,7 @@ inline void tile_of_dots(int64_t k, const float* x, int64_t x_row, const float* 
     }
     if (whole < k)
         for (int i = 0; i < MR; i++)
-            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] = multiply_add(load_part(x + i * x_row + whole, k - whole), load_part(w + j * k + whole, k - whole), sum[i * COLUMNS + j]);
+            for (int j = 0; j < NR; j++) sum[i * COLUMNS + j] = multiply_add(take(x + i * x_row + whole, k - whole), take(w + j * k + whole, k - whole), sum[i * COLUMNS + j]);
     float total[ROWS * COLUMNS];
     for (int i = 0; i < MR * COLUMNS; i += WIDTH) {
         fold(sum + i);
@@ -84,21 +69,6 @@ inline void column_of_dots(int64_t m, int64_t k, const float* x, int64_t x_row, 
 constexpr int64_t PANEL = LANES * TILE_COLUMNS;
 // Columns of the matrix at once: so much of a panel, 64 KiB, stays in a near cache while all rows of x pass over it.
 constexpr int64_t DEPTH = (1 << 14) / PANEL;
-
-template <int HALF, int... LANE>
-inline void swap_halves(vec& a, vec& b, std::integer_sequence<int, LANE...>) {
-    vec first = PICK(a, b, (LANE & HALF ? WIDTH + LANE - HALF : LANE)...);
-    b = PICK(a, b, (LANE & HALF ? WIDTH + LANE : LANE + HALF)...);
-    a = first;
-}
-
-// A square of WIDTH vectors, turned.
-template <int HALF = WIDTH / 2>
-inline void turn(vec* a) {
-    for (int i = 0; i < WIDTH; i++)
-        if (!(i & HALF)) swap_halves<HALF>(a[i], a[i + HALF], std::make_integer_sequence<int, WIDTH>{});
-    if constexpr (HALF > 1) turn<HALF / 2>(a);
-}
 
 // `count` rows of w [count, k] as a panel [k, PANEL].
 inline void panel_of(float* to, const float* w, int64_t count, int64_t k) {

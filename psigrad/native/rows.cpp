@@ -9,90 +9,86 @@
 
 namespace {
 
-float inverse_rms(const float* x, int64_t n, float eps) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
-    return 1.0f / std::sqrt(sum / n + eps);
-}
-
+// 1 / sqrt(mean(x^2) + eps)
 template <class T>
-void load(float* to, const T* from, int64_t n) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) to[i] = get(from[i]);
+float inverse_rms(const T* x, int64_t n, float eps) {
+    vec squares = {};
+    over(n, [&](int64_t i, auto count) {
+        vec a = take(x + i, count);
+        squares += a * a;
+    });
+    return 1.0f / std::sqrt(total(squares) / n + eps);
 }
 
 template <class T>
 void norm_rows(T* y, const T* x, const T* weight, int64_t rows, int64_t width, float eps, int threads) {
-#pragma omp parallel num_threads(threads) if (rows * width > WORTH_SHARING)
-    {
-        std::vector<float> in(width), w(width);
-        load(w.data(), weight, width);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
-            load(in.data(), x + r * width, width);
-            float scale = inverse_rms(in.data(), width, eps);
-            T* out = y + r * width;
-            const float *a = in.data(), *b = w.data();
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) put(out[i], a[i] * scale * b[i]);
-        }
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > WORTH_SHARING)
+    for (int64_t r = 0; r < rows; r++) {
+        const T* in = x + r * width;
+        T* out = y + r * width;
+        float scale = inverse_rms(in, width, eps);
+        over(width, [&](int64_t i, auto count) { give(out + i, count, take(in + i, count) * scale * take(weight + i, count)); });
     }
 }
 
-// The gradient of norm with respect to its input, [n], from that of its output; adds what the weight receives to dw.
-void norm_gradient(float* dx, float* dw, const float* x, const float* w, const float* dy, int64_t n, float eps) {
-    float scale = inverse_rms(x, n, eps), dot = 0;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < n; i++) dot += dy[i] * w[i] * x[i];
-    dot *= scale * scale / n;
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        dw[i] += dy[i] * x[i] * scale;
-        dx[i] = scale * (dy[i] * w[i] - x[i] * dot);
-    }
+// put(i, count, gradient) for the input of a norm, piece by piece, from the gradient of its output; adds what the weight receives to dw.
+template <class T, class U, class Put>
+void norm_gradient(float* dw, const T* x, const T* weight, const U* dy, int64_t n, float eps, Put put) {
+    vec squares = {}, dots = {};
+    over(n, [&](int64_t i, auto count) {
+        vec a = take(x + i, count);
+        squares += a * a;
+        dots += take(dy + i, count) * take(weight + i, count) * a;
+    });
+    float scale = 1.0f / std::sqrt(total(squares) / n + eps), dot = total(dots) * scale * scale / n;
+    over(n, [&](int64_t i, auto count) {
+        vec a = take(x + i, count), d = take(dy + i, count);
+        give(dw + i, count, take(dw + i, count) + d * a * scale);
+        put(i, count, scale * (d * take(weight + i, count) - a * dot));
+    });
+}
+
+// Each thread's own sums to dw, in the order of the threads, so that they do not depend on who is first. In a parallel region.
+void add_in_order(float* dw, const std::vector<float>& own) {
+#pragma omp for ordered schedule(static, 1)
+    for (int t = 0; t < omp_get_num_threads(); t++)
+#pragma omp ordered
+        for (size_t i = 0; i < own.size(); i++) dw[i] += own[i];
 }
 
 template <class T>
 void norm_rows_gradient(T* dx, float* dw, const T* x, const T* weight, const T* dy, int64_t rows, int64_t width, float eps, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> in(width), w(width), up(width), down(width), own(width, 0.0f);
-        load(w.data(), weight, width);
+        std::vector<float> own(width, 0.0f);
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
-            load(in.data(), x + r * width, width);
-            load(up.data(), dy + r * width, width);
-            norm_gradient(down.data(), own.data(), in.data(), w.data(), up.data(), width, eps);
             T* out = dx + r * width;
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) put(out[i], get(out[i]) + down[i]);
+            auto put = [&](int64_t i, auto count, vec gradient) { give(out + i, count, take(out + i, count) + gradient); };
+            norm_gradient(own.data(), x + r * width, weight, dy + r * width, width, eps, put);
         }
-        // in the order of the threads, so that the sum does not depend on who is first
-#pragma omp for ordered schedule(static, 1)
-        for (int t = 0; t < omp_get_num_threads(); t++)
-#pragma omp ordered
-            for (int64_t i = 0; i < width; i++) dw[i] += own[i];
+        add_in_order(dw, own);
     }
 }
 
-// out = x cos + (-x2, x1) sin for the halves x1, x2 of a head.
-void rotate(float* out, const float* x, const float* cosine, const float* sine, int64_t dim) {
-    int64_t half = dim / 2;
-#pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        out[i] = x[i] * cosine[i] - x[i + half] * sine[i];
-        out[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
-    }
+// out = x cos + (-x2, x1) sin for the halves x1, x2 of a head, which `read` gives.
+template <class T, class Read>
+void rotate(T* out, Read read, const float* cosine, const float* sine, int64_t half) {
+    over(half, [&](int64_t i, auto count) {
+        vec a = read(i, count), b = read(i + half, count);
+        give(out + i, count, a * take(cosine + i, count) - b * take(sine + i, count));
+        give(out + i + half, count, b * take(cosine + i + half, count) + a * take(sine + i + half, count));
+    });
 }
 
-void rotate_back(float* out, const float* x, const float* cosine, const float* sine, int64_t dim) {
-    int64_t half = dim / 2;
-#pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        out[i] = x[i] * cosine[i] + x[i + half] * sine[i + half];
-        out[i + half] = x[i + half] * cosine[i + half] - x[i] * sine[i];
-    }
+// From the gradient of what `rotate` gives to that of what it reads; `out` may be x.
+template <class T, class U>
+void rotate_back(T* out, const U* x, const float* cosine, const float* sine, int64_t half) {
+    over(half, [&](int64_t i, auto count) {
+        vec a = take(x + i, count), b = take(x + i + half, count);
+        give(out + i, count, a * take(cosine + i, count) + b * take(sine + i + half, count));
+        give(out + i + half, count, b * take(cosine + i + half, count) - a * take(sine + i, count));
+    });
 }
 
 struct Heads {  // queries and keys of a row of [q | k | v], and the weights of their norms (null where there are none)
@@ -102,25 +98,20 @@ struct Heads {  // queries and keys of a row of [q | k | v], and the weights of 
 
 template <class T>
 void rotary_rows(T* out, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, int64_t rows, Heads s, int threads) {
-    int64_t heads = s.queries + s.keys;
-#pragma omp parallel num_threads(threads) if (rows * s.row > WORTH_SHARING)
-    {
-        std::vector<float> x(s.dim), y(s.dim), w(2 * s.dim);
-        if (query_norm) load(w.data(), query_norm, s.dim), load(w.data() + s.dim, key_norm, s.dim);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t h = 0; h < heads; h++) {
-                load(x.data(), qkv + r * s.row + h * s.dim, s.dim);
-                if (query_norm) {
-                    const float* weight = w.data() + (h < s.queries ? 0 : s.dim);
-                    float scale = inverse_rms(x.data(), s.dim, s.eps);
-                    for (int64_t i = 0; i < s.dim; i++) x[i] *= scale * weight[i];
-                }
-                rotate(y.data(), x.data(), cosine + r * s.dim, sine + r * s.dim, s.dim);
-                T* to = out + (r * heads + h) * s.dim;
-                for (int64_t i = 0; i < s.dim; i++) put(to[i], y[i]);
+    int64_t heads = s.queries + s.keys, half = s.dim / 2;
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * s.row > WORTH_SHARING)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            const T *x = qkv + r * s.row + h * s.dim, *weight = h < s.queries ? query_norm : key_norm;
+            T* to = out + (r * heads + h) * s.dim;
+            const float *c = cosine + r * s.dim, *d = sine + r * s.dim;
+            if (weight) {
+                float scale = inverse_rms(x, s.dim, s.eps);
+                rotate(to, [=](int64_t i, auto count) { return take(x + i, count) * scale * take(weight + i, count); }, c, d, half);
+            } else {
+                rotate(to, [=](int64_t i, auto count) { return take(x + i, count); }, c, d, half);
             }
-    }
+        }
 }
 
 // d[q | k | v] in place: from the gradient of rotated queries and keys to that of the projections.
@@ -128,26 +119,22 @@ template <class T>
 void rotary_rows_gradient(T* gradient, float* dw, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, int64_t rows, Heads s, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> x(s.dim), up(s.dim), y(s.dim), w(2 * s.dim), own(2 * s.dim, 0.0f);
-        if (query_norm) load(w.data(), query_norm, s.dim), load(w.data() + s.dim, key_norm, s.dim);
+        std::vector<float> up(s.dim), own(2 * s.dim, 0.0f);
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++)
             for (int64_t h = 0; h < s.queries + s.keys; h++) {
                 T* at = gradient + r * s.row + h * s.dim;
-                load(up.data(), at, s.dim);
-                rotate_back(y.data(), up.data(), cosine + r * s.dim, sine + r * s.dim, s.dim);
-                if (query_norm) {
-                    int64_t which = h < s.queries ? 0 : s.dim;
-                    load(x.data(), qkv + r * s.row + h * s.dim, s.dim);
-                    up.swap(y);
-                    norm_gradient(y.data(), own.data() + which, x.data(), w.data() + which, up.data(), s.dim, s.eps);
+                const T* weight = h < s.queries ? query_norm : key_norm;
+                const float *c = cosine + r * s.dim, *d = sine + r * s.dim;
+                if (weight) {
+                    rotate_back(up.data(), at, c, d, s.dim / 2);
+                    float* receives = own.data() + (h < s.queries ? 0 : s.dim);
+                    norm_gradient(receives, qkv + r * s.row + h * s.dim, weight, up.data(), s.dim, s.eps, [=](int64_t i, auto count, vec x) { give(at + i, count, x); });
+                } else {
+                    rotate_back(at, at, c, d, s.dim / 2);
                 }
-                for (int64_t i = 0; i < s.dim; i++) put(at[i], y[i]);
             }
-#pragma omp for ordered schedule(static, 1)
-        for (int t = 0; t < omp_get_num_threads(); t++)
-#pragma omp ordered
-            for (int64_t i = 0; i < 2 * s.dim; i++) dw[i] += own[i];
+        add_in_order(dw, own);
     }
 }
 
@@ -157,11 +144,10 @@ void gated_rows(T* out, const T* both, int64_t rows, int64_t width, int threads)
     for (int64_t r = 0; r < rows; r++) {
         const T *gate = both + r * 2 * width, *up = gate + width;
         T* to = out + r * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) {
-            float g = get(gate[i]);
-            put(to[i], g / (1.0f + exponential(-g)) * get(up[i]));
-        }
+        over(width, [=](int64_t i, auto count) {
+            vec g = take(gate + i, count);
+            give(to + i, count, g / (1.0f + exponential(-g)) * take(up + i, count));
+        });
     }
 }
 
@@ -171,14 +157,13 @@ void gated_rows_gradient(T* gradient, T* out, const T* both, const T* dy, int64_
     for (int64_t r = 0; r < rows; r++) {
         const T *gate = both + r * 2 * width, *up = gate + width, *down = dy + r * width;
         T *to = out + r * width, *dgate = gradient + r * 2 * width, *dup = dgate + width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) {
-            float g = get(gate[i]), u = get(up[i]), d = get(down[i]);
-            float sigmoid = 1.0f / (1.0f + exponential(-g)), silu = g * sigmoid;
-            put(to[i], silu * u);
-            put(dup[i], d * silu);
-            put(dgate[i], d * u * (sigmoid + silu * (1.0f - sigmoid)));
-        }
+        over(width, [=](int64_t i, auto count) {
+            vec g = take(gate + i, count), u = take(up + i, count), d = take(down + i, count);
+            vec sigmoid = 1.0f / (1.0f + exponential(-g)), silu = g * sigmoid;
+            give(to + i, count, silu * u);
+            give(dup + i, count, d * silu);
+            give(dgate + i, count, d * u * (sigmoid + silu * (1.0f - sigmoid)));
+        });
     }
 }
 
@@ -189,11 +174,10 @@ constexpr int64_t STRETCH = 1024;
 // be 0 for the largest, and a large factor would make much of it.
 template <class T>
 double weigh(float* to, const T* x, int64_t n, float factor, float top) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        float z = (get(x[i]) - top) * factor;
-        to[i] = exponential(z) * float(z > -87.0f);  // NaN stays NaN
-    }
+    over(n, [=](int64_t i, auto count) {
+        vec z = (take(x + i, count) - top) * factor;
+        give(to + i, count, z <= -87.0f ? vec{} : exponential(z));  // NaN stays NaN
+    });
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; i++) sum += to[i];
