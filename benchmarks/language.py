@@ -18,7 +18,7 @@ import torch
 from workloads import WORKLOADS
 
 from psigrad.errors import UserError
-from psigrad.recipes.bench import PEERS, alone, beside, table
+from psigrad.recipes.bench.compare import PEERS, alone, beside, table
 
 HERE = Path(__file__).parent
 

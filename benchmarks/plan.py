@@ -15,7 +15,9 @@ from workloads import WORKLOADS
 
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.recipes import plan
-from psigrad.recipes.bench import Workload, alone, build
+from psigrad.recipes.bench.compare import alone
+from psigrad.recipes.bench.material import build
+from psigrad.recipes.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "plan.json"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psigrad.recipes.bench import Workload
+from psigrad.recipes.bench.workload import Workload
 
 # The memory of the head.
 _LARGE = Workload(

@@ -18,7 +18,9 @@ import torch
 
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.recipes import plan
-from psigrad.recipes.bench import Workload, alone, build
+from psigrad.recipes.bench.compare import alone
+from psigrad.recipes.bench.material import build
+from psigrad.recipes.bench.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -24,6 +24,9 @@ from psigrad.training.state import State
 from psigrad.training.token_figures import TokenFigures
 from psigrad.training.update import Optimizer, learning_rate, step_together
 
+# Where training reuses what sampling computed, one completion of so many runs forward again in each step.
+COMPARED = 20
+
 
 @dataclass(frozen=True)
 class Update:
@@ -70,10 +73,15 @@ def update(
     single_pass = config.num_iterations * config.num_minibatches == 1
     if algorithm.needs_reference and not algorithm.needs_exact_kl:
         batch = replace(batch, logp_ref=log_probs(run, run.reference, batch, groups, reference=True))
-    tally = Tally()
+    kept = run.model.keeping
+    reuses = kept is not None and bool(kept.slabs)  # then the log-probs that are trained on are the sampler's own
+    tally = Tally(compares=(single_pass or run.exact_sampling) and not reuses)
+    if reuses:
+        _compare_some(run, batch, groups, state.step, tally)
     if not (single_pass or run.exact_sampling):
         again = log_probs(run, run.model, batch, groups)
-        tally.gap(again, batch)  # here, as below the sampler's are gone
+        if not reuses:
+            tally.gap(again, batch)  # here, as below the sampler's are gone
         batch = replace(batch, logp_old=again)
     if algorithm.needs_critic:
         batch = replace(batch, value=values(run, batch, groups))
@@ -161,7 +169,7 @@ def _loss(
     part = prepared.select(rows)
     evaluation = _widened(evaluation, part.batch.mask.shape[1])
     seen.see(rows, evaluation)
-    if tally.steps == 1 and (single_pass or run.exact_sampling):
+    if tally.steps == 1 and tally.compares:
         tally.gap(evaluation.logp.detach(), part.batch)
     if single_pass:
         # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
@@ -190,12 +198,16 @@ def log_probs(
     groups: Sequence[Sequence[Trajectory]],
     *,
     reference: bool = False,
+    wanted: Tensor | None = None,
 ) -> Tensor:
-    """[N, T] log-probs of every row under `model`; as the `reference` a LoRA model runs without its adapter."""
+    """[N, T] log-probs under `model` of every row, or of those where `wanted` [N] is True; as the `reference` a LoRA model runs
+    without its adapter.
+    """
     if model is None:
         raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
     out = torch.zeros_like(batch.logp_old)
-    for micro in micro_batches(groups, batch.present.cpu(), run.config.micro_batch_tokens):
+    wanted = batch.present.cpu() if wanted is None else wanted
+    for micro in micro_batches(groups, wanted, run.config.micro_batch_tokens):
         with model.without_adapter() if reference and model.adapter is not None else torch.no_grad():
             logp = model.evaluate(micro.inputs, temperature=run.params.temperature).logp
         out[micro.rows.to(out.device), : logp.shape[1]] = logp.to(out.dtype)
@@ -224,6 +236,21 @@ def _wide(x: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
 
+def _compare_some(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], step: int, tally: Tally) -> None:
+    """How far sampler and trainer differ on one completion in `COMPARED`, others each step, run forward without what was kept."""
+    present = batch.present.cpu().nonzero()[:, 0]
+    size = math.ceil(len(present) / COMPARED)
+    some = torch.zeros(len(batch.mask), dtype=torch.bool)
+    some[present[(torch.arange(size) + step * size) % len(present)]] = True
+    kept, run.model.kept = run.model.kept, None
+    try:
+        again = log_probs(run, run.model, batch, groups, wanted=some)
+    finally:
+        run.model.kept = kept
+    rows = some.to(batch.mask.device)
+    tally.gap(again[rows], batch.select(rows))
+
+
 def _check_gap(run: Online, gap: float, step: int) -> None:
     half = run.model.network.dtype in (torch.bfloat16, torch.float16)
     bound = run.config.max_logp_difference or (0.1 if half else 1e-3)
@@ -237,7 +264,9 @@ def _check_gap(run: Online, gap: float, step: int) -> None:
 class Tally:
     """Sums the terms of micro-batches within an optimiser step and averages them over the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, compares: bool) -> None:
+        self.compares = compares
+        """Whether the first optimiser step's log-probs, which are the trainer's, are held against the sampler's."""
         self.steps = 0
         self.norms: list[list[float]] = []
         self.metrics: dict[str, float] = {}

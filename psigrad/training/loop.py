@@ -27,9 +27,6 @@ from psigrad.training.state import State
 from psigrad.training.token_figures import log_probs_of
 from psigrad.training.update import learning_rate
 
-# Steps from one whose update computes all again to the next such.
-CHECK_EVERY = 20
-
 
 @dataclass(frozen=True)
 class Collected:
@@ -61,7 +58,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
     number, clock = state.step + 1, Clock()
     lr = learning_rate(run.config.optim, state.step, run.total_steps)
     update = Update(metrics={}, algorithm=state.algorithm, advantages=[])
-    with _keeping(run, state.step):
+    with _keeping(run):
         collected = collect(run, state, clock)
         if collected.groups:
             with clock("time/update"):
@@ -91,12 +88,10 @@ def step(run: Online, state: State) -> tuple[State, str]:
 
 
 @contextlib.contextmanager
-def _keeping(run: Online, step: int) -> Iterator[None]:
-    """What sampling computes is kept for the update; but every now and then the update computes all again, and how far the two
-    differ shows that sampler and trainer are one policy.
-    """
+def _keeping(run: Online) -> Iterator[None]:
+    """What sampling computes is kept for the update."""
     limit = 0.0 if run.config.model.gradient_checkpointing else run.config.keep_activations_gb * 1e9
-    if limit and step % CHECK_EVERY and run.episodes is None:  # an episode's tokens are sampled turn by turn
+    if limit and run.episodes is None:  # an episode's tokens are sampled turn by turn
         run.model.kept = Kept(limit)
     try:
         yield

@@ -14,9 +14,9 @@ import torch
 from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.models import tiny
-from psigrad.recipes import bench
 from psigrad.recipes.bench import compare, workload
-from psigrad.recipes.bench.workload import Workload, prepare, read, rows, tokenizer
+from psigrad.recipes.bench.material import prepare, rows, tokenizer
+from psigrad.recipes.bench.workload import Workload, read
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_mistakes_get_a_sentence(arguments, sentence, configuration, tmp_path, c
 def test_without_trl_nothing_is_measured_beside_it(monkeypatch):
     monkeypatch.setattr(compare, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="TRL is not installed"):
-        bench.beside(SMALL, "float32", 1)
+        compare.beside(SMALL, "float32", 1)
 
 
 def test_a_ratio_needs_equal_losses_and_gradients():

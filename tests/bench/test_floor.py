@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from psigrad.recipes.bench import workload
+from psigrad.recipes.bench import material
 from psigrad.recipes.bench.floor import floor
 from psigrad.recipes.bench.workload import Workload
 from psigrad.recipes.plan.hardware import Machine
@@ -29,7 +29,7 @@ def counted(folder, length):
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_offline_it_is_three_forward_passes_over_the_rows(tmp_path, kind):
     work = replace(ONLINE, kind=kind)
-    workload.build(work, tmp_path)
+    material.build(work, tmp_path)
     tokens = work.prompts * (work.prompt_tokens + 16 * (1 if kind == "sft" else 2))
     found = floor(work, tmp_path, tokens, "float32", RATE)
     assert set(found) == {"forward-backward"}
@@ -37,7 +37,7 @@ def test_offline_it_is_three_forward_passes_over_the_rows(tmp_path, kind):
 
 
 def test_on_policy_training_is_its_backward_pass_and_a_second_pass_is_whole(tmp_path):
-    workload.build(ONLINE, tmp_path)
+    material.build(ONLINE, tmp_path)
     completions = 16 * 8
     forward = (completions + 4 * 4) * counted(tmp_path, 12)
     once, twice = (
@@ -50,7 +50,7 @@ def test_on_policy_training_is_its_backward_pass_and_a_second_pass_is_whole(tmp_
 
 
 def test_a_critic_is_a_whole_pass_in_training_and_one_before(tmp_path):
-    workload.build(ONLINE, tmp_path)
+    material.build(ONLINE, tmp_path)
     completions = 16 * 8
     forward = (completions + 4 * 4) * counted(tmp_path, 12)
     with_critic, without = (floor(replace(ONLINE, kind=k), tmp_path, completions, "float32", RATE) for k in ("ppo", "grpo"))
@@ -61,7 +61,7 @@ def test_a_critic_is_a_whole_pass_in_training_and_one_before(tmp_path):
 
 
 def test_sampling_is_no_faster_than_the_weights_are_read(tmp_path):
-    workload.build(ONLINE, tmp_path)
+    material.build(ONLINE, tmp_path)
     slow = replace(RATE, bandwidth=1e6)
     found = floor(ONLINE, tmp_path, 16 * 8, "float32", slow)
     weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "model").parameters())

@@ -8,7 +8,8 @@ from pathlib import Path
 from psigrad.config import BenchConfig
 from psigrad.errors import UserError
 from psigrad.recipes.bench.compare import alone, beside, table
-from psigrad.recipes.bench.workload import Workload, prepare
+from psigrad.recipes.bench.material import prepare
+from psigrad.recipes.bench.workload import Workload
 
 
 def run(asked: BenchConfig) -> str:

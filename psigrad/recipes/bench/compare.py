@@ -16,20 +16,13 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.recipes.bench.floor import cost, floor, rates
-from psigrad.recipes.bench.workload import Workload, build
+from psigrad.recipes.bench.material import build
+from psigrad.recipes.bench.workload import Workload
 from psigrad.recipes.plan.hardware import Machine
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
 # float32 weights, ours has weights in bfloat16.
 BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
-# What a side's process runs: this package imports transformers before a module of its own could ask for quick imports.
-_START = """
-import sys
-from psigrad.recipes.quick import quick_imports
-with quick_imports():
-    from psigrad.recipes.bench import side
-side.main(*sys.argv[1:])
-"""
 # What TRL has a trainer for.
 PEERS = ("grpo", "rloo", "dpo", "reward", "sft")
 Maker = Callable[[Workload, Path], None]
@@ -40,7 +33,7 @@ class Side:
 
     def __init__(self, who: str, folder: Path, dtype: str, threads: int, device: str = "cpu") -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        arguments = ["-c", _START, who, str(folder), dtype, str(threads), device, str(time.time())]
+        arguments = ["-m", "psigrad.recipes.bench.side", who, str(folder), dtype, str(threads), device, str(time.time())]
         self.process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )

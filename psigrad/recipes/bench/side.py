@@ -66,3 +66,7 @@ def _on_device(device: str) -> dict[str, float]:
 
 def _say(answer: dict[str, Any]) -> None:
     os.write(_CHANNEL, (json.dumps(answer) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
