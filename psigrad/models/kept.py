@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from psigrad.native.kernels import kernels
+from psigrad.native.kernels import Kernels, kernels
 
 Ids = Sequence[int]
 Mark = tuple[int, int]
@@ -83,9 +83,8 @@ class Kept:
             if place == 0:
                 self.slabs.append([tuple(x.new_empty(SLAB, *x.shape[1:]) for x in layer) for layer in layers])
             share = min(count - done, SLAB - place)
-            for slab, layer in zip(self.slabs[-1], layers, strict=True):
-                for to, x in zip(slab, layer, strict=True):
-                    to[place : place + share] = x[done : done + share]
+            to = [x[place : place + share] for layer in self.slabs[-1] for x in layer]
+            _native().slabs.write(to, [x[done : done + share] for layer in layers for x in layer])
             done += share
             self.rows += share
 
@@ -135,9 +134,6 @@ class Known:
         self.said = said
         self.last = len(slabs[0]) - 1
         self._slabs, self._rows = slabs, rows
-        native = kernels()
-        assert not isinstance(native, str), "only the fused decoder keeps anything"
-        self._native = native
 
     def output(self, index: int) -> Tensor:
         """The layer's output."""
@@ -148,7 +144,13 @@ class Known:
         return tuple(self._gathered(index, part) for part in range(1, len(self._slabs[0][index])))
 
     def _gathered(self, index: int, part: int) -> Tensor:
-        return self._native.gather([slab[index][part] for slab in self._slabs], self._rows)
+        return _native().slabs.gather([slab[index][part] for slab in self._slabs], self._rows)
+
+
+def _native() -> Kernels:
+    native = kernels()
+    assert not isinstance(native, str), "only the fused decoder keeps anything"
+    return native
 
 
 def marks(weights: Iterable[Tensor]) -> list[Mark]:

@@ -33,6 +33,7 @@ _SIGNATURES = {
     "through_panels": "ppppiiiiiit",
     "draw": "tppppiift",
     "gather": "pppiiit",
+    "copies": "pppit",
 }
 
 
@@ -122,7 +123,7 @@ class Kernels:
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
-        self.gradients = Gradients(self._call)
+        self.gradients, self.slabs = Gradients(self._call), Slabs(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
@@ -203,8 +204,22 @@ class Kernels:
         self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
         return ids, logp
 
+
+class Slabs:
+    """A table of rows that grows, in slabs of equally many: [slab, …] each and contiguous."""
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+
+    def write(self, to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """to ← given, tensor by tensor: rows of slabs and what they are to hold, alike in shape and type, contiguous all."""
+        count = len(to)
+        pointers = [(ctypes.c_void_p * count)(*(x.data_ptr() for x in tensors)) for tensors in (to, given)]
+        sizes = (ctypes.c_int64 * count)(*(x.numel() * x.element_size() for x in given))
+        self._call.copies(*pointers, sizes, count, torch.get_num_threads())
+
     def gather(self, slabs: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Rows of a table that lies in slabs of equally many, [slab, …] each and contiguous, at the places `rows` [n], int64."""
+        """The rows at the places `rows` [n], int64."""
         first = slabs[0]
         out = torch.empty(len(rows), *first.shape[1:], dtype=first.dtype)
         pointers = (ctypes.c_void_p * len(slabs))(*(slab.data_ptr() for slab in slabs))

@@ -229,6 +229,16 @@ void gather(char* out, const char* const* slabs, const int64_t* rows, int64_t co
     for (int64_t i = 0; i < count; i++) std::memcpy(out + i * bytes, slabs[rows[i] / slab] + rows[i] % slab * bytes, bytes);
 }
 
+// to[i] = from[i], bytes[i] each. New memory is cleared by the thread that first writes to it, so every table is shared.
+void copies(char* const* to, const char* const* from, const int64_t* bytes, int64_t tables, int threads) {
+    constexpr int64_t PIECE = 1 << 15;
+    int64_t most = tables ? *std::max_element(bytes, bytes + tables) : 0;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (tables * most > 4 * WORTH_SHARING)
+    for (int64_t start = 0; start < most; start += PIECE)
+        for (int64_t i = 0; i < tables; i++)
+            if (start < bytes[i]) std::memcpy(to[i] + start, from[i] + start, std::min(PIECE, bytes[i] - start));
+}
+
 // y[rows, width] = x / rms(x) * weight
 void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, int threads) {
     BOTH(half, norm_rows((T*)y, (const T*)x, (const T*)weight, rows, width, eps, threads))

@@ -259,5 +259,15 @@ def test_what_was_let_go_is_not_begun_again(model):
 def test_rows_are_gathered_from_slabs_in_any_order(dtype, shape):
     table = torch.randn(12, 16, *shape).to(dtype)
     rows = torch.randint(0, 12 * 16, (900,))
-    assert torch.equal(kernels().gather(list(table), rows), table.flatten(0, 1)[rows])
-    assert kernels().gather(list(table), rows[:0]).shape == (0, *shape)
+    assert torch.equal(kernels().slabs.gather(list(table), rows), table.flatten(0, 1)[rows])
+    assert kernels().slabs.gather(list(table), rows[:0]).shape == (0, *shape)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_rows_are_written_to_several_slabs_at_once_and_nowhere_else(rows):
+    shapes, dtypes = [(), (3,), (5, 700)], [torch.float32, torch.bfloat16, torch.float32]
+    slabs = [torch.randn(100, *shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    given = [torch.randn(rows, *slab.shape[1:]).to(slab.dtype) for slab in slabs]
+    wanted = [torch.cat([slab[:20], new, slab[20 + rows :]]) for slab, new in zip(slabs, given, strict=True)]
+    kernels().slabs.write([slab[20 : 20 + rows] for slab in slabs], given)
+    assert all(torch.equal(slab, want) for slab, want in zip(slabs, wanted, strict=True))
