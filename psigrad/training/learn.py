@@ -24,8 +24,8 @@ from psigrad.training.state import State
 from psigrad.training.token_figures import TokenFigures
 from psigrad.training.update import Optimizer, learning_rate, step_together
 
-# Where training reuses what sampling computed, one completion of so many runs forward again in each step.
-COMPARED = 20
+# Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
+COMPARE_EVERY, COMPARED = 4, 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def update(
     kept = run.model.keeping
     reuses = kept is not None and bool(kept.slabs)  # then the log-probs that are trained on are the sampler's own
     tally = Tally(compares=(single_pass or run.exact_sampling) and not reuses)
-    if reuses:
+    if reuses and state.step % COMPARE_EVERY == 0:
         _compare_some(run, batch, groups, state.step, tally)
     if not (single_pass or run.exact_sampling):
         again = log_probs(run, run.model, batch, groups)
@@ -237,11 +237,13 @@ def _wide(x: Tensor, width: int) -> Tensor:
 
 
 def _compare_some(run: Online, batch: Batch, groups: Sequence[Sequence[Trajectory]], step: int, tally: Tally) -> None:
-    """How far sampler and trainer differ on one completion in `COMPARED`, others each step, run forward without what was kept."""
+    """How far sampler and trainer differ on one completion in `COMPARED`, others each time, run forward without what was kept."""
     present = batch.present.cpu().nonzero()[:, 0]
-    size = math.ceil(len(present) / COMPARED)
+    if not len(present):
+        return
+    size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
     some = torch.zeros(len(batch.mask), dtype=torch.bool)
-    some[present[(torch.arange(size) + step * size) % len(present)]] = True
+    some[present[(torch.arange(size) + count * size) % len(present)]] = True
     kept, run.model.kept = run.model.kept, None
     try:
         again = log_probs(run, run.model, batch, groups, wanted=some)

@@ -94,7 +94,9 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
     if algorithm.needs_critic:
         values = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again, fresh_head="zero")
         critic = Critic(values, Optimizer(values.trainable(), RATE, recompute=again), RATE.learning_rate)
-    prompts = [Prompt(i, tuple(model.tokenizer(r["prompt"]).input_ids), Row("x", prompt=r["prompt"])) for i, r in enumerate(rows)]
+    texts = [row["prompt"] for row in rows]
+    ids = model.tokenizer(texts).input_ids
+    prompts = [Prompt(i, tuple(own), Row("x", prompt=text)) for i, (own, text) in enumerate(zip(ids, texts, strict=True))]
     journal: Any = Journal()
     run = Online(
         config=config,
