@@ -69,6 +69,8 @@ inline void column_of_dots(int64_t m, int64_t k, const float* x, int64_t x_row, 
 constexpr int64_t PANEL = LANES * TILE_COLUMNS;
 // Columns of the matrix at once: so much of a panel, 64 KiB, stays in a near cache while all rows of x pass over it.
 constexpr int64_t DEPTH = (1 << 14) / PANEL;
+// Rows of x that meet all panels before the next do: of 256 numbers they fill 400 KB.
+constexpr int64_t NEAR_ROWS = 64 * TILE_ROWS;
 
 // `count` rows of w [count, k] as a panel [k, PANEL].
 inline void panel_of(float* to, const float* w, int64_t count, int64_t k) {
@@ -126,12 +128,13 @@ void turned(float* to, const float* weight, int64_t n, int64_t k, int threads) {
 
 // As `few_rows`, for any number of rows and a turned matrix. A row's numbers do not depend on how many others there are here either.
 void through_panels(float* out, const float* x, const float* panels, const float* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
-    // fewer panels than would keep the threads busy are met by some of the rows at a time
+    // fewer panels than would keep the threads busy are met by some of the rows at a time, and many rows by as many as a near cache holds
     int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t shares = std::max<int64_t>(1, std::min(tall, (4 * threads + wide - 1) / wide)), share = (tall + shares - 1) / shares * TILE_ROWS;
+    int64_t shares = std::max<int64_t>(1, std::min(tall, (4 * threads + wide - 1) / wide));
+    int64_t share = std::min((tall + shares - 1) / shares * TILE_ROWS, NEAR_ROWS);
 #pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
-    for (int64_t j = 0; j < n; j += PANEL)
-        for (int64_t i = 0; i < m; i += share) {
+    for (int64_t i = 0; i < m; i += share)
+        for (int64_t j = 0; j < n; j += PANEL) {
             int64_t rows = std::min(share, m - i);
             const float* from = base ? base + i * base_row + j : nullptr;
             if (j + PANEL <= n)
