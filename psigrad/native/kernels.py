@@ -212,7 +212,15 @@ class Slabs:
         self._call = call
 
     def write(self, to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """to ← given, tensor by tensor: rows of slabs and what they are to hold, alike in shape and type, contiguous all."""
+        """to ← given, tensor by tensor: rows of slabs and what they are to hold. Raises `ValueError` where they are not alike in
+        shape and type, or not contiguous.
+        """
+        for there, here in zip(to, given, strict=True):
+            if there.shape != here.shape or there.dtype != here.dtype or not (there.is_contiguous() and here.is_contiguous()):
+                raise ValueError(
+                    f"Rows {tuple(here.shape)}, {here.dtype}, were to be written to {tuple(there.shape)}, {there.dtype}; they "
+                    "must be alike, and contiguous."
+                )
         count = len(to)
         pointers = [(ctypes.c_void_p * count)(*(x.data_ptr() for x in tensors)) for tensors in (to, given)]
         sizes = (ctypes.c_int64 * count)(*(x.numel() * x.element_size() for x in given))

@@ -266,7 +266,7 @@ def _check_gap(run: Online, gap: float, step: int) -> None:
 class Tally:
     """Sums the terms of micro-batches within an optimiser step and averages them over the steps."""
 
-    def __init__(self, compares: bool) -> None:
+    def __init__(self, compares: bool = False) -> None:
         self.compares = compares
         """Whether the first optimiser step's log-probs, which are the trainer's, are held against the sampler's."""
         self.steps = 0

@@ -271,3 +271,11 @@ def test_rows_are_written_to_several_slabs_at_once_and_nowhere_else(rows):
     wanted = [torch.cat([slab[:20], new, slab[20 + rows :]]) for slab, new in zip(slabs, given, strict=True)]
     kernels().slabs.write([slab[20 : 20 + rows] for slab in slabs], given)
     assert all(torch.equal(slab, want) for slab, want in zip(slabs, wanted, strict=True))
+
+
+@pytest.mark.parametrize("given", [torch.ones(4, 4), torch.ones(3, 3), torch.ones(3, 4).double(), torch.ones(4, 3).t()])
+def test_what_does_not_fit_a_slab_is_refused(given):
+    slab = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match="were to be written"):
+        kernels().slabs.write([slab], [given])
+    assert not slab.any()
