@@ -92,13 +92,15 @@ class Pretrained(ABC):
         layout: attention.Layout | attention.FusedLayout,
         keep: Kept | None = None,
         known: Known | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, S, E] where `layout` says who attends to whom; ids and positions are [B, S].
+        """Hidden states [B, S, E] where `layout` says who attends to whom, or [M, E] of the tokens `wanted`, places in the B·S;
+        ids and positions are [B, S].
 
         A decoder adds what its layers computed to `keep`, or takes it from what is `known`.
         """
         if self.decoder is not None:
-            return self.decoder(input_ids, position_ids, layout, keep, known)
+            return self.decoder(input_ids, position_ids, layout, keep, known, wanted)
         if self.flex and isinstance(layout, attention.PackedLayout):
             from psigrad.models.flex import FlexLayout  # imports the compiler
 
@@ -110,20 +112,20 @@ class Pretrained(ABC):
             use_cache=False,
             layout=layout,
         ).last_hidden_state
-        return hidden
+        return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
 
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [M, E] that predict the targets, packed or padded."""
+        wanted = inputs.targets.rows
         if inputs.layout is not None:
-            hidden = self.forward(inputs.input_ids, inputs.position_ids, inputs.layout, known=inputs.known)
-        else:
-            hidden = self.hf.base_model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                attention_mask=inputs.attention_mask,
-                use_cache=False,
-            ).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, inputs.targets.rows)
+            return self.forward(inputs.input_ids, inputs.position_ids, inputs.layout, known=inputs.known, wanted=wanted)
+        hidden: Tensor = self.hf.base_model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.attention_mask,
+            use_cache=False,
+        ).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, wanted)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name, in the model's order."""

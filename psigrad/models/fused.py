@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from psigrad.models import gradients
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.bare import Backbone, Bare
-from psigrad.models.fused_layer import Layer, Unlike
+from psigrad.models.fused_layer import Ends, Layer, Unlike
 from psigrad.models.kept import Kept, Known
 from psigrad.native.kernels import Heads, Kernels, kernels
 
@@ -41,18 +42,19 @@ class _Through(torch.autograd.Function):
         angles: tuple[Tensor, Tensor],
         layout: PackedLayout,
         adapted: bool,
+        ends: Ends,
         known: Known | None,
         recompute: bool,
         *weights: Tensor,
     ) -> Tensor:
         if known is None:
-            y, parts = layer.forward(x, angles, layout, adapted)
+            y, parts = layer.forward(x, angles, layout, adapted, ends)
             parts = () if recompute else parts
         elif layer.index == known.last:
-            y, parts = known.output(layer.index), ()
+            y, parts = known.output(layer.index, ends.leave), ()
         else:
-            y, parts = x.new_full((1,), torch.nan).expand_as(x), ()
-        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.known = layer, angles, layout, adapted, known
+            y, parts = x.new_full((1,), torch.nan).expand(layout.rows, x.shape[1]), ()
+        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.ends, ctx.known = layer, angles, layout, adapted, ends, known
         ctx.recompute, ctx.parts = recompute and known is None, len(parts)
         ctx.save_for_backward(x, *parts, *weights)  # the weights only so that a change in place is noticed
         return y
@@ -63,12 +65,12 @@ class _Through(torch.autograd.Function):
         x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
         if ctx.known is not None:
             x = ctx.known.output(ctx.layer.index - 1) if ctx.layer.index else x
-            parts = ctx.known.parts(ctx.layer.index)
+            parts = ctx.known.parts(ctx.layer.index, ctx.ends.leave)
         elif ctx.recompute:
-            _, parts = ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted)
-        learns = ctx.needs_input_grad[7:]
-        dx, dweights = ctx.layer.backward(dy.contiguous(), x, tuple(parts), ctx.angles, ctx.layout, ctx.adapted, learns)
-        return None, dx, None, None, None, None, None, *dweights
+            _, parts = ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.ends)
+        learns, given = ctx.needs_input_grad[8:], (ctx.angles, ctx.layout, ctx.adapted)
+        dx, dweights = ctx.layer.backward(dy.contiguous(), x, tuple(parts), *given, learns, ctx.ends)
+        return None, dx, None, None, None, None, None, None, *dweights
 
 
 class _Norm(torch.autograd.Function):
@@ -129,24 +131,36 @@ class Decoder:
         layout: FusedLayout,
         keep: Kept | None = None,
         known: Known | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, S, E]; ids and positions are [B, S]. Without gradient what the layers computed goes to `keep`; layers
-        that are `known` are not run.
+        """Hidden states [B, S, E], or [M, E] of the tokens `wanted`; ids and positions are [B, S]. Without gradient what the
+        layers computed goes to `keep`; layers that are `known` are not run.
         """
-        shape = input_ids.shape
-        x = self._embedded(input_ids).flatten(0, 1).to(self.dtype)
+        ids, enter = input_ids.flatten(), None
+        if isinstance(layout, PackedLayout):  # a decoding step has too few rows for it
+            distinct, places = ids.unique(return_inverse=True)
+            if 2 * len(distinct) <= len(ids):
+                ids, enter = distinct, places
+        # what is kept may be asked for in whole
+        leave, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
+        last = len(self.layers) - 1
+        ends = [Ends(enter if i == 0 else None, leave if i == last else None) for i in range(len(self.layers))]
+        x = self._embedded(ids).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
         angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
         adapted = self.adapted
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             assert isinstance(layout, PackedLayout)
-            for layer in self.layers:
-                x = _Through.apply(layer, x, angles, layout, adapted, known, self.recompute, *layer.weights.given)
+            for layer, at in zip(self.layers, ends, strict=True):
+                x = _Through.apply(layer, x, angles, layout, adapted, at, known, self.recompute, *layer.weights.given)
             x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
         else:
-            x = self._run(x, angles, layout, adapted, keep) if known is None else known.output(known.last)
+            x = self._run(x, angles, layout, adapted, ends, keep) if known is None else known.output(known.last, leave)
             x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
-        return x.to(self.stored).view(*shape, -1)
+        x = x.to(self.stored)
+        if back is not None:
+            return x.index_select(0, back)
+        return x.view(*input_ids.shape, -1) if wanted is None else x.index_select(0, wanted)
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         table = self.base.embed_tokens
@@ -163,11 +177,19 @@ class Decoder:
         """Whether adapters are at work; a LoRA model without them is the one it started from."""
         return any(layer.adapted for layer in self.layers)
 
-    def _run(self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, keep: Kept | None) -> Tensor:
+    def _run(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: FusedLayout,
+        adapted: bool,
+        ends: Sequence[Ends],
+        keep: Kept | None,
+    ) -> Tensor:
         """The last layer's output, without gradient."""
         layers = []
-        for layer in self.layers:
-            x, parts = layer.forward(x, angles, layout, adapted)
+        for layer, at in zip(self.layers, ends, strict=True):
+            x, parts = layer.forward(x, angles, layout, adapted, at)
             if keep is not None:
                 layers.append((x, *parts))
         if keep is not None:

@@ -90,6 +90,38 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """What the rows at a layer's two ends stand for.
+
+    `enter` [S] is each token's row of x: before the first layer a token is but its id, so equal tokens share one. `leave` [W] are
+    the tokens whose output is wanted, each once: behind the last layer those that predict a target; of the others it needs the
+    keys and values alone. None where each token has a row.
+    """
+
+    enter: Tensor | None = None
+    leave: Tensor | None = None
+
+    def spread(self, x: Tensor) -> Tensor:
+        """A row for every token."""
+        return x if self.enter is None else x.index_select(0, self.enter)
+
+    def summed(self, dx: Tensor, count: int) -> Tensor:
+        """The gradient of `count` rows from that of the tokens'."""
+        return dx if self.enter is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.enter, dx)
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """The rows of the wanted tokens."""
+        return x if self.leave is None else x.index_select(0, self.leave)
+
+    def among(self, dx: Tensor, tokens: int) -> Tensor:
+        """The gradient of all tokens' rows from that of the wanted ones, which may be written to."""
+        return dx if self.leave is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.leave, dx)
+
+
+WHOLE = Ends()
+
+
+@dataclass(frozen=True)
 class Unpacked:
     """A layer's weights in the type that is computed in; of each of its seven matrices there may be a share."""
 
@@ -188,19 +220,20 @@ class Layer:
         return Unpacked(matrices, norms, head_norms, biases, shares, self.native, turned)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool
+        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, ends: Ends = WHOLE
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The layer's output, and what `backward` needs besides x."""
+        """The layer's output, and what `backward` needs besides x: three of every token, then two of the wanted ones."""
         weights = self.unpacked(adapted, layout.panels, len(x))
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
-        qkv = weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row))
+        qkv = ends.spread(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
         rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)
         mixed, normaliser = layout.mix(self, rotated, qkv)
-        middle = weights.apply(_OUT, mixed, torch.empty_like(x), residual=x)
+        stream = ends.wanted(ends.spread(x))
+        middle = weights.apply(_OUT, ends.wanted(mixed), torch.empty_like(stream), residual=stream)
         normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
-        both = weights.apply(_GATE_UP, normed, x.new_empty(len(x), 2 * len(weights.matrices[4])))
-        y = weights.apply(_DOWN, self.native.swiglu(both), torch.empty_like(x), residual=middle)
-        return y, (middle, qkv, mixed, normaliser, both)
+        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * len(weights.matrices[4])))
+        y = weights.apply(_DOWN, self.native.swiglu(both), torch.empty_like(middle), residual=middle)
+        return y, (qkv, mixed, normaliser, middle, both)
 
     def backward(
         self,
@@ -211,11 +244,12 @@ class Layer:
         layout: PackedLayout,
         adapted: bool,
         learns: Sequence[bool],
+        ends: Ends = WHOLE,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of x and of the weights that learn."""
         weights = self.unpacked(adapted)
         (q, k, v, o, gate, up, down), norms, head_norms = weights.matrices, weights.norms, weights.head_norms
-        middle, qkv, mixed, normaliser, both = kept
+        qkv, mixed, normaliser, middle, both = kept
         matrices: list[Tensor | None] = [None] * 7
         pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 7
 
@@ -235,13 +269,14 @@ class Layer:
         dnormed = weights.flow(5, halves[1], weights.flow(4, halves[0], dnormed))
         dx = dy.clone()
         small: list[Tensor | None] = [None, self.native.gradients.rms_norm(dx, middle, norms[1], dnormed, self.eps)]
-        learn(3, dx, mixed)
+        learn(3, dx, ends.wanted(mixed))
         dbias = [dx.sum(0)] if weights.biases[3] is not None else []
         rotated = self.native.rotary(qkv, head_norms, *angles, self.heads)
-        dmixed = weights.flow(3, dx, dx @ o)
+        dmixed = ends.among(weights.flow(3, dx, dx @ o), len(qkv))
         dqkv = self.native.gradients.attention(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
         dheads = self.native.gradients.rotary(dqkv, qkv, head_norms, *angles, self.heads)
-        parts = self._parts(dqkv)
+        parts = self._parts(ends.summed(dqkv, len(x)))
+        dx = ends.summed(ends.among(dx, len(qkv)), len(x))
         normed = self.native.rms_norm(x, norms[0], self.eps)
         dnormed = torch.mm(parts[0], q).addmm_(parts[1], k).addmm_(parts[2], v)
         for i, part in enumerate(parts):

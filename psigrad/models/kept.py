@@ -20,6 +20,8 @@ Ids = Sequence[int]
 Mark = tuple[int, int]
 # Of each layer its output [rows, E] and what its backward pass needs [rows, …].
 Layers = list[tuple[Tensor, ...]]
+# The first of them that is computed token by token from attention's output.
+BEHIND_ATTENTION = 4
 # Log-probs of several heads or temperatures, which are no one's.
 _SEVERAL = ((0, 0), float("nan"))
 # Rows of one block of memory. Pieces kept one by one would lie between what sampling allocates and frees, and leave holes that
@@ -135,16 +137,20 @@ class Known:
         self.last = len(slabs[0]) - 1
         self._slabs, self._rows = slabs, rows
 
-    def output(self, index: int) -> Tensor:
-        """The layer's output."""
-        return self._gathered(index, 0)
+    def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
+        """The layer's output, of the tokens `wanted` or of all."""
+        return self._gathered(index, 0, self._of(wanted))
 
-    def parts(self, index: int) -> tuple[Tensor, ...]:
-        """What the layer's backward pass needs besides its input."""
-        return tuple(self._gathered(index, part) for part in range(1, len(self._slabs[0][index])))
+    def parts(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor, ...]:
+        """What the layer's backward pass needs besides its input; of the tokens `wanted` what it computed behind attention."""
+        rows = [self._rows] * BEHIND_ATTENTION + [self._of(wanted)] * len(self._slabs[0][index])
+        return tuple(self._gathered(index, part, rows[part]) for part in range(1, len(self._slabs[0][index])))
 
-    def _gathered(self, index: int, part: int) -> Tensor:
-        return _native().slabs.gather([slab[index][part] for slab in self._slabs], self._rows)
+    def _of(self, wanted: Tensor | None) -> Tensor:
+        return self._rows if wanted is None else self._rows.index_select(0, wanted)
+
+    def _gathered(self, index: int, part: int, rows: Tensor) -> Tensor:
+        return _native().slabs.gather([slab[index][part] for slab in self._slabs], rows)
 
 
 def _native() -> Kernels:

@@ -55,6 +55,11 @@ class Targets:
     t: Tensor
     shape: tuple[int, int]
 
+    def some(self, which: Tensor) -> Targets:
+        """Those at the places `which` [K] among the M."""
+        rows, ids, n, t = (x.index_select(0, which) for x in (self.rows, self.ids, self.n, self.t))
+        return Targets(rows, ids, n, t, self.shape)
+
     def unpack(self, values: Tensor) -> Tensor:
         """[M] -> [N, T], zeros elsewhere."""
         return values.new_zeros(self.shape).index_put((self.n, self.t), values)

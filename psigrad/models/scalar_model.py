@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from psigrad.errors import UserError
 from psigrad.models import bare
 from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
 from psigrad.models.bare import Bare
-from psigrad.models.packing import Groups, Ids, Rows, pack, pad
+from psigrad.models.packing import ForwardInputs, Groups, Ids, Rows, pack, pad
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,20 +46,27 @@ class ScalarModel(Pretrained):
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
         """V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
-        self.network.train(self.train_mode and torch.is_grad_enabled())
+        forward = self._laid_out(inputs, packed)
+        return forward.targets.unpack(self._read(forward))
+
+    def _laid_out(self, inputs: Groups | Rows, packed: bool | None) -> ForwardInputs:
         use_packed = packed if packed is not None else not self.why_padded
-        forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
-        values = self.network.score(self.target_hidden(forward))[:, 0]
-        return forward.targets.unpack(values.to(torch.promote_types(values.dtype, torch.float32)))
+        return pack(inputs, self.device) if use_packed else pad(inputs, self.device)
+
+    def _read(self, forward: ForwardInputs) -> Tensor:
+        """V [M] of the state before each target."""
+        self.network.train(self.train_mode and torch.is_grad_enabled())
+        values: Tensor = self.network.score(self.target_hidden(forward))[:, 0]
+        return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
         """[N] score of every prompt with its completion, read behind the last token; a group's prompt is computed once."""
         if not self.per_token:
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
         # V "before" a token that is never computed is V behind the last real one
-        longer = Groups(inputs.prompts, [[[*c, 0] for c in group] for group in inputs.completions])
-        lengths = torch.tensor([len(c) for group in inputs.completions for c in group], device=self.device)
-        return self.values(longer, packed=packed).gather(1, lengths[:, None])[:, 0]
+        forward = self._laid_out(Groups(inputs.prompts, [[[*c, 0] for c in group] for group in inputs.completions]), packed)
+        last = torch.tensor([len(c) + 1 for group in inputs.completions for c in group], dtype=torch.long).cumsum(0) - 1
+        return self._read(replace(forward, targets=forward.targets.some(last.to(self.device))))
 
     def _whole(self, rows: Sequence[Ids]) -> Tensor:
         self.network.train(self.train_mode and torch.is_grad_enabled())

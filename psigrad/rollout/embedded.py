@@ -142,8 +142,9 @@ class _Batch:
         if keep is not None:
             starts = np.cumsum([keep.rows] + [len(self.requests[r].prompt_ids) for r, _ in groups])
             self.prompt_rows |= {r: int(start) for (r, _), start in zip(groups, starts, strict=False)}
-        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, self.cache.prefill(inputs.layout, copies), keep)
-        logits = self.model.head(hidden[0].index_select(0, inputs.prefix_ends)).index_select(0, copies)
+        prefill, ends = self.cache.prefill(inputs.layout, copies), inputs.prefix_ends
+        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, keep, wanted=ends)
+        logits = self.model.head(hidden).index_select(0, copies)
         new = np.concatenate([members for _, members in groups])
         before = self.sequences.size
         self.sequences = np.concatenate([self.sequences, new])
