@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -67,6 +68,13 @@ def test_an_adapters_parameters_are_counted(targets):
     assert sum(p.numel() for p in model.trainable().values()) == expected
 
 
+def running(vocabulary: int, prompts: int, members: int, prompt: int, length: int) -> Groups:
+    """Prompts and completions whose tokens are as unlike as the vocabulary allows: a plan does not count on equal ones."""
+    ids = itertools.cycle(range(vocabulary))
+    given = [list(itertools.islice(ids, prompt)) for _ in range(prompts)]
+    return Groups(given, [[list(itertools.islice(ids, length)) for _ in range(members)] for _ in range(prompts)])
+
+
 def kept_by_autograd(hf, prompts: int, members: int, prompt: int, length: int) -> tuple[int, int, int]:
     """(bytes, packed tokens, prompt tokens carried) of a forward pass to the last hidden state."""
     model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0))
@@ -78,7 +86,7 @@ def kept_by_autograd(hf, prompts: int, members: int, prompt: int, length: int) -
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.stats(Groups([[3] * prompt] * prompts, [[[4] * length] * members] * prompts))
+        model.stats(running(hf.config.vocab_size, prompts, members, prompt, length))
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     total = sum(size for place, size in sizes.items() if place not in own)
     return total, prompts * (prompt + members * (length - 1)), prompts * members * prompt
@@ -92,7 +100,7 @@ def test_what_the_backward_pass_needs_is_what_autograd_keeps(architecture):
 
 
 def test_a_wide_model_is_counted_on_a_narrow_twin():
-    hf = tiny.model("qwen3", 32, hidden=1024, layers=1, heads=8)
+    hf = tiny.model("qwen3", 100, hidden=1024, layers=1, heads=8)
     kept, tokens, carried = kept_by_autograd(hf, 1, 4, 8, 20)
     assert terms(hf.config, "float32").kept(1, tokens, carried) == pytest.approx(kept, rel=0.05)
 
@@ -138,7 +146,7 @@ def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_sto
     hf = tiny.model(architecture, 400, hidden=32, tied=tied)
     model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0))
     optimizer = Optimizer(model.trainable(), Optim(), recompute=True)
-    groups = Groups([[1, 2, 3, 4]] * prompts, [[[5] * 8] * 2] * prompts)
+    groups = running(400, prompts, 2, 4, 8)
     stored = []
     monkeypatch.setattr(optimizer, "apply", lambda norm, lr: stored.append(sum(len(g.flatten()) for g in optimizer._gradients())))
     optimizer.step([lambda: model.evaluate(groups).logp.sum()], 1e-3)

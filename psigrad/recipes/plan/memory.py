@@ -102,7 +102,7 @@ def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
     """Float32 parameters whose gradients gradient checkpointing makes again instead of storing them (`models/gradients.py`): of
     the `head` and of the table of embeddings, which only the fused decoder leaves out; unless the tokens of an optimiser step
-    hold too much for it. Tied they are the head's.
+    hold too much for it. Tied they are the head's. Equal tokens, which may share a row, are counted one by one.
     """
     room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
     looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
