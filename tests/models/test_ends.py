@@ -96,6 +96,17 @@ def test_negative_control_rows_of_other_tokens_are_noticed(wrong, tokenizer, mon
     assert unlike(our_gradient(weights), their_gradient(weights)) > 1e-2
 
 
+def test_a_sum_over_many_equal_tokens_is_rounded_once():
+    kinds = torch.arange(6000) % 3
+    dx = torch.rand(6000, 4, generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact = torch.stack([dx[kinds == k].double().sum(0) for k in range(3)])
+    ours = Ends(enter=kinds).summed(dx, 3)
+    assert ours.dtype == torch.bfloat16
+    assert torch.allclose(ours.double(), exact, rtol=2**-8)
+    one_by_one = sum(dx[kinds == 0].unbind())
+    assert not torch.allclose(one_by_one.double(), exact[0], rtol=0.3), "a sum in half precision stops growing"
+
+
 @pytest.fixture
 def rows_of(monkeypatch):
     """How many rows each call of a kernel was given."""
