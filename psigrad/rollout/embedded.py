@@ -195,7 +195,7 @@ class _Batch:
         if ended.any():
             owners = self.owner[self.sequences[ended]]
             np.subtract.at(self.lacking, owners, 1)
-            self.complete += [int(r) for r in np.unique(owners) if not self.lacking[r]]
+            self.complete += sorted({r for r in owners.tolist() if not self.lacking[r]})
             order = self.cache.remove(torch.from_numpy(ended).to(self.model.device))
             self.sequences = self.sequences[order.cpu().numpy()]
 
