@@ -65,9 +65,11 @@ def unlike(ours, theirs) -> float:
 
 @pytest.mark.parametrize("kinds", [5, 60], ids=["equal tokens", "all unlike"])
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-@pytest.mark.parametrize("name", [*CONFIGS, "lora"])
+@pytest.mark.parametrize("name", [*CONFIGS, "lora", "one layer"])
 def test_hidden_states_and_gradients_are_those_of_a_decoder_that_computes_all(name, wanted, kinds, tokenizer):
-    model = adapted(CONFIGS["qwen2"], tokenizer) if name == "lora" else made(CONFIGS[name], tokenizer)
+    config = copy.deepcopy(CONFIGS[{"lora": "qwen2", "one layer": "llama"}.get(name, name)])
+    config.num_hidden_layers = 1 if name == "one layer" else 2
+    model = adapted(config, tokenizer) if name == "lora" else made(config, tokenizer)
     forward, rows = inputs(kinds), torch.tensor(wanted, dtype=torch.long)
     (ours, our_gradient), (theirs, their_gradient) = run(model, forward, rows), whole(model, forward, rows)
     assert ours.shape == theirs.shape == (len(wanted), model.network.config.hidden_size)
