@@ -118,9 +118,6 @@ class Ends:
         return dx if self.leave is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.leave, dx)
 
 
-WHOLE = Ends()
-
-
 @dataclass(frozen=True)
 class Unpacked:
     """A layer's weights in the type that is computed in; of each of its seven matrices there may be a share."""
@@ -220,7 +217,7 @@ class Layer:
         return Unpacked(matrices, norms, head_norms, biases, shares, self.native, turned)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, ends: Ends = WHOLE
+        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, ends: Ends
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output, and what `backward` needs besides x: three of every token, then two of the wanted ones."""
         weights = self.unpacked(adapted, layout.panels, len(x))
@@ -244,7 +241,7 @@ class Layer:
         layout: PackedLayout,
         adapted: bool,
         learns: Sequence[bool],
-        ends: Ends = WHOLE,
+        ends: Ends,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of x and of the weights that learn."""
         weights = self.unpacked(adapted)

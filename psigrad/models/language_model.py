@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError
 from psigrad.models import bare
@@ -202,7 +202,7 @@ def load(
     plain = lora is None and device == "cpu"
     try:
         found = bare.load(path, DTYPES[dtype]) if plain else None
-        network = _by_transformers(path, DTYPES[dtype]) if found is None else found[0]
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -224,10 +224,3 @@ def prepare(
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing)
-
-
-def _by_transformers(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM  # the table of all models' code, which bare weights can do without
-
-    hf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    return hf

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError
@@ -115,8 +115,6 @@ def load(
 
 def _by_transformers(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """transformers' model, and the names of its head's weights where they are fresh."""
-    from transformers import AutoModelForSequenceClassification  # the table of all models' code, as in `language_model`
-
     with _quiet():
         hf, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
     return hf, [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]

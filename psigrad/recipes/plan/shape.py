@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError
@@ -94,17 +94,11 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
         raise UserError(f"No model configuration could be read from {path!r} ({reason}); give a folder or a hub name.") from error
 
 
-def _by_transformers(config: PreTrainedConfig) -> Any:
-    from transformers import AutoModelForCausalLM  # the table of all models' code, which bare weights can do without
-
-    return AutoModelForCausalLM.from_config(config)
-
-
 def counted(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
     try:
         with torch.device("meta"):
-            model: Any = Bare(config, None) if bare.known(config) else _by_transformers(config)
+            model: Any = Bare(config, None) if bare.known(config) else AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
     text = config.get_text_config()
