@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
+
+# Where transformers reads what its models' files offer.
+_READER = "transformers.utils.import_utils"
 
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports of torch and transformers without what makes them slow, half a second of the time to the first step.
+    """Imports of torch and transformers without what makes them slow, a second of the time to the first step.
 
     The garbage collector would walk their objects again and again; what they made lives as long as the process and is not looked
-    at later either. And see `_models_read_once`.
+    at later either. And see `_models_read_quickly`.
     """
     gc.disable()
     try:
-        with _models_read_once():
+        with _models_read_quickly():
             yield
     finally:
         gc.freeze()
@@ -26,39 +32,55 @@ def quick_imports() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _models_read_once() -> Iterator[None]:
-    """transformers reads the 1600 files of its models when it is imported, and again when the first of them is wanted: it caches
-    what it read, but 128 folders of 550. What it knows from the first time is handed out the second time.
+def _models_read_quickly() -> Iterator[None]:
+    """transformers reads the 1600 files of its models when it is imported, looks at each of their lines, and does it again when
+    the first model is wanted: it caches what it read, but 128 folders of 550. Here it looks for the line that it wants, and
+    reads once.
 
-    Where another version has it otherwise, or has read them twice already, nothing is changed.
+    Where another version has it otherwise, nothing is changed; afterwards everything is as it was.
     """
-    import transformers
-    from transformers.utils import import_utils
-
-    asked: Any = getattr(import_utils, "define_import_structure", None)
-    models = Path(transformers.__file__).parent / "models"
-    found = getattr(asked, "cache_info", None)
-    if found is None or found().currsize != 1:
+    with contextlib.ExitStack() as changes:
+        if _READER in sys.modules:
+            _quicken(sys.modules[_READER], changes)
+        else:
+            hook = _AfterImport(_READER, lambda module: _quicken(module, changes))
+            sys.meta_path.insert(0, hook)
+            changes.callback(sys.meta_path.remove, hook)
         yield
-        return
-
-    def known(path: Any, prefix: str | None = None) -> Any:
-        if Path(path) != models / "__init__.py" or prefix is not None:
-            return asked(path, prefix)
-        # the same call as transformers' own, from its cache
-        return _within("models", asked(models, prefix="models"))
-
-    import_utils.define_import_structure = known
-    try:
-        yield
-    finally:
-        import_utils.define_import_structure = asked
 
 
-def _within(package: str, structure: dict[Any, dict[str, set[str]]]) -> dict[Any, dict[str, set[str]]]:
-    """An import structure as it is inside of one of its packages."""
-    start = f"{package}."
-    return {
-        needs: {name.removeprefix(start): names for name, names in modules.items() if name.startswith(start)}
-        for needs, modules in structure.items()
-    }
+def _quicken(reader: ModuleType, changes: contextlib.ExitStack) -> None:
+    names = getattr(reader, "fetch__all__", None)
+    if callable(names):
+        # It takes the last line that begins so, and what follows. Where there is none, the text stays whole.
+        _put(reader, "fetch__all__", lambda text: names(text[text.rfind("\n__all__") + 1 :]), changes)
+    folders: Any = getattr(reader, "create_import_structure_from_path", None)
+    if hasattr(folders, "cache_info") and hasattr(folders, "__wrapped__"):
+        _put(reader, "create_import_structure_from_path", lru_cache(maxsize=None)(folders.__wrapped__), changes)
+
+
+def _put(module: ModuleType, name: str, value: Callable[..., Any], changes: contextlib.ExitStack) -> None:
+    changes.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
+
+
+class _AfterImport:
+    """Calls `then` with the module of that name once it was executed."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]):
+        self.name = name
+        self.then = then
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """As importlib asks its finders."""
+        spec = PathFinder.find_spec(name, path, target) if name == self.name else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
