@@ -2,8 +2,8 @@
 
 Each side runs in a process of its own with the same weights, prompts, batch shape and precision. First both compute loss and
 gradient norm on one fixed batch, and the run stops unless they are equal. Then they take steps alternately, so that whatever else
-the machine does falls on both. PPO, for which TRL 1.16 has no trainer, is timed alone. One JSON line per workload goes to --json,
-a table to the screen. `psigrad bench` does the same with a model of your own.
+the machine does falls on both. PPO, for which TRL 1.16 has no trainer, is timed alone. One JSON line per workload is
+appended to --json, a table goes to the screen. `psigrad bench` does the same with a model of your own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import goals
 import torch
 from workloads import WORKLOADS
 
@@ -38,7 +39,7 @@ def main() -> None:
         raise UserError(f"device is {given.device} and this torch sees no CUDA device; run it where there is one.")
     results = []
     Path(given.json).parent.mkdir(parents=True, exist_ok=True)
-    with open(given.json, "w") as stream:
+    with open(given.json, "a") as stream:
         for name in given.workloads or list(WORKLOADS):
             for dtype in given.dtype:
                 work = replace(WORKLOADS[name], attention=given.attention, cuda_graphs=given.cuda_graphs)
@@ -48,6 +49,8 @@ def main() -> None:
                 stream.flush()
                 print(table(results[-1:]), flush=True)
     print("\n" + table(results))
+    if given.device == "cpu" and (found := [verdict for result in results for verdict in goals.verdicts(result)]):
+        print("\n" + goals.table(found))
 
 
 if __name__ == "__main__":

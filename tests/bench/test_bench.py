@@ -38,6 +38,8 @@ def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration, tmp
     line, *table = capsys.readouterr().out.strip().splitlines()
     found = json.loads(line)
     assert file.read_text() == line + "\n"
+    assert found["versions"]["torch"] == torch.__version__ and found["cores"] >= 1 and found["when"].endswith("Z")
+    assert found["processor"] and found["vectors"] and "gpu" not in found
     ours = found["ours"]
     assert set(ours["phases"]) >= {"sample", "score", "forward-backward", "optimizer", "rest"}
     assert sum(ours["phases"].values()) == pytest.approx(ours["seconds"], rel=0.3, abs=0.02)  # medians of each

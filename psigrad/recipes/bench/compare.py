@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.recipes.bench.circumstances import circumstances
 from psigrad.recipes.bench.floor import cost, floor, rates
 from psigrad.recipes.bench.material import build
 from psigrad.recipes.bench.workload import Workload
@@ -84,26 +86,33 @@ def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, dev
     with tempfile.TemporaryDirectory() as folder:
         make(work, Path(folder))
         before = rates(dtype, threads, device)
-        sides: dict[str, Side] = {}
-        try:
-            for who in ("ours", "trl"):
-                sides[who] = Side(who, Path(folder), dtype, threads, device)
+        with _sides(Path(folder), dtype, threads, device) as sides:
             checks = {who: side.ask("check") for who, side in sides.items()}
             _agree(work, dtype, checks)
-            # imports, model and first step, as the process itself measured them
-            first = {who: side.ready + whole_batch(work, who, side)["seconds"] for who, side in sides.items()}
+        # others are timed, so that what the check has warmed up or taken is no part of a first step or a peak
+        with _sides(Path(folder), dtype, threads, device) as sides:
             steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
-            for _ in range(work.steps):
+            for _ in range(1 + work.steps):
                 for who, side in sides.items():
-                    steps[who].append(whole_batch(work, who, side))
                     time.sleep(0.3)  # OpenMP threads spin for a while after their work
-        finally:
-            for side in sides.values():
-                side.close()
+                    steps[who].append(whole_batch(work, who, side))
+            # imports, model and first step, as the process itself measured them; the first is not among the others
+            first = {who: side.ready + steps[who].pop(0)["seconds"] for who, side in sides.items()}
         found = {who: medians(work, taken) for who, taken in steps.items()}
         found["ours"] |= _efficiency(work, Path(folder), found["ours"], dtype, before, rates(dtype, threads, device))
-    head = {"workload": work.name, "dtype": dtype, "threads": threads, "check": checks, "to_first_step": first}
-    return {**head, **found, **ratios(work, steps)}
+    head = {"workload": work.name, "dtype": dtype, "threads": threads, **circumstances(device)}
+    return {**head, "check": checks, "to_first_step": first, **found, **ratios(work, steps)}
+
+
+@contextlib.contextmanager
+def _sides(folder: Path, dtype: str, threads: int, device: str) -> Iterator[dict[str, Side]]:
+    """Both, begun one after the other."""
+    with contextlib.ExitStack() as begun:
+        sides = {}
+        for who in ("ours", "trl"):
+            sides[who] = Side(who, folder, dtype, threads, device)
+            begun.callback(sides[who].close)
+        yield sides
 
 
 def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, device: str = "cpu") -> dict[str, Any]:
@@ -119,8 +128,8 @@ def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, devi
             side.close()
         found = medians(work, steps)
         found |= _efficiency(work, Path(folder), found, dtype, before, rates(dtype, threads, device))
-    head = {"workload": work.name, "dtype": dtype, "threads": threads, "to_first_step": {"ours": first}}
-    return {**head, "ours": found}
+    head = {"workload": work.name, "dtype": dtype, "threads": threads, **circumstances(device)}
+    return {**head, "to_first_step": {"ours": first}, "ours": found}
 
 
 def _efficiency(work: Workload, folder: Path, found: dict[str, Any], dtype: str, *rates: Machine) -> dict[str, Any]:

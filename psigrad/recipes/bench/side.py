@@ -36,23 +36,36 @@ def main(who: str, folder: str, dtype: str, threads: str, device: str, start: st
     import torch
 
     torch.set_num_threads(int(threads) or len(os.sched_getaffinity(0)))
-    parts = side.build(Path(folder), dtype, device)
+    take_steps, check = side.build(Path(folder), dtype, device)
     _say({"ready": time.time() - float(start)})
-    _serve(*parts, device)
+    take_steps(Parent(check, device))
 
 
-def _serve(step: Callable[[], tuple[int, dict[str, float]]], check: Callable[[], dict[str, float]], device: str) -> None:
-    from psigrad.recipes.bench.phases import peak_mb
+class Parent:
+    """What asks for steps. All of a side runs in the thread that it runs in: OpenMP keeps a team of threads for each thread that
+    ever computed, and lets them wait less eagerly where there are more of them than cores.
+    """
 
-    for line in sys.stdin:
-        match line.strip():
-            case "step":
-                begin = time.perf_counter()
-                tokens, phases = step()
-                answer = {"seconds": time.perf_counter() - begin, "tokens": tokens, "phases": phases, "peak_mb": peak_mb()}
-                _say(answer | _on_device(device))
-            case "check":
-                _say(check())
+    def __init__(self, check: Callable[[], dict[str, float]], device: str) -> None:
+        self._check, self._device = check, device
+        self._begin = 0.0
+
+    def wants_a_step(self) -> bool:
+        """Waits until it wants one, and answers other requests meanwhile; False where it has hung up."""
+        while line := sys.stdin.readline():
+            if line.strip() == "step":
+                self._begin = time.perf_counter()
+                return True
+            _say(self._check())
+        return False
+
+    def got(self, tokens: int, phases: dict[str, float]) -> None:
+        """The step was taken, with that many tokens and these seconds by phase; what they leave out is `rest`."""
+        from psigrad.recipes.bench.phases import peak_mb
+
+        seconds = time.perf_counter() - self._begin
+        phases = {**phases, "rest": seconds - sum(phases.values())}
+        _say({"seconds": seconds, "tokens": tokens, "phases": phases, "peak_mb": peak_mb()} | _on_device(self._device))
 
 
 def _on_device(device: str) -> dict[str, float]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,6 +39,9 @@ from psigrad.training.online import Critic, Online
 from psigrad.training.state import State
 from psigrad.training.update import Optimizer, add_up
 
+if TYPE_CHECKING:
+    from psigrad.recipes.bench.side import Parent
+
 RATE = Optim(learning_rate=1e-6)
 
 
@@ -67,12 +69,18 @@ Step = Callable[[], tuple[int, dict[str, float]]]
 Check = Callable[[], dict[str, float]]
 
 
-def build(folder: Path, dtype: str, device: str) -> tuple[Step, Check]:
-    """(step, check) of the workload in `folder`."""
+def build(folder: Path, dtype: str, device: str) -> tuple[Callable[[Parent], None], Check]:
+    """(take_steps, check) of the workload in `folder`."""
     work, rows = read(folder)
     prepare_torch(Run(threads=torch.get_num_threads()), recompute=work.gradient_checkpointing)
     path = str(folder / "model")
-    return _online(work, path, rows, dtype, device) if work.online else _offline(work, path, rows, dtype, device)
+    step, check = _online(work, path, rows, dtype, device) if work.online else _offline(work, path, rows, dtype, device)
+
+    def take_steps(parent: Parent) -> None:
+        while parent.wants_a_step():
+            parent.got(*step())
+
+    return take_steps, check
 
 
 def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> tuple[Step, Check]:
@@ -123,7 +131,7 @@ def _algorithm(kind: str, beta: float) -> PolicyGradient:
 
 
 def _stepping(run: Online, state: State) -> Step:
-    """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer, rest."""
+    """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
     phases = Phases()
     for name in ("log_probs", "values"):
         phases.around(learn, name, "log-probs")
@@ -135,13 +143,11 @@ def _stepping(run: Online, state: State) -> Step:
 
     def step() -> tuple[int, dict[str, float]]:
         phases.seconds = {}
-        begin = time.perf_counter()
         now[0], _ = loop.step(run, now[0])
-        seconds = time.perf_counter() - begin
         journal: Any = run.journal
         found = {name: journal.phases.get(name, 0.0) for name in ("sample", "score")} | phases.seconds
         found["forward-backward"] = found.get("forward-backward", 0.0) - found.get("optimizer", 0.0)
-        return journal.tokens, {**found, "rest": seconds - sum(found.values())}
+        return journal.tokens, found
 
     return step
 
@@ -212,12 +218,9 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
 
     def step() -> tuple[int, dict[str, float]]:
         phases.seconds = {}
-        begin = time.perf_counter()
         now[0], _ = offline.step(run, now[0])
         stepping = phases.seconds.get("optimizer", 0.0)
-        update = journal.phases.get("update", 0.0)
-        found = {"forward-backward": update - stepping, "optimizer": stepping}
-        return journal.tokens, {**found, "rest": time.perf_counter() - begin - update}
+        return journal.tokens, {"forward-backward": journal.phases.get("update", 0.0) - stepping, "optimizer": stepping}
 
     def check() -> dict[str, float]:
         shares = lesson.shares(range(work.prompts), 4096)

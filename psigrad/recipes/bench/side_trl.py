@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -16,49 +14,51 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from psigrad.recipes.bench.phases import Phases
 from psigrad.recipes.bench.workload import Workload, fixed_batch, read, reward
 
+if TYPE_CHECKING:
+    from psigrad.recipes.bench.side import Parent
+
 
 class Gate(TrainerCallback):
-    """Lets the trainer do one step for each ticket."""
+    """Begins a step when the parent wants one."""
 
-    def __init__(self) -> None:
-        self.tickets: queue.Queue[None] = queue.Queue()
-        self.done: queue.Queue[None] = queue.Queue()
+    def __init__(self, parent: Parent, begin: Callable[[], None], tell: Callable[[Parent], None]) -> None:
+        self.parent, self.begin, self.tell = parent, begin, tell
+        self.asked = True  # for the first, which begins with `train`
+        begin()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.tickets.get()
+        if not self.asked:
+            if not self.parent.wants_a_step():
+                sys.exit()
+            self.begin()
+        self.asked = False
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.done.put(None)
+        self.tell(self.parent)
 
 
-def build(
-    folder: Path, dtype: str, device: str
-) -> tuple[Callable[[], tuple[int, dict[str, float]]], Callable[[], dict[str, float]]]:
-    """(step, check) of the workload in `folder`."""
+def build(folder: Path, dtype: str, device: str) -> tuple[Callable[[Parent], None], Callable[[], dict[str, float]]]:
+    """(take_steps, check) of the workload in `folder`."""
     work, rows = read(folder)
     trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16", device)
-    phases, gate = Phases(), Gate()
-    trainer.add_callback(gate)
+    phases = Phases()
     if work.online:
         phases.around(trainer, "_generate", "sample")
         phases.around(trainer, "_compute_loss", "forward")
     else:
         phases.around(trainer, "compute_loss", "forward")
     phases.around(trainer.accelerator, "backward", "backward")
-    thread = threading.Thread(target=trainer.train, daemon=True)
 
-    def step() -> tuple[int, dict[str, float]]:
-        if not thread.is_alive():
-            thread.start()
+    def begin() -> None:
         phases.seconds = {}
         counts[0] = 0
-        gate.tickets.put(None)
-        begin = time.perf_counter()
-        gate.done.get()
-        seconds = time.perf_counter() - begin
-        return counts[0], {**phases.seconds, "rest": seconds - sum(phases.seconds.values())}
 
-    return step, lambda: _check(work, trainer)
+    def take_steps(parent: Parent) -> None:
+        if parent.wants_a_step():
+            trainer.add_callback(Gate(parent, begin, lambda parent: parent.got(counts[0], phases.seconds)))
+            trainer.train()
+
+    return take_steps, lambda: _check(work, trainer)
 
 
 def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str, Any]:

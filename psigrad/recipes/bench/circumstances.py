@@ -1,0 +1,49 @@
+"""When, on what and with which versions something was timed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psigrad import __version__
+
+_LIBRARIES = ("torch", "transformers", "trl")
+
+
+def circumstances(device: str) -> dict[str, Any]:
+    """What a line of figures needs to be read next to one from another day or machine: `when` (UTC), `processor`, its `cores` for
+    this process, its `vectors` as torch uses them (AVX2, AVX512, …), the `gpu` where `device` is one, and `versions`.
+    """
+    found: dict[str, Any] = {
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+    }
+    if device != "cpu":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    others = {name: version for name in _LIBRARIES if (version := _version(name))}
+    return found | {"versions": {"psigrad": __version__} | others}
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return name[1].strip() if name else platform.processor() or platform.machine()
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
