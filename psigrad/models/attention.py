@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.models.panels import Panels
-from psigrad.native.kernels import Heads, Kernels, Spans
+from psigrad.native.kernels import Heads, Kernels, Slots, Spans
 
 
 class Attending(Protocol):
@@ -21,6 +21,9 @@ class Attending(Protocol):
     heads: Heads
     window: int
     native: Kernels
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Layout(Protocol):
@@ -37,10 +40,13 @@ class FusedLayout(Protocol):
 
     `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and the
     log-normaliser of the scores [S, H]. `panels` are the layers' matrices as this pass reads them, where they were turned for it.
+    `slots` are where a layer's new tokens go in a step of decoding, None in any other pass.
     """
 
     @property
     def panels(self) -> Panels | None: ...
+
+    def slots(self, layer: Attending) -> Slots | None: ...
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -159,6 +165,9 @@ class PackedLayout:
                 out = F.scaled_dot_product_attention(*views, is_causal=True, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return _Take.apply(torch.cat(parts), self.inverse, self.order)[None]
+
+    def slots(self, layer: Attending) -> None:
+        """None: no token continues a slot."""
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)

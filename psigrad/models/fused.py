@@ -187,11 +187,33 @@ class Decoder:
         keep: Kept | None,
     ) -> Tensor:
         """The last layer's output, without gradient."""
-        layers = []
-        for layer, at in zip(self.layers, ends, strict=True):
-            x, parts = layer.forward(x, angles, layout, adapted, at)
-            if keep is not None:
-                layers.append((x, *parts))
+        layers = self._stepped(x, angles, layout, adapted, keep is not None)
+        if layers:
+            x = layers[-1][0]
+        else:
+            for layer, at in zip(self.layers, ends, strict=True):
+                x, parts = layer.forward(x, angles, layout, adapted, at)
+                if keep is not None:
+                    layers.append((x, *parts))
         if keep is not None:
             keep.add(layers, self.parameters)
         return x
+
+    def _stepped(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, keep: bool
+    ) -> list[tuple[Tensor, ...]]:
+        """What the layers make of a step of decoding, where the kernels can take it at once; else nothing. Unless `keep`, all
+        layers compute in the same room.
+        """
+        if layout.panels is None or self.dtype != torch.float32:
+            return []
+        made: list[tuple[Tensor, ...]] = []
+        steps = []
+        for layer in self.layers:
+            made.append(layer.room(len(x)) if keep or not made else made[0])
+            step = layer.step(layout, adapted, made[-1])
+            if step is None:
+                return []
+            steps.append(step)
+        self.native.decode_layers(x, steps, *angles, self.layers[0].heads, self.eps)
+        return made

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.kept import Mark, mark_of
 from psigrad.models.panels import Panels
-from psigrad.native.kernels import Heads, Kernels, Turned
+from psigrad.native.kernels import Heads, Kernels, Step, Turned
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -186,6 +186,11 @@ class Layer:
         self.eps = float(norms[0].variance_epsilon)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.weights.dtype
+
+    @property
     def adapted(self) -> bool:
         """Whether it has adapters and they are not switched off. Raises `ValueError` where they are no longer those that it was
         made with.
@@ -215,6 +220,24 @@ class Layer:
             groups = [[matrices[i] for i in group] for group in _TOGETHER]
             turned = panels.of(self.index, rows, self.weights.given[:7], groups, self.native)
         return Unpacked(matrices, norms, head_norms, biases, shares, self.native, turned)
+
+    def step(self, layout: FusedLayout, adapted: bool, room: Sequence[Tensor]) -> Step | None:
+        """One step of decoding as the kernels take it through all layers at once; `room` is for what it computes (`Step.made`).
+        None where the pass is another, or more is to be done than they know: biases, adapters, matrices that were not turned.
+        """
+        slots = layout.slots(self)
+        if slots is None:
+            return None
+        weights = self.unpacked(adapted, layout.panels, len(room[0]))
+        if weights.turned is None or not weights.plain:
+            return None
+        return Step(weights.norms, weights.head_norms, weights.turned, slots, self.window, room)
+
+    def room(self, rows: int) -> tuple[Tensor, ...]:
+        """For what `forward` makes of so many rows."""
+        heads, width, inner = self.heads, self.weights.given[3].shape[0], self.weights.given[4].shape[0]
+        wide = (width, heads.row, heads.queries * heads.dim, heads.queries, width, 2 * inner)
+        return tuple(torch.empty(rows, n) for n in wide)
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, ends: Ends

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
-SOURCES = ("rows.cpp", "attention.cpp", "products.cpp")
+SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "decoding.cpp")
 HEADERS = ("common.h",)
 # without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")

@@ -28,6 +28,7 @@ _SIGNATURES = {
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiipppipppppiiiiift",
+    "decode_layers": "pi" + "p" * 10 + "i" * 7 + "ffft",
     "few_rows": "ppppiiiiiit",
     "turned": "ppiit",
     "through_panels": "ppppiiiiiit",
@@ -108,6 +109,29 @@ class Turned:
     shape: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Step:
+    """A layer in a step of decoding B rows: its weights, in float32, its cache, and tensors for what it computes."""
+
+    norms: Sequence[Tensor]
+    """Before attention and before the feed-forward part."""
+    head_norms: tuple[Tensor, Tensor] | None
+    turned: Sequence[Turned]
+    """[q | k | v], the output's, [gate | up], down."""
+    slots: Slots
+    window: int
+    made: Sequence[Tensor]
+    """y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the middle [B, E], [gate | up] [B, 2·I]."""
+
+    def pointers(self) -> tuple[int, ...]:
+        """As `decode_layers` reads them."""
+        slots, head_norms = self.slots, self.head_norms or ()
+        heads = [x.data_ptr() for x in head_norms] or [0, 0]
+        weights = (*(x.data_ptr() for x in self.norms), *heads, *(x.panels.data_ptr() for x in self.turned))
+        caches = (x.data_ptr() for x in (slots.keys, slots.values, slots.prompt_keys, slots.prompt_values))
+        return (*weights, *caches, slots.keys.shape[2], self.window, *(x.data_ptr() for x in self.made))
+
+
 @functools.cache
 def kernels() -> Kernels | str:
     """The kernels, compiled if need be, or why there are none."""
@@ -165,6 +189,24 @@ class Kernels:
         given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
         self._call.decode(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *_tables(rotated, qkv, heads), *given)
         return out, normaliser
+
+    def decode_layers(self, x: Tensor, steps: Sequence[Step], cosine: Tensor, sine: Tensor, heads: Heads, eps: float) -> None:
+        """x [B, E] through layers one after another, by `rms_norm`, `through`, `rotary`, `decode` and `swiglu`: fills `made` of
+        each.
+        """
+        rows, width = x.shape
+        inner = steps[0].turned[2].shape[0] // 2
+        room = torch.empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner))
+        normed = room.data_ptr()
+        rotated = normed + 4 * rows * width
+        gated = rotated + 4 * rows * (heads.queries + heads.keys) * heads.dim
+        table = [pointer for step in steps for pointer in step.pointers()]
+        slots = steps[0].slots
+        shared = (slots.places, slots.prompt_lengths, slots.members, slots.first)
+        pointers = (x.data_ptr(), normed, rotated, gated, cosine.data_ptr(), sine.data_ptr(), *(y.data_ptr() for y in shared))
+        sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
+        factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
+        self._call.decode_layers((ctypes.c_int64 * len(table))(*table), len(steps), *pointers, *sizes, *factors)
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
         """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -94,11 +95,12 @@ class SharedCache:
         self._arranged = None
         return order
 
-    def room(self, layer: int, like: Tensor, heads: Heads, tokens: int) -> tuple[Tensor, Tensor]:
+    def room(self, layer: int, dtype: torch.dtype, heads: Heads, tokens: int) -> tuple[Tensor, Tensor]:
         """The layer's own keys and values [slots, H_kv, capacity, D], with room for `tokens` per slot."""
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
-            self.layers[layer] = grown(have, like.new_zeros, (self.slots, heads.keys, heads.dim), tokens, self.longest)
+            zeros = functools.partial(torch.zeros, dtype=dtype)
+            self.layers[layer] = grown(have, zeros, (self.slots, heads.keys, heads.dim), tokens, self.longest)
         return self.layers[layer]
 
     def arrangement(self) -> Arrangement:
@@ -119,6 +121,9 @@ class SharedPrefill:
     prompts: PackedLayout
     starts: list[tuple[int, Prompt]]
     panels = None
+
+    def slots(self, layer: Attending) -> None:
+        """None: the prompts' keys and values are their own."""
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         width = layer.heads.keys * layer.heads.dim
@@ -148,10 +153,12 @@ class SharedDecode:
     def _tokens(self) -> int:
         return int(self.places.max()) + 1
 
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.room(layer.index, qkv, layer.heads, self._tokens)
+    def slots(self, layer: Attending) -> Slots:
+        keys, values = self.cache.room(layer.index, layer.dtype, layer.heads, self._tokens)
         arranged = self.arranged
-        slots = Slots(
+        return Slots(
             keys, values, self.places, *arranged.pointers(layer.index), arranged.lengths, arranged.members, arranged.first
         )
-        return layer.native.decode(rotated, qkv, slots, layer.heads, layer.window)
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        return layer.native.decode(rotated, qkv, self.slots(layer), layer.heads, layer.window)

@@ -1,0 +1,77 @@
+"""A step of decoding through all layers at once, against the same layers one by one, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fused_models import COMMON, CONFIGS, adapted, made, some_groups
+from transformers import LlamaConfig
+
+from psigrad.models.fused import Decoder
+from psigrad.models.fused_layer import Layer
+from psigrad.models.kept import SLAB, Kept
+from psigrad.native.kernels import Kernels
+from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.rollout.types import Request, SamplingParams
+
+# Biases are left to the layers: Qwen2 has them, and CONFIGS' Llama.
+PLAIN = {name: CONFIGS[name] for name in CONFIGS if name not in ("qwen2", "llama")}
+PLAIN["llama"] = LlamaConfig(**COMMON, hidden_size=64)
+REQUESTS = [Request(tuple(p), tuple(range(5 * i, 5 * i + 5))) for i, p in enumerate(some_groups().prompts)]
+LONG = SamplingParams(max_tokens=90)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many rows went through how many layers at once."""
+    taken, together = [], Kernels.decode_layers
+
+    def noted(self, x, steps, *given):
+        taken.append((len(x), len(steps)))
+        return together(self, x, steps, *given)
+
+    monkeypatch.setattr(Kernels, "decode_layers", noted)
+    return taken
+
+
+def drawn(model, *, keep=False, max_batch=256):
+    """Completions, and the rows that were kept: of each slab and layer all parts."""
+    model.kept = Kept(float("inf")) if keep else None
+    found = [c for group in EmbeddedSampler(model, max_batch).sample(REQUESTS, LONG) for c in group]
+    slabs = enumerate(model.kept.slabs if keep else [])
+    return found, [x[: model.kept.rows - SLAB * i] for i, slab in slabs for layer in slab for x in layer]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("max_batch", [256, 9])
+@pytest.mark.parametrize("name", PLAIN)
+def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, tokenizer, steps, monkeypatch):
+    model = made(PLAIN[name], tokenizer)
+    together = drawn(model, keep=keep, max_batch=max_batch)
+    assert len(steps) > 60 and {layers for _, layers in steps} == {len(model.decoder.layers)}
+    assert len({rows for rows, _ in steps}) > 1, "sequences end on the way"
+    steps.clear()
+    monkeypatch.setattr(Decoder, "_stepped", lambda *given: [])
+    alone = drawn(model, keep=keep, max_batch=max_batch)
+    assert not steps
+    assert together[0] == alone[0]
+    assert len(together[1]) == len(alone[1]) and bool(alone[1]) == keep
+    assert all(torch.equal(a, b) for a, b in zip(together[1], alone[1], strict=True))
+
+
+def test_negative_control_norms_in_each_others_place_are_noticed(tokenizer, steps, monkeypatch):
+    model = made(PLAIN["qwen3"], tokenizer)
+    with torch.no_grad():
+        model.decoder.layers[0].weights.given[7].mul_(1.5)
+    right, step = drawn(model), Layer.step
+    monkeypatch.setattr(Layer, "step", lambda *given: replace(made := step(*given), norms=made.norms[::-1]))
+    assert drawn(model) != right and steps
+
+
+def test_biases_and_adapters_go_layer_by_layer(tokenizer, steps):
+    drawn(made(CONFIGS["qwen2"], tokenizer))
+    drawn(made(CONFIGS["llama"], tokenizer))
+    drawn(adapted(PLAIN["qwen3"], tokenizer))
+    assert not steps
