@@ -17,7 +17,7 @@ from psigrad.models import gradients
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.bare import Backbone, Bare
 from psigrad.models.fused_layer import Ends, Layer, Unlike
-from psigrad.models.kept import Kept, Known
+from psigrad.models.kept import Kept, Known, Layers
 from psigrad.native.kernels import Heads, Kernels, kernels
 
 if TYPE_CHECKING:
@@ -65,11 +65,13 @@ class _Through(torch.autograd.Function):
         x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
         if ctx.known is not None:
             x = ctx.known.output(ctx.layer.index - 1) if ctx.layer.index else x
-            parts = ctx.known.parts(ctx.layer.index, ctx.ends.leave)
+            parts = list(ctx.known.parts(ctx.layer.index, ctx.ends.leave))
         elif ctx.recompute:
-            _, parts = ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.ends)
+            parts = list(ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.ends)[1])
         learns, given = ctx.needs_input_grad[8:], (ctx.angles, ctx.layout, ctx.adapted)
-        dx, dweights = ctx.layer.backward(dy.contiguous(), x, tuple(parts), *given, learns, ctx.ends)
+        # what autograd has saved may be asked for again
+        spend = ctx.known is not None or ctx.recompute
+        dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, *given, learns, ctx.ends, spend)
         return None, dx, None, None, None, None, None, None, *dweights
 
 
@@ -187,7 +189,7 @@ class Decoder:
         keep: Kept | None,
     ) -> Tensor:
         """The last layer's output, without gradient."""
-        layers = self._stepped(x, angles, layout, adapted, keep is not None)
+        layers = self._stepped(x, angles, layout, adapted, keep)
         if layers:
             x = layers[-1][0]
         else:
@@ -199,21 +201,23 @@ class Decoder:
             keep.add(layers, self.parameters)
         return x
 
-    def _stepped(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, keep: bool
-    ) -> list[tuple[Tensor, ...]]:
-        """What the layers make of a step of decoding, where the kernels can take it at once; else nothing. Unless `keep`, all
-        layers compute in the same room.
+    def _stepped(self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, keep: Kept | None) -> Layers:
+        """What the layers make of a step of decoding, where the kernels can take it at once; else nothing. What is to be kept is
+        computed where it will be kept; else all layers compute in the same room.
         """
         if layout.panels is None or self.dtype != torch.float32:
             return []
-        made: list[tuple[Tensor, ...]] = []
+        made = keep.room(len(x), self._fresh) if keep is not None else None
+        if made is None:
+            made = self._fresh(len(x)) if keep is not None else [self.layers[0].room(len(x))] * len(self.layers)
         steps = []
-        for layer in self.layers:
-            made.append(layer.room(len(x)) if keep or not made else made[0])
-            step = layer.step(layout, adapted, made[-1])
+        for layer, own in zip(self.layers, made, strict=True):
+            step = layer.step(layout, adapted, own)
             if step is None:
                 return []
             steps.append(step)
         self.native.decode_layers(x, steps, *angles, self.layers[0].heads, self.eps)
         return made
+
+    def _fresh(self, rows: int) -> Layers:
+        return [layer.room(rows) for layer in self.layers]

@@ -259,17 +259,21 @@ class Layer:
         self,
         dy: Tensor,
         x: Tensor,
-        kept: tuple[Tensor, ...],
+        kept: list[Tensor],
         angles: tuple[Tensor, Tensor],
         layout: PackedLayout,
         adapted: bool,
         learns: Sequence[bool],
         ends: Ends,
+        spend: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of x and of the weights that learn."""
+        """Gradients of x and of the weights that learn. The list `kept` is emptied, that each tensor may go when it has served;
+        with `spend` they are written to as well.
+        """
         weights = self.unpacked(adapted)
         (q, k, v, o, gate, up, down), norms, head_norms = weights.matrices, weights.norms, weights.head_norms
         qkv, mixed, normaliser, middle, both = kept
+        kept.clear()
         matrices: list[Tensor | None] = [None] * 7
         pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 7
 
@@ -278,7 +282,8 @@ class Layer:
             if (share := weights.shares[i]) is not None:
                 pairs[i] = share.gradients(dy, x)
 
-        dboth, gated = self.native.gradients.swiglu(both, weights.flow(6, dy, dy @ down))
+        dboth, gated = self.native.gradients.swiglu(both, weights.flow(6, dy, dy @ down), in_place=spend)
+        del both
         normed = self.native.rms_norm(middle, norms[1], self.eps)
         halves = (dboth[:, : len(gate)], dboth[:, len(gate) :])
         learn(4, halves[0], normed)
@@ -287,6 +292,7 @@ class Layer:
         del gated
         dnormed = torch.mm(halves[0], gate).addmm_(halves[1], up)
         dnormed = weights.flow(5, halves[1], weights.flow(4, halves[0], dnormed))
+        del dboth, halves, normed
         dx = dy.clone()
         small: list[Tensor | None] = [None, self.native.gradients.rms_norm(dx, middle, norms[1], dnormed, self.eps)]
         learn(3, dx, ends.wanted(mixed))

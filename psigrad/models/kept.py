@@ -8,7 +8,7 @@ they are found by the tokens, and only while no weight has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,7 @@ class Kept:
         self.limit = limit
         self.rows = self.bytes = 0
         self.slabs: list[Layers] = []
+        self._taken: list[int] = []  # rows of each slab
         self._prompts: dict[tuple[int, ...], Tensor] = {}
         self._completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Written] = {}
         self._marks: list[Mark] = []
@@ -68,27 +69,54 @@ class Kept:
         """Whether there is room for more."""
         return self.bytes <= self.limit
 
+    def start(self, count: int) -> int:
+        """The number of the first of so many rows, if they are kept next; the others follow it. They stand in one slab wherever
+        they are no more than it holds.
+        """
+        for slab, taken in enumerate(self._taken):
+            if taken + count <= SLAB:
+                return slab * SLAB + taken
+        return len(self._taken) * SLAB
+
+    def room(self, count: int, fresh: Callable[[int], Layers]) -> Layers | None:
+        """Where so many rows will be kept next, to be computed in place; None where they take more than a slab. `fresh` makes
+        the layers of a slab.
+        """
+        if count > SLAB:
+            return None
+        slab, place = divmod(self.start(count), SLAB)
+        if slab == len(self.slabs):
+            self.slabs.append(fresh(SLAB))
+            self._taken.append(0)
+        return _some(self.slabs[slab], place, count)
+
     def add(self, layers: Layers, weights: Iterable[nn.Parameter]) -> None:
-        """Keep what a pass of the model with these `weights` computed; its rows are numbered on from `rows`."""
+        """Keep what a pass of the model with these `weights` computed, from row `start` on; where it was computed in its `room`
+        it stands there already.
+        """
         now = marks(weights)
         self._marks = self._marks or now
         self.bytes += sum(x.numel() * x.element_size() for layer in layers for x in layer)
         if self.open and now == self._marks:
-            self._copy(layers)
+            self._take(layers)
         else:
             self.clear()
 
-    def _copy(self, layers: Layers) -> None:
+    def _take(self, layers: Layers) -> None:
         count, done = len(layers[0][0]), 0
+        first = self.start(count)
         while done < count:
-            place = self.rows % SLAB
-            if place == 0:
+            slab, place = divmod(first + done, SLAB)
+            if slab == len(self.slabs):
                 self.slabs.append([tuple(x.new_empty(SLAB, *x.shape[1:]) for x in layer) for layer in layers])
+                self._taken.append(0)
             share = min(count - done, SLAB - place)
-            to = [x[place : place + share] for layer in self.slabs[-1] for x in layer]
-            _native().slabs.write(to, [x[done : done + share] for layer in layers for x in layer])
+            to, given = _some(self.slabs[slab], place, share), _some(layers, done, share)
+            if to[0][0].data_ptr() != given[0][0].data_ptr():
+                _native().slabs.write([x for layer in to for x in layer], [x for layer in given for x in layer])
+            self._taken[slab] = place + share
             done += share
-            self.rows += share
+        self.rows += count
 
     def name(self, prompt: tuple[int, ...], prompt_rows: Tensor, completions: Iterable[Written]) -> None:
         """Say whose the rows are: those of a prompt's tokens, and of its completions."""
@@ -104,7 +132,7 @@ class Kept:
     def clear(self) -> None:
         """Let everything go, and keep nothing more: who numbers rows counts on those before."""
         self.limit = -1.0
-        self.slabs, self._prompts, self._completions = [], {}, {}
+        self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
     def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[nn.Parameter]) -> Known | None:
         """The rows of packed prompts and the completions of each, if all of them are known and no weight has changed since."""
@@ -151,6 +179,10 @@ class Known:
 
     def _gathered(self, index: int, part: int, rows: Tensor) -> Tensor:
         return _native().slabs.gather([slab[index][part] for slab in self._slabs], rows)
+
+
+def _some(layers: Layers, start: int, count: int) -> Layers:
+    return [tuple(x[start : start + count] for x in layer) for layer in layers]
 
 
 def _native() -> Kernels:

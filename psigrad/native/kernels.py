@@ -300,9 +300,9 @@ class Gradients:
         self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
         return dw
 
-    def swiglu(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient [S, gate | up], and `swiglu(both)` once more."""
-        gradient, out = torch.empty_like(both), torch.empty_like(dy)
+    def swiglu(self, both: Tensor, dy: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+        """The gradient [S, gate | up], and `swiglu(both)` once more; `in_place` they take the places of `both` and `dy`."""
+        gradient, out = (both, dy) if in_place else (torch.empty_like(both), torch.empty_like(dy))
         pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
         self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
         return gradient, out

@@ -266,7 +266,7 @@ void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, 
     BOTH(half, gated_rows((T*)out, (const T*)both, rows, width, threads))
 }
 
-// gradient[rows, gate | up], and out once more
+// gradient[rows, gate | up], and out once more; they may be both and dy themselves
 void swiglu_gradient(int half, void* gradient, void* out, const void* both, const void* dy, int64_t rows, int64_t width, int threads) {
     BOTH(half, gated_rows_gradient((T*)gradient, (T*)out, (const T*)both, (const T*)dy, rows, width, threads))
 }

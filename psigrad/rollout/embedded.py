@@ -140,7 +140,8 @@ class _Batch:
         copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)
         keep = self._keep()
         if keep is not None:
-            starts = np.cumsum([keep.rows] + [len(self.requests[r].prompt_ids) for r, _ in groups])
+            lengths = [len(self.requests[r].prompt_ids) for r, _ in groups]
+            starts = np.cumsum([keep.start(sum(lengths)), *lengths])
             self.prompt_rows |= {r: int(start) for (r, _), start in zip(groups, starts, strict=False)}
         prefill, ends = self.cache.prefill(inputs.layout, copies), inputs.prefix_ends
         hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, keep, wanted=ends)
@@ -159,7 +160,8 @@ class _Batch:
         step = self.cache.decode()
         keep = self._keep()
         if keep is not None and self.rows is not None:
-            self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.rows + np.arange(self.sequences.size)
+            count = self.sequences.size
+            self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.start(count) + np.arange(count)
         hidden = self.model.forward(last[:, None], step.positions[:, None], step, keep)
         self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
 

@@ -323,3 +323,28 @@ def test_fewer_threads_than_asked_for_change_nothing(tmp_path):
         done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
         said.append(float(done.stdout))
     assert said[0] == pytest.approx(said[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [3, 16, 37])
+def test_the_gradient_of_swiglu_in_place_is_the_gradient(width, dtype):
+    native = kernels()
+    both, dy = torch.randn(50, 2 * width).to(dtype), torch.randn(50, width).to(dtype)
+    given = both.clone(), dy.clone()
+    gradient, again = native.gradients.swiglu(both, dy)
+    assert torch.equal(both, given[0]) and torch.equal(dy, given[1]), "left alone unless it is in place"
+    found = native.gradients.swiglu(both, dy, in_place=True)
+    assert found[0] is both and found[1] is dy
+    assert torch.equal(both, gradient) and torch.equal(dy, again)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_graph_that_is_kept_gives_its_gradient_twice(recompute, tokenizer):
+    model = made(CONFIGS["qwen3"], tokenizer)
+    model.decoder.recompute = recompute
+    loss = model.evaluate(some_groups()).logp.sum()
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.trainable().items()}
+    loss.backward()
+    for name, p in model.trainable().items():
+        assert torch.allclose(p.grad, 2 * once[name], rtol=1e-5, atol=1e-7), name

@@ -4,12 +4,14 @@ they may be stale.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from psigrad.models import fused, kept, logprobs
-from psigrad.models.kept import Kept
+from psigrad.models.kept import SLAB, Kept
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups
 from psigrad.native.kernels import kernels
@@ -279,3 +281,34 @@ def test_what_does_not_fit_a_slab_is_refused(given):
     with pytest.raises(ValueError, match="were to be written"):
         kernels().slabs.write([slab], [given])
     assert not slab.any()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
+    """Passes of many sizes lie apart, and small ones in between; those of a slab or less are computed in place."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(5,), (3,)]
+
+    def fresh(rows):
+        return [tuple(torch.empty(rows, *shape) for shape in shapes) for _ in range(2)]
+
+    table, expected = Kept(float("inf")), {}
+    for count in [700, 200, 150, 40, 256, 1, 300, *torch.randint(1, 120, (40,), generator=draw).tolist()]:
+        start = table.start(count)
+        layers = (table.room(count, fresh) if in_place else None) or fresh(count)
+        for x in (x for layer in layers for x in layer):
+            x.copy_(torch.randn(x.shape, generator=draw))
+        expected[start] = [[x.clone() for x in layer] for layer in layers]
+        table.add(layers, [])
+    spans = sorted((start, start + len(layers[0][0])) for start, layers in expected.items())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert table.rows == sum(end - start for start, end in spans) > 0.9 * SLAB * len(table.slabs)
+    for start, layers in expected.items():
+        rows = torch.arange(start, start + len(layers[0][0]))
+        for i, layer in enumerate(layers):
+            for part, x in enumerate(layer):
+                assert torch.equal(kernels().slabs.gather([slab[i][part] for slab in table.slabs], rows), x)
+
+
+def test_more_rows_than_a_slab_holds_have_no_room_in_place():
+    assert Kept(float("inf")).room(SLAB + 1, lambda rows: pytest.fail("nothing is made for them")) is None

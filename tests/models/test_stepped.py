@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from psigrad.models.fused import Decoder
 from psigrad.models.fused_layer import Layer
-from psigrad.models.kept import SLAB, Kept
+from psigrad.models.kept import Kept
 from psigrad.native.kernels import Kernels
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
@@ -41,7 +41,7 @@ def drawn(model, *, keep=False, max_batch=256):
     model.kept = Kept(float("inf")) if keep else None
     found = [c for group in EmbeddedSampler(model, max_batch).sample(REQUESTS, LONG) for c in group]
     slabs = enumerate(model.kept.slabs if keep else [])
-    return found, [x[: model.kept.rows - SLAB * i] for i, slab in slabs for layer in slab for x in layer]
+    return found, [x[: model.kept._taken[i]] for i, slab in slabs for layer in slab for x in layer]
 
 
 @pytest.mark.parametrize("keep", [False, True])
