@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor, nn
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.kept import Mark, mark_of
 from psigrad.models.panels import Panels
-from psigrad.native.kernels import Heads, Kernels, Step, Turned
+from psigrad.native.kernels import Heads, Kernels, Step
+from psigrad.native.processor import fast_bfloat16
+from psigrad.native.products import Turned
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -33,20 +34,8 @@ class Unlike(Exception):
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """bfloat16 weights are multiplied in bfloat16 where the processor gains by it, else in float32.
-
-    Intel's avx512_bf16 without AMX makes no more products per cycle than float32, and oneDNN's bfloat16 was two to three times
-    slower there than MKL's float32.
-    """
-    return torch.bfloat16 if stored == torch.bfloat16 and _fast_bfloat16() else torch.float32
-
-
-def _fast_bfloat16() -> bool:
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "amx_bf16" in info or ("AuthenticAMD" in info and "avx512_bf16" in info)
+    """bfloat16 weights are multiplied in bfloat16 where the processor gains by it, else in float32."""
+    return torch.bfloat16 if stored == torch.bfloat16 and fast_bfloat16() else torch.float32
 
 
 class Weights:
@@ -135,14 +124,14 @@ class Unpacked:
         """out ← the matrices of a group applied to x, side by side, with their biases and shares, and the residual stream."""
         members = _TOGETHER[group]
         if self.turned is not None:
-            self.native.through(x, self.turned[group], out, residual)
+            self.native.products.through(x, self.turned[group], out, residual)
             if self.plain:
                 return out
         parts = out.split([len(self.matrices[i]) for i in members], dim=1)
         for i, part in zip(members, parts, strict=True):
             bias, share = self.biases[i], self.shares[i]
             if self.turned is None:
-                self.native.linear(x, self.matrices[i], part, bias if residual is None else residual)
+                self.native.products.linear(x, self.matrices[i], part, bias if residual is None else residual)
             if bias is not None and (residual is not None or self.turned is not None):
                 part += bias
             if share is not None:
@@ -218,7 +207,7 @@ class Layer:
         turned = None
         if panels is not None:
             groups = [[matrices[i] for i in group] for group in _TOGETHER]
-            turned = panels.of(self.index, rows, self.weights.given[:7], groups, self.native)
+            turned = panels.of(self.index, rows, self.weights.given[:7], groups, self.native.products)
         return Unpacked(matrices, norms, head_norms, biases, shares, self.native, turned)
 
     def step(self, layout: FusedLayout, adapted: bool, room: Sequence[Tensor]) -> Step | None:
@@ -270,7 +259,7 @@ class Layer:
         """Gradients of x and of the weights that learn. The list `kept` is emptied, that each tensor may go when it has served;
         with `spend` they are written to as well.
         """
-        weights = self.unpacked(adapted)
+        weights, multiply = self.unpacked(adapted), self.native.products.of
         (q, k, v, o, gate, up, down), norms, head_norms = weights.matrices, weights.norms, weights.head_norms
         qkv, mixed, normaliser, middle, both = kept
         kept.clear()
@@ -278,11 +267,11 @@ class Layer:
         pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 7
 
         def learn(i: int, dy: Tensor, x: Tensor) -> None:
-            matrices[i] = dy.t() @ x if learns[i] else None
+            matrices[i] = multiply(dy.t(), x) if learns[i] else None
             if (share := weights.shares[i]) is not None:
                 pairs[i] = share.gradients(dy, x)
 
-        dboth, gated = self.native.gradients.swiglu(both, weights.flow(6, dy, dy @ down), in_place=spend)
+        dboth, gated = self.native.gradients.swiglu(both, weights.flow(6, dy, multiply(dy, down)), in_place=spend)
         del both
         normed = self.native.rms_norm(middle, norms[1], self.eps)
         halves = (dboth[:, : len(gate)], dboth[:, len(gate) :])
@@ -290,7 +279,7 @@ class Layer:
         learn(5, halves[1], normed)
         learn(6, dy, gated)
         del gated
-        dnormed = torch.mm(halves[0], gate).addmm_(halves[1], up)
+        dnormed = self._summed(halves, (gate, up))
         dnormed = weights.flow(5, halves[1], weights.flow(4, halves[0], dnormed))
         del dboth, halves, normed
         dx = dy.clone()
@@ -298,13 +287,13 @@ class Layer:
         learn(3, dx, ends.wanted(mixed))
         dbias = [dx.sum(0)] if weights.biases[3] is not None else []
         rotated = self.native.rotary(qkv, head_norms, *angles, self.heads)
-        dmixed = ends.among(weights.flow(3, dx, dx @ o), len(qkv))
+        dmixed = ends.among(weights.flow(3, dx, multiply(dx, o)), len(qkv))
         dqkv = self.native.gradients.attention(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
         dheads = self.native.gradients.rotary(dqkv, qkv, head_norms, *angles, self.heads)
         parts = self._parts(ends.summed(dqkv, len(x)))
         dx = ends.summed(ends.among(dx, len(qkv)), len(x))
         normed = self.native.rms_norm(x, norms[0], self.eps)
-        dnormed = torch.mm(parts[0], q).addmm_(parts[1], k).addmm_(parts[2], v)
+        dnormed = self._summed(parts, (q, k, v))
         for i, part in enumerate(parts):
             learn(i, part, normed)
             weights.flow(i, part, dnormed)
@@ -312,6 +301,14 @@ class Layer:
         heads = list(dheads) if self.has_head_norms else []
         first = [parts[i].sum(0) for i in self.biased if i < 3]
         return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
+
+    def _summed(self, parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+        """Σ parts · matrices."""
+        multiply = self.native.products.of
+        total = multiply(parts[0], matrices[0])
+        for part, matrix in zip(parts[1:], matrices[1:], strict=True):
+            multiply(part, matrix, total, base=total)
+        return total
 
     def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
         wide, narrow = self.heads.queries * self.heads.dim, self.heads.keys * self.heads.dim

@@ -86,7 +86,7 @@ class LanguageModel(Pretrained):
         output = self.network.get_output_embeddings()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
         if self.decoder is not None and plain:
-            return self.decoder.native.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
+            return self.decoder.native.products.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
         logits: Tensor = output(hidden)
         return logits
 

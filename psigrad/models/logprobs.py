@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from psigrad.models import gradients
 from psigrad.models.kept import Said
+from psigrad.native.kernels import multiply
 
 # Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
@@ -184,7 +185,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
             columns = slice(left, min(left + width, len(weight)))
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             stored, logits = (x[: shape[0] * shape[1]].view(shape) for x in (room, wide))
-            torch.mm(hidden[rows], weight[columns].t(), out=stored)
+            multiply(hidden[rows], weight[columns].t(), out=stored)
             if logits.dtype != stored.dtype:
                 logits.copy_(stored)
             yield rows, columns, logits.div_(temperature) if temperature != 1.0 else logits, stored
@@ -199,7 +200,7 @@ def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out ← out + a·b, in the precision of `out`."""
     if out.dtype == a.dtype:
-        out.addmm_(a, b)
+        multiply(a, b, out, base=out)
     else:
         out.add_(a @ b)
 

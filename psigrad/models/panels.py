@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psigrad.models.kept import Mark, marks
-from psigrad.native.kernels import Kernels, Turned
+from psigrad.native.products import Products, Turned
 
 # Sequences from which on a turned matrix is met sooner than the matrix itself, by so much that turning it pays.
 WORTH_TURNING = 8
@@ -16,14 +16,14 @@ LIMIT = 1 << 30  # bytes
 
 
 class Panels:
-    """Matrices of layers, by index, each turned for `Kernels.through` once for every value it takes, up to `limit` bytes."""
+    """Matrices of layers, by index, each turned for `Products.through` once for every value it takes, up to `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.bytes, self.limit = 0, limit
         self._layers: dict[int, tuple[list[Mark], list[Turned]]] = {}
 
     def of(
-        self, index: int, rows: int, weights: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], native: Kernels
+        self, index: int, rows: int, weights: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], products: Products
     ) -> list[Turned] | None:
         """Of layer `index` the matrices of each group as one, one under the other; None where there is no room for them, or where
         `rows` are so few that they are better met as they are. `weights` are those that they are, or were cast from.
@@ -40,6 +40,6 @@ class Panels:
             if self.bytes + more > self.limit:
                 return None
             self.bytes += more
-        turned = [native.turned(torch.cat(tuple(group)) if len(group) > 1 else group[0]) for group in groups]
+        turned = [products.turned(torch.cat(tuple(group)) if len(group) > 1 else group[0]) for group in groups]
         self._layers[index] = (marks(weights), turned)
         return turned

@@ -15,6 +15,8 @@ from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
+from psigrad.native.processor import identity
+
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "decoding.cpp")
 HEADERS = ("common.h",)
 # without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
@@ -64,15 +66,7 @@ def _key(compiler: str) -> str:
     source = resources.files("psigrad.native")
     parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    return hashlib.sha256("\0".join([*parts, *FLAGS, version, _processor()]).encode()).hexdigest()[:20]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.platform() + platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    return hashlib.sha256("\0".join([*parts, *FLAGS, version, identity()]).encode()).hexdigest()[:20]
 
 
 def _compile(compiler: str, path: Path) -> None:

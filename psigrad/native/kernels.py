@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from psigrad.native.build import bind, library
+from psigrad.native.products import Products, Turned, by_pytorch
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
-# Rows up to which `few_rows` takes half the time of MKL, which reads a matrix once for every two of 4 to 15 rows; where the
-# matrix lies in the nearest caches, and with fewer rows, the two are about equal.
-_FEW_ROWS = 15
-_WIDEST = 64  # rows of a panel on any processor
 _SIGNATURES = {
     "rms_norm": "tpppiift",
     "rms_norm_gradient": "tpppppiift",
@@ -32,6 +29,7 @@ _SIGNATURES = {
     "few_rows": "ppppiiiiiit",
     "turned": "ppiit",
     "through_panels": "ppppiiiiiit",
+    "product": "ppppiiiiiiiiitt",
     "draw": "tppppiift",
     "gather": "pppiiit",
     "copies": "pppit",
@@ -100,16 +98,6 @@ def prompt_tables(keys: Tensor, values: Tensor, heads: Heads) -> tuple[Tensor, T
 
 
 @dataclass(frozen=True)
-class Turned:
-    """A matrix [N, K] as `Kernels.through` reads it: float32, in panels of as many of its rows side by side as a tile of sums is
-    wide, the last filled up with 0.
-    """
-
-    panels: Tensor
-    shape: tuple[int, int]
-
-
-@dataclass(frozen=True)
 class Step:
     """A layer in a step of decoding B rows: its weights, in float32, its cache, and tensors for what it computes."""
 
@@ -139,15 +127,21 @@ def kernels() -> Kernels | str:
     return loaded if isinstance(loaded, str) else Kernels(loaded)
 
 
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+    """out ← a · b + base as `Products.of` computes it; by PyTorch on a GPU, and where there are no kernels."""
+    native = kernels() if a.device.type == "cpu" else "a GPU has its own"
+    return by_pytorch(a, b, out, base) if isinstance(native, str) else native.products.of(a, b, out, base)
+
+
 class Kernels:
     """The functions of the compiled library."""
 
     dtypes = tuple(_HALF)
-    """What all but `linear` take, which takes any."""
+    """What all but `products` take, which takes any."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
-        self.gradients, self.slabs = Gradients(self._call), Slabs(self._call)
+        self.products, self.gradients, self.slabs = Products(self._call), Gradients(self._call), Slabs(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
@@ -191,8 +185,8 @@ class Kernels:
         return out, normaliser
 
     def decode_layers(self, x: Tensor, steps: Sequence[Step], cosine: Tensor, sine: Tensor, heads: Heads, eps: float) -> None:
-        """x [B, E] through layers one after another, by `rms_norm`, `through`, `rotary`, `decode` and `swiglu`: fills `made` of
-        each.
+        """x [B, E] through layers one after another, by `rms_norm`, `Products.through`, `rotary`, `decode` and `swiglu`: fills
+        `made` of each.
         """
         rows, width = x.shape
         inner = steps[0].turned[2].shape[0] // 2
@@ -207,35 +201,6 @@ class Kernels:
         sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
         factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
         self._call.decode_layers((ctypes.c_int64 * len(table))(*table), len(steps), *pointers, *sizes, *factors)
-
-    def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
-        """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]."""
-        if len(x) <= _FEW_ROWS and _plain(x, weight, out, base):
-            self._call.few_rows(*_product(x, weight, weight.shape, out, base))
-        elif base is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.addmm(base, x, weight.t(), out=out)
-        return out
-
-    def turned(self, weight: Tensor) -> Turned:
-        """A matrix [N, K], float32 and contiguous, for `through`."""
-        height, width = weight.shape
-        panels = torch.empty(-(-height // _WIDEST) * _WIDEST * width)
-        self._call.turned(panels.data_ptr(), weight.data_ptr(), height, width, torch.get_num_threads())
-        return Turned(panels, (height, width))
-
-    def through(self, x: Tensor, weight: Turned, out: Tensor, base: Tensor | None = None) -> Tensor:
-        """As `linear`, for x, out and base in float32 and contiguous in their rows: where one matrix meets some rows again and
-        again. A row's numbers do not depend on the others. Raises `ValueError` where they do not fit.
-        """
-        if not _fits(x, weight.shape, out, base):
-            shapes = [tuple(t.shape) for t in (x, out, base) if t is not None]
-            raise ValueError(
-                f"A turned matrix {weight.shape} meets rows, result and base of {shapes}, {x.dtype}; float32 is needed."
-            )
-        self._call.through_panels(*_product(x, weight.panels, weight.shape, out, base))
-        return out
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Per row of logits [B, V] the first column whose cumulative probability softmax(logits / temperature) exceeds u, float64
@@ -316,29 +281,6 @@ class Gradients:
         pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
         self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
         return gradient
-
-
-def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
-    """Whether `few_rows` can compute a product; PyTorch computes what it can't, or refuses it."""
-    return weight.dtype == torch.float32 and weight.is_contiguous() and _fits(x, weight.shape, out, base)
-
-
-def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> bool:
-    """Whether a matrix of this shape maps x to out, with the base, all in float32 and contiguous in their rows."""
-    tensors = (x, out) if base is None else (x, out, base)
-    return (
-        all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
-        and x.shape[1] == shape[1]
-        and out.shape == (x.shape[0], shape[0])
-        and (base is None or base.shape in (out.shape, out.shape[1:]))
-    )
-
-
-def _product(x: Tensor, stored: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> tuple[int | None, ...]:
-    """Pointers, sizes and distances of rows of a product with a matrix of this shape that is `stored` somehow."""
-    pointers = (out.data_ptr(), x.data_ptr(), stored.data_ptr(), None if base is None else base.data_ptr())
-    steps = (out.stride(0), x.stride(0), base.stride(0) if base is not None and base.dim() == 2 else 0)
-    return (*pointers, len(x), *shape, *steps, torch.get_num_threads())
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-// Products of rows with a matrix in one step of decoding. Of a few rows with the matrix as it stands, which is read once, as fast as
-// memory delivers it; and of any number with one that was turned for it before.
+// Products of matrices. In a step of decoding, of a few rows with a matrix as it stands, which is read once, as fast as memory delivers
+// it, and of any number with one that was turned for it before; in training, of any two.
 #include <omp.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "common.h"
 
@@ -72,29 +73,67 @@ constexpr int64_t DEPTH = (1 << 14) / PANEL;
 // Rows of x that meet all panels before the next do: of 256 numbers they fill 400 KB.
 constexpr int64_t NEAR_ROWS = 64 * TILE_ROWS;
 
-// `count` rows of w [count, k] as a panel [k, PANEL].
-inline void panel_of(float* to, const float* w, int64_t count, int64_t k) {
+// `count` rows of w [count, k], w_row apart, as a panel [k, PANEL].
+inline void panel_of(float* to, const float* w, int64_t count, int64_t k, int64_t w_row) {
     for (int64_t c = 0; c < PANEL; c += WIDTH) {
         int64_t p = 0;
         for (; p + WIDTH <= k && c + WIDTH <= count; p += WIDTH) {
             vec square[WIDTH];
-            for (int i = 0; i < WIDTH; i++) square[i] = *(const vec*)(w + (c + i) * k + p);
+            for (int i = 0; i < WIDTH; i++) square[i] = *(const vec*)(w + (c + i) * w_row + p);
             turn(square);
             for (int i = 0; i < WIDTH; i++) *(vec*)(to + (p + i) * PANEL + c) = square[i];
         }
         for (; p < k; p++)
-            for (int64_t i = c; i < c + WIDTH; i++) to[p * PANEL + i] = i < count ? w[i * k + p] : 0;
+            for (int64_t i = c; i < c + WIDTH; i++) to[p * PANEL + i] = i < count ? w[i * w_row + p] : 0;
     }
+}
+
+// `count` columns of b [k, count], whose rows lie b_row apart, as a panel.
+inline void panel_beside(float* to, const float* b, int64_t count, int64_t k, int64_t b_row) {
+    for (int64_t p = 0; p < k; p++, b += b_row, to += PANEL) {
+        memcpy(to, b, count * sizeof(float));
+        std::fill(to + count, to + PANEL, 0.0f);
+    }
+}
+
+// Rows of A that a thread takes at a time, at most: their part of DEPTH columns, half a MiB, stays in a near cache as well.
+constexpr int64_t BLOCK_ROWS = 512;
+
+struct Block {
+    int64_t first, count;
+};
+
+// Those rows of the transpose of a [k, M] tile by tile, [k, TILE_ROWS] each: what a tile reads together stands together.
+inline void tiles_of(float* to, const float* a, Block rows, int64_t k, int64_t a_col) {
+    for (int64_t i = 0; i < rows.count; i += TILE_ROWS, to += TILE_ROWS * k) {
+        int64_t count = std::min<int64_t>(TILE_ROWS, rows.count - i);
+        const float* from = a + rows.first + i;
+        for (int64_t p = 0; p < k; p++) {
+            if (count == TILE_ROWS)
+                memcpy(to + p * TILE_ROWS, from + p * a_col, TILE_ROWS * sizeof(float));
+            else
+                for (int64_t r = 0; r < count; r++) to[p * TILE_ROWS + r] = from[p * a_col + r];
+        }
+    }
+}
+
+// C[m, PANEL] (+)= A[m, k] panel[k, PANEL]; A by rows, or as `tiles_of` puts it.
+inline void through(int64_t m, int64_t k, const float* a, int64_t a_row, bool tiles, const float* panel, float* c, int64_t c_row, bool add) {
+    if (!tiles) return column_tiles<TILE_COLUMNS>(m, k, a, a_row, 1, panel, PANEL, c, c_row, add);
+    int64_t i = 0;
+    for (; i + TILE_ROWS <= m; i += TILE_ROWS) tile<TILE_ROWS, TILE_COLUMNS>(k, a + i * k, 1, TILE_ROWS, panel, PANEL, c + i * c_row, c_row, add);
+    last_tile<TILE_COLUMNS>(m - i, k, a + i * k, 1, TILE_ROWS, panel, PANEL, c + i * c_row, c_row, add);
 }
 
 // out[m, count] = x[m, k] panel[k, count] + base for a panel of which only `count` columns are a matrix's.
 inline void part_of_panel(float* out, const float* x, const float* panel, const float* base, int64_t m, int64_t count, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row) {
-    float room[TILE_ROWS * PANEL];
+    float room[TILE_ROWS * PANEL] = {};
     for (int64_t i = 0; i < m; i += TILE_ROWS) {
         int64_t rows = std::min<int64_t>(TILE_ROWS, m - i);
-        column_tiles<TILE_COLUMNS>(rows, k, x + i * x_row, x_row, 1, panel, PANEL, room, PANEL, false);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t j = 0; j < count; j++) out[(i + r) * out_row + j] = room[r * PANEL + j] + (base ? base[(i + r) * base_row + j] : 0);
+        if (base)
+            for (int64_t r = 0; r < rows; r++) std::copy_n(base + (i + r) * base_row, count, room + r * PANEL);
+        column_tiles<TILE_COLUMNS>(rows, k, x + i * x_row, x_row, 1, panel, PANEL, room, PANEL, base);
+        for (int64_t r = 0; r < rows; r++) std::copy_n(room + r * PANEL, count, out + (i + r) * out_row);
     }
 }
 
@@ -123,7 +162,7 @@ void few_rows(float* out, const float* x, const float* weight, const float* base
 // to[panels, k, PANEL] = weight[n, k] turned.
 void turned(float* to, const float* weight, int64_t n, int64_t k, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * k > WORTH_SHARING)
-    for (int64_t j = 0; j < n; j += PANEL) panel_of(to + j * k, weight + j * k, std::min(PANEL, n - j), k);
+    for (int64_t j = 0; j < n; j += PANEL) panel_of(to + j * k, weight + j * k, std::min(PANEL, n - j), k, k);
 }
 
 // As `few_rows`, for any number of rows and a turned matrix. A row's numbers do not depend on how many others there are here either.
@@ -141,6 +180,51 @@ void through_panels(float* out, const float* x, const float* panels, const float
                 whole_panel(out + i * out_row + j, x + i * x_row, panels + j * k, from, rows, k, out_row, x_row, base_row);
             else
                 part_of_panel(out + i * out_row + j, x + i * x_row, panels + j * k, from, rows, n - j, k, out_row, x_row, base_row);
+        }
+}
+
+// c[m, n] = a[m, k] b[k, n] + base, or added to what c holds. Of a's two strides one is 1, and of b's; rows of c and base lie c_row and
+// base_row apart, a base_row of 0 gives all rows the same. A number does not depend on how many threads there are, nor on the number
+// of rows and columns.
+void product(float* c, const float* a, const float* b, const float* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads) {
+    int64_t tall = (m + TILE_ROWS - 1) / TILE_ROWS, wide = (n + PANEL - 1) / PANEL;
+    // rows can be shared evenly, panels are few; where rows are as well, each thread has panels of its own
+    int64_t down = std::max<int64_t>(1, (m + BLOCK_ROWS - 1) / BLOCK_ROWS), across = 1;
+    if (tall >= 8 * threads)
+        down = (down + threads - 1) / threads * threads;
+    else
+        across = std::max<int64_t>(1, std::min<int64_t>(wide, threads));
+    int64_t share = std::max<int64_t>(1, (tall + down - 1) / down) * TILE_ROWS, panels = std::max<int64_t>(1, (wide + across - 1) / across);
+    bool tiles = a_col != 1;
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
+    for (int64_t i = 0; i < m; i += share)
+        for (int64_t from = 0; from < wide; from += panels) {
+            static thread_local std::vector<float> room;
+            Block rows{i, std::min(share, m - i)};
+            int64_t padded_rows = (rows.count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+            room.resize(std::max<int64_t>(room.size(), DEPTH * (PANEL + padded_rows) + padded_rows * PANEL));
+            float *panel = room.data(), *sums = panel + DEPTH * PANEL, *packed = sums + padded_rows * PANEL;
+            for (int64_t p = 0; p < k || p == 0; p += DEPTH) {
+                int64_t depth = std::min(DEPTH, k - p);
+                if (tiles) tiles_of(packed, a + p * a_col, rows, depth, a_col);
+                const float* left = tiles ? packed : a + i * a_row + p;
+                for (int64_t j = from * PANEL; j < std::min(n, (from + panels) * PANEL); j += PANEL) {
+                    int64_t count = std::min(PANEL, n - j);
+                    if (b_col == 1)
+                        panel_beside(panel, b + p * b_row + j, count, depth, b_row);
+                    else
+                        panel_of(panel, b + j * b_col + p, count, depth, b_col);
+                    float *to = c + i * c_row + j, *at = count == PANEL ? to : sums;
+                    int64_t at_row = count == PANEL ? c_row : PANEL;
+                    bool more = add || base || p > 0;
+                    const float* before = p == 0 && base ? base + i * base_row + j : to;
+                    if (more && before != at)
+                        for (int64_t r = 0; r < rows.count; r++) std::copy_n(before + r * (before == to ? c_row : base_row), count, at + r * at_row);
+                    through(rows.count, depth, left, a_row, tiles, panel, at, at_row, more);
+                    if (at != to)
+                        for (int64_t r = 0; r < rows.count; r++) std::copy_n(sums + r * PANEL, count, to + r * c_row);
+                }
+            }
         }
 }
 }

@@ -68,7 +68,7 @@ def test_a_scalar_model_is_fused_too(tokenizer):
 
 @pytest.mark.parametrize("native", [False, True], ids=["multiplied in float32", "multiplied in bfloat16"])
 def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, native, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: native)
+    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: native)
     exact = made(CONFIGS["qwen3 of equal heads"], tokenizer)
     model = made(CONFIGS["qwen3 of equal heads"], tokenizer, torch.bfloat16)
     assert model.decoder is not None and model.decoder.dtype == (torch.bfloat16 if native else torch.float32)
@@ -86,7 +86,7 @@ def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, nativ
 
 
 def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda: False)
+    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: False)
     model = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     before = model.evaluate(some_groups()).logp.detach()
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_the_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch, forgetful
 
 def test_the_type_of_the_products_follows_the_processor(monkeypatch):
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda fast=fast: fast)
         assert compute_dtype(torch.bfloat16) == expected
         assert compute_dtype(torch.float32) == torch.float32
 
@@ -232,7 +232,7 @@ def test_a_product_of_few_rows_equals_one_in_float64(rows, base, monkeypatch):
         x, weight = torch.randn(rows, width + 5)[:, :width], torch.randn(height, width)
         added = {"none": None, "bias": torch.randn(height), "residual": torch.randn(rows, height + 2)[:, :height]}[base]
         out = torch.full((rows, height + 3), 7.0)
-        native.linear(x, weight, out[:, :height], added)
+        native.products.linear(x, weight, out[:, :height], added)
         expected = x.double() @ weight.double().t() + (0 if added is None else added.double())
         assert (out[:, :height] - expected).abs().max() < 1e-6 * width
         assert (out[:, height:] == 7).all()  # and touches nothing else
@@ -241,26 +241,26 @@ def test_a_product_of_few_rows_equals_one_in_float64(rows, base, monkeypatch):
 def test_a_row_of_a_product_does_not_depend_on_the_others():
     native = kernels()
     x, weight = torch.randn(15, 300), torch.randn(1031, 300)
-    whole = native.linear(x, weight, torch.empty(15, 1031))
+    whole = native.products.linear(x, weight, torch.empty(15, 1031))
     for rows in range(1, 15):
-        assert torch.equal(native.linear(x[:rows], weight, torch.empty(rows, 1031)), whole[:rows])
+        assert torch.equal(native.products.linear(x[:rows], weight, torch.empty(rows, 1031)), whole[:rows])
 
 
 def test_a_product_that_the_kernel_cannot_compute_is_left_to_pytorch():
     native = kernels()
     x, weight = torch.randn(64, 4).t(), torch.randn(9, 64)  # not contiguous in its rows
-    assert torch.allclose(native.linear(x, weight, torch.empty(4, 9)), x @ weight.t(), atol=1e-5)
-    assert torch.allclose(native.linear(x, weight, torch.empty(4, 9), torch.ones(1, 9)), x @ weight.t() + 1, atol=1e-5)
+    assert torch.allclose(native.products.linear(x, weight, torch.empty(4, 9)), x @ weight.t(), atol=1e-5)
+    assert torch.allclose(native.products.linear(x, weight, torch.empty(4, 9), torch.ones(1, 9)), x @ weight.t() + 1, atol=1e-5)
     halves = x.bfloat16(), weight.bfloat16()
-    assert torch.equal(native.linear(*halves, torch.empty(4, 9, dtype=torch.bfloat16)), halves[0] @ halves[1].t())
+    assert torch.equal(native.products.linear(*halves, torch.empty(4, 9, dtype=torch.bfloat16)), halves[0] @ halves[1].t())
     with pytest.raises(RuntimeError):
-        native.linear(torch.randn(4, 63), weight, torch.empty(4, 9))
+        native.products.linear(torch.randn(4, 63), weight, torch.empty(4, 9))
 
 
 def test_what_is_not_finite_stays_so_in_a_product():
     weight = torch.ones(5, 20)
     weight[2, 19], weight[3, 0] = torch.nan, torch.inf
-    out = kernels().linear(torch.ones(2, 20), weight, torch.empty(2, 5))
+    out = kernels().products.linear(torch.ones(2, 20), weight, torch.empty(2, 5))
     assert out[:, 2].isnan().all() and out[:, 3].isposinf().all() and (out[:, [0, 1, 4]] == 20).all()
 
 

@@ -7,7 +7,8 @@ import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
 
 from psigrad.models.panels import WORTH_TURNING, Panels
-from psigrad.native.kernels import Kernels, kernels
+from psigrad.native.kernels import kernels
+from psigrad.native.products import Products
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
 
@@ -23,13 +24,13 @@ def model(request, tokenizer):
 @pytest.fixture
 def turnings(monkeypatch):
     """The shapes of the matrices that are turned."""
-    shapes, turned = [], Kernels.turned
+    shapes, turned = [], Products.turned
 
     def noted(self, weight):
         shapes.append(tuple(weight.shape))
         return turned(self, weight)
 
-    monkeypatch.setattr(Kernels, "turned", noted)
+    monkeypatch.setattr(Products, "turned", noted)
     return shapes
 
 
@@ -48,7 +49,7 @@ def test_a_product_through_panels_equals_one_in_float64(rows, base):
         x, weight = torch.randn(rows, width + 5)[:, :width], torch.randn(height, width)
         added = {"none": None, "bias": torch.randn(height), "residual": torch.randn(rows, height + 2)[:, :height]}[base]
         out = torch.full((rows, height + 3), 7.0)
-        native.through(x, native.turned(weight), out[:, :height], added)
+        native.products.through(x, native.products.turned(weight), out[:, :height], added)
         expected = x.double() @ weight.double().t() + (0 if added is None else added.double())
         assert (out[:, :height] - expected).abs().max() < 1e-6 * width
         assert (out[:, height:] == 7).all()  # and touches nothing else
@@ -57,32 +58,32 @@ def test_a_product_through_panels_equals_one_in_float64(rows, base):
 def test_a_row_through_panels_depends_neither_on_the_others_nor_on_the_threads():
     native = kernels()
     x, weight = torch.randn(40, 300), torch.randn(331, 300)
-    turned = native.turned(weight)
-    whole = native.through(x, turned, torch.empty(40, 331))
+    turned = native.products.turned(weight)
+    whole = native.products.through(x, turned, torch.empty(40, 331))
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             for rows in range(1, 40):
-                assert torch.equal(native.through(x[:rows], turned, torch.empty(rows, 331)), whole[:rows])
+                assert torch.equal(native.products.through(x[:rows], turned, torch.empty(rows, 331)), whole[:rows])
     finally:
         torch.set_num_threads(threads)
     # the control: sums in another order differ in their last bits
-    assert not torch.equal(native.linear(x[:4], weight, torch.empty(4, 331)), whole[:4])
+    assert not torch.equal(native.products.linear(x[:4], weight, torch.empty(4, 331)), whole[:4])
 
 
 def test_what_is_not_finite_stays_so_and_where_it_is():
     native = kernels()
     weight = torch.ones(70, 20)
     weight[2, 19], weight[69, 0] = torch.nan, torch.inf
-    out = native.through(torch.ones(9, 20), native.turned(weight), torch.empty(9, 70))
+    out = native.products.through(torch.ones(9, 20), native.products.turned(weight), torch.empty(9, 70))
     assert out[:, 2].isnan().all() and out[:, 69].isposinf().all()
     assert (out[:, [i for i in range(70) if i not in (2, 69)]] == 20).all()
 
 
 def test_what_does_not_fit_is_refused():
     native = kernels()
-    turned, x, out = native.turned(torch.randn(9, 20)), torch.randn(4, 20), torch.empty(4, 9)
+    turned, x, out = native.products.turned(torch.randn(9, 20)), torch.randn(4, 20), torch.empty(4, 9)
     for wrong in [
         (x[:, :19], out),
         (x, out[:, :8]),
@@ -92,7 +93,7 @@ def test_what_does_not_fit_is_refused():
         (x[:, ::2], out),
     ]:
         with pytest.raises(ValueError, match=r"\(9, 20\)"):
-            native.through(wrong[0], turned, *wrong[1:])
+            native.products.through(wrong[0], turned, *wrong[1:])
 
 
 def test_the_sampler_draws_the_same_tokens_through_panels(model, turnings):
@@ -132,12 +133,12 @@ def test_a_changed_weight_is_turned_again(tokenizer, turnings):
         layer.weights.given[6].mul_(2)
     after = layer.unpacked(True, panels, rows=64).turned
     x = torch.randn(9, layer.weights.given[6].shape[1])
-    apart = [kernels().through(x, turned[3], torch.empty(9, 64)) for turned in (before, after)]
+    apart = [kernels().products.through(x, turned[3], torch.empty(9, 64)) for turned in (before, after)]
     assert torch.equal(2 * apart[0], apart[1]), "the old ones would have given half of it"
 
 
 def test_bfloat16_products_are_not_turned(tokenizer, turnings, monkeypatch):
     for native in (True, False):
-        monkeypatch.setattr("psigrad.models.fused_layer._fast_bfloat16", lambda native=native: native)
+        monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda native=native: native)
         drawn(made(CONFIGS["qwen3"], tokenizer, torch.bfloat16))
         assert bool(turnings) is not native

@@ -14,6 +14,7 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES
+from psigrad.native.kernels import multiply
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -94,7 +95,7 @@ def _speed(device: str, dtype: str, threads: int) -> tuple[float, float]:
         a = torch.ones(n, n, dtype=DTYPES[dtype], device=device)
         block = torch.ones(1 << (25 if device == "cpu" else 30), dtype=torch.uint8, device=device)
         other = torch.empty_like(block)
-        return 2 * n**3 / _best(lambda: a @ a, device), 2 * block.numel() / _best(lambda: other.copy_(block), device)
+        return 2 * n**3 / _best(lambda: multiply(a, a), device), 2 * block.numel() / _best(lambda: other.copy_(block), device)
     finally:
         torch.set_num_threads(before)
 
