@@ -205,7 +205,7 @@ class Decoder:
         """What the layers make of a step of decoding, where the kernels can take it at once; else nothing. What is to be kept is
         computed where it will be kept; else all layers compute in the same room.
         """
-        if layout.panels is None or self.dtype != torch.float32:
+        if layout.panels is None:
             return []
         made = keep.room(len(x), self._fresh) if keep is not None else None
         if made is None:

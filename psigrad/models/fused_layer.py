@@ -225,8 +225,8 @@ class Layer:
     def room(self, rows: int) -> tuple[Tensor, ...]:
         """For what `forward` makes of so many rows."""
         heads, width, inner = self.heads, self.weights.given[3].shape[0], self.weights.given[4].shape[0]
-        wide = (width, heads.row, heads.queries * heads.dim, heads.queries, width, 2 * inner)
-        return tuple(torch.empty(rows, n) for n in wide)
+        made = [torch.empty(rows, n, dtype=self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
+        return (*made[:3], torch.empty(rows, heads.queries), *made[3:])
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, ends: Ends

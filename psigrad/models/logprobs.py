@@ -202,7 +202,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.dtype == a.dtype:
         multiply(a, b, out, base=out)
     else:
-        out.add_(a @ b)
+        out.add_(multiply(a, b))
 
 
 def token_stats(

@@ -33,10 +33,10 @@ class Panels:
             return have[1]
         if rows < WORTH_TURNING:
             return None
-        if any(x.dtype != torch.float32 or not x.is_contiguous() for group in groups for x in group):
+        if not all(products.can_turn(x) for group in groups for x in group):
             return None
         if have is None:
-            more = 4 * sum(x.numel() for group in groups for x in group)
+            more = sum(x.numel() * x.element_size() for group in groups for x in group)
             if self.bytes + more > self.limit:
                 return None
             self.bytes += more

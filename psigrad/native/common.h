@@ -49,8 +49,12 @@ inline vec widen(const bfloat16* from) {
 }
 inline void narrow(float* to, vec x) { *(vec*)to = x; }
 inline void narrow(bfloat16* to, vec x) {  // to the nearest, ties to even; NaN stays NaN
+#if defined(__AVX512BF16__)
+    __m256bh out = _mm512_cvtneps_pbh((__m512)x);
+#else
     words bits = (words)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     halves out = __builtin_convertvector(x == x ? rounded : words{} + 0x7fc0, halves);
+#endif
     memcpy(to, &out, sizeof(out));
 }
 

@@ -25,11 +25,13 @@ _SIGNATURES = {
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiipppipppppiiiiift",
-    "decode_layers": "pi" + "p" * 10 + "i" * 7 + "ffft",
+    "decode_layers": "tpi" + "p" * 10 + "i" * 7 + "ffft",
     "few_rows": "ppppiiiiiit",
     "turned": "ppiit",
     "through_panels": "ppppiiiiiit",
+    "through_half_panels": "ppppiiiiiit",
     "product": "ppppiiiiiiiiitt",
+    "half_product": "ppppiiiiiiiiitt",
     "draw": "tppppiift",
     "gather": "pppiiit",
     "copies": "pppit",
@@ -99,7 +101,7 @@ def prompt_tables(keys: Tensor, values: Tensor, heads: Heads) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class Step:
-    """A layer in a step of decoding B rows: its weights, in float32, its cache, and tensors for what it computes."""
+    """A layer in a step of decoding B rows: its weights, its cache, and tensors for what it computes."""
 
     norms: Sequence[Tensor]
     """Before attention and before the feed-forward part."""
@@ -190,17 +192,17 @@ class Kernels:
         """
         rows, width = x.shape
         inner = steps[0].turned[2].shape[0] // 2
-        room = torch.empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner))
-        normed = room.data_ptr()
-        rotated = normed + 4 * rows * width
-        gated = rotated + 4 * rows * (heads.queries + heads.keys) * heads.dim
+        room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner))
+        size, normed = x.element_size(), room.data_ptr()
+        rotated = normed + size * rows * width
+        gated = rotated + size * rows * (heads.queries + heads.keys) * heads.dim
         table = [pointer for step in steps for pointer in step.pointers()]
         slots = steps[0].slots
         shared = (slots.places, slots.prompt_lengths, slots.members, slots.first)
         pointers = (x.data_ptr(), normed, rotated, gated, cosine.data_ptr(), sine.data_ptr(), *(y.data_ptr() for y in shared))
         sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
         factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
-        self._call.decode_layers((ctypes.c_int64 * len(table))(*table), len(steps), *pointers, *sizes, *factors)
+        self._call.decode_layers(_HALF[x.dtype], (ctypes.c_int64 * len(table))(*table), len(steps), *pointers, *sizes, *factors)
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Per row of logits [B, V] the first column whose cumulative probability softmax(logits / temperature) exceeds u, float64

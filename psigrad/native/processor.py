@@ -31,10 +31,17 @@ def fast_bfloat16() -> bool:
     """Whether a product of bfloat16 numbers takes less time than one of float32.
 
     Intel's avx512_bf16 without AMX makes no more products per cycle than float32, and oneDNN's bfloat16 was two to three times
-    slower there than MKL's float32. AMD's makes twice as many, and oneDNN gets them: 380 GFLOP/s where float32 could have 228 at
-    most (Zen 4, two cores).
+    slower there than MKL's float32. AMD's makes twice as many: 300 to 380 GFLOP/s where float32 could have 228 at most (Zen 4,
+    two cores).
     """
     return _has("amx_bf16") or (_has("AuthenticAMD") and _has("avx512_bf16"))
+
+
+def plain_bfloat16() -> bool:
+    """Whether it multiplies bfloat16 numbers with vectors and not with matrices: then the kernels do so as fast as oneDNN where a
+    product is large and was met before; else in 0.6 to 0.9 of its time, as it compiles code for every new shape.
+    """
+    return _has("avx512_bf16") and not _has("amx_bf16")
 
 
 def slow_mkl() -> bool:

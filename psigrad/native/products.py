@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from psigrad.native.processor import slow_mkl
+from psigrad.native.processor import plain_bfloat16, slow_mkl
 
 # Rows up to which `few_rows` takes half the time of MKL, which reads a matrix once for every two of 4 to 15 rows; where the
 # matrix lies in the nearest caches, and with fewer rows, the two are about equal.
@@ -19,8 +19,8 @@ _WIDEST = 64  # rows of a panel on any processor
 
 @dataclass(frozen=True)
 class Turned:
-    """A matrix [N, K] as `Products.through` reads it: float32, in panels of as many of its rows side by side as a tile of sums is
-    wide, the last filled up with 0.
+    """A matrix [N, K] as `Products.through` reads it: in panels of as many of its rows side by side as a tile of sums is wide,
+    the last filled up with 0; bfloat16 in pairs of neighbours.
     """
 
     panels: Tensor
@@ -28,26 +28,31 @@ class Turned:
 
 
 class Products:
-    """Products in float32 by the kernels where they are the faster; PyTorch's are what they are tested against, and what computes
-    all others. The kernels' numbers depend neither on the threads nor on how many rows and columns there are.
+    """Products by the kernels where they are the faster; PyTorch's are what they are tested against, and what computes all
+    others. The kernels' numbers depend neither on the threads nor on how many rows and columns there are.
     """
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
         self.own = slow_mkl()
-        """Whether training's products are the kernels'."""
+        """Whether training's products in float32 are the kernels'."""
+        self.halves = plain_bfloat16()
+        """Whether all products in bfloat16 are."""
 
     def of(self, a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
         """out [M, N] ← a [M, K] · b [K, N] + base, which is [M, N], or [N] for all rows, and may be `out` itself. Matrices may be
         transposed ones.
         """
-        if not (self.own and _readable(a) and _readable(b) and _shaped(a, b, out, base)):
+        kind = a.dtype
+        mine = (self.own and kind == torch.float32) or (self.halves and kind == torch.bfloat16)
+        if not (mine and _readable(a, kind) and _readable(b, kind) and _shaped(a, b, out, base)):
             return by_pytorch(a, b, out, base)
         if out is None:
             out = a.new_empty(len(a), b.shape[1])
         pointers = (out.data_ptr(), a.data_ptr(), b.data_ptr(), None if base is None or base is out else base.data_ptr())
         strides = (out.stride(0), *a.stride(), *b.stride(), _distance(base))
-        self._call.product(*pointers, len(a), *b.shape[::-1], *strides, base is out, torch.get_num_threads())
+        call = self._call.product if kind == torch.float32 else self._call.half_product
+        call(*pointers, len(a), *b.shape[::-1], *strides, base is out, torch.get_num_threads())
         return out
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
@@ -58,22 +63,28 @@ class Products:
         return self.of(x, weight.t(), out, base)
 
     def turned(self, weight: Tensor) -> Turned:
-        """A matrix [N, K], float32 and contiguous, for `through`."""
+        """A matrix that `can_turn`, for `through`."""
         height, width = weight.shape
-        panels = torch.empty(-(-height // _WIDEST) * _WIDEST * width)
-        self._call.turned(panels.data_ptr(), weight.data_ptr(), height, width, torch.get_num_threads())
+        panels = weight.new_empty(-(-height // _WIDEST) * _WIDEST * width)
+        words = width * weight.element_size() // 4
+        self._call.turned(panels.data_ptr(), weight.data_ptr(), height, words, torch.get_num_threads())
         return Turned(panels, (height, width))
 
+    def can_turn(self, weight: Tensor) -> bool:
+        """Whether a matrix [N, K] can be turned and it is worth it: of float32, or of an even number of columns in bfloat16."""
+        pairs = self.halves and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+        return (pairs or weight.dtype == torch.float32) and weight.is_contiguous()
+
     def through(self, x: Tensor, weight: Turned, out: Tensor, base: Tensor | None = None) -> Tensor:
-        """As `linear`, for x, out and base in float32 and contiguous in their rows: where one matrix meets some rows again and
-        again. A row's numbers do not depend on the others. Raises `ValueError` where they do not fit.
+        """As `linear`, for x, out and base of the matrix' type and contiguous in their rows: where one matrix meets some rows
+        again and again. A row's numbers do not depend on the others. Raises `ValueError` where they do not fit.
         """
-        if not _fits(x, weight.shape, out, base):
+        kind = weight.panels.dtype
+        if not _fits(x, weight.shape, out, base, kind):
             shapes = [tuple(t.shape) for t in (x, out, base) if t is not None]
-            raise ValueError(
-                f"A turned matrix {weight.shape} meets rows, result and base of {shapes}, {x.dtype}; float32 is needed."
-            )
-        self._call.through_panels(*_product(x, weight.panels, weight.shape, out, base))
+            raise ValueError(f"A turned matrix {weight.shape} in {kind} meets rows, result and base of {shapes}, {x.dtype}.")
+        call = self._call.through_panels if kind == torch.float32 else self._call.through_half_panels
+        call(*_product(x, weight.panels, weight.shape, out, base))
         return out
 
 
@@ -86,9 +97,9 @@ def by_pytorch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | N
     return torch.addmm(base, a, b, out=out) if out is not None else torch.addmm(base, a, b)
 
 
-def _readable(x: Tensor) -> bool:
-    """Whether it is a matrix of float32 numbers in memory that stand side by side in its rows or its columns."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and x.dim() == 2 and 1 in x.stride()
+def _readable(x: Tensor, kind: torch.dtype) -> bool:
+    """Whether it is a matrix of such numbers in memory that stand side by side in its rows or its columns."""
+    return x.dtype == kind and x.device.type == "cpu" and x.dim() == 2 and 1 in x.stride()
 
 
 def _shaped(a: Tensor, b: Tensor, out: Tensor | None, base: Tensor | None) -> bool:
@@ -96,13 +107,13 @@ def _shaped(a: Tensor, b: Tensor, out: Tensor | None, base: Tensor | None) -> bo
     shape = (len(a), b.shape[1])
     return (
         a.shape[1] == len(b)
-        and (out is None or (out.shape == shape and _in_rows(out)))
-        and (base is None or (base.shape in (shape, shape[1:]) and _in_rows(base)))
+        and (out is None or (out.shape == shape and _in_rows(out, a.dtype)))
+        and (base is None or (base.shape in (shape, shape[1:]) and _in_rows(base, a.dtype)))
     )
 
 
-def _in_rows(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.stride(-1) == 1 and x.device.type == "cpu"
+def _in_rows(x: Tensor, kind: torch.dtype) -> bool:
+    return x.dtype == kind and x.stride(-1) == 1 and x.device.type == "cpu"
 
 
 def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
@@ -110,11 +121,11 @@ def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
     return weight.dtype == torch.float32 and weight.is_contiguous() and _fits(x, weight.shape, out, base)
 
 
-def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> bool:
-    """Whether a matrix of this shape maps x to out, with the base, all in float32 and contiguous in their rows."""
+def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None, kind: torch.dtype = torch.float32) -> bool:
+    """Whether a matrix of this shape maps x to out, with the base, all of a type and contiguous in their rows."""
     tensors = (x, out) if base is None else (x, out, base)
     return (
-        all(map(_in_rows, tensors))
+        all(_in_rows(t, kind) for t in tensors)
         and x.shape[1] == shape[1]
         and out.shape == (x.shape[0], shape[0])
         and (base is None or base.shape in (out.shape, out.shape[1:]))

@@ -137,8 +137,33 @@ def test_a_changed_weight_is_turned_again(tokenizer, turnings):
     assert torch.equal(2 * apart[0], apart[1]), "the old ones would have given half of it"
 
 
-def test_bfloat16_products_are_not_turned(tokenizer, turnings, monkeypatch):
-    for native in (True, False):
+@pytest.mark.parametrize("base", ["none", "bias", "residual"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 64, 150])
+def test_a_bfloat16_product_through_panels_is_rounded_once(rows, base):
+    """Half a unit in the last place, of eight bits, away from float64 at most, and what float32 loses in the sum."""
+    native = kernels()
+    for width, height in ((2, 1), (16, 64), (66, 50), (256, 200), (300, 257), (1100, 130)):
+        x, weight = torch.randn(rows, width + 5).bfloat16()[:, :width], torch.randn(height, width).bfloat16()
+        residual = torch.randn(rows, height + 2).bfloat16()[:, :height]
+        added = {"none": None, "bias": torch.randn(height).bfloat16(), "residual": residual}[base]
+        out = torch.full((rows, height + 3), 7.0, dtype=torch.bfloat16)
+        native.products.through(x, native.products.turned(weight), out[:, :height], added)
+        expected = x.double() @ weight.double().t() + (0 if added is None else added.double())
+        bound = expected.abs() * 2**-8 + 1e-6 * width
+        assert ((out[:, :height] - expected).abs() < bound).all()
+        assert (out[:, height:] == 7).all()  # and touches nothing else
+        rough = (x @ weight.t()).bfloat16().double() * (1 + 2**-6)  # the control: what is rounded worse is noticed
+        assert base != "none" or ((rough - expected).abs() > bound).any()
+
+
+def test_bfloat16_matrices_are_turned_where_the_kernels_multiply_them(tokenizer, turnings, monkeypatch):
+    products = kernels().products
+    for native, halves in ((True, True), (True, False), (False, True)):
         monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(products, "halves", halves)
+        turnings.clear()
         drawn(made(CONFIGS["qwen3"], tokenizer, torch.bfloat16))
-        assert bool(turnings) is not native
+        assert bool(turnings) is (halves or not native)
+    assert products.can_turn(torch.ones(3, 5))
+    assert not products.can_turn(torch.ones(3, 5, dtype=torch.bfloat16)), "no pairs"
+    assert not products.can_turn(torch.ones(4, 3).t())

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from psigrad.models.fused import Decoder
 from psigrad.models.fused_layer import Layer
 from psigrad.models.kept import Kept
-from psigrad.native.kernels import Kernels
+from psigrad.native.kernels import Kernels, kernels
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
 
@@ -44,11 +44,15 @@ def drawn(model, *, keep=False, max_batch=256):
     return found, [x[: model.kept._taken[i]] for i, slab in slabs for layer in slab for x in layer]
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("max_batch", [256, 9])
 @pytest.mark.parametrize("name", PLAIN)
-def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, tokenizer, steps, monkeypatch):
-    model = made(PLAIN[name], tokenizer)
+def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):
+    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: True)
+    monkeypatch.setattr(kernels().products, "halves", True)
+    model = made(PLAIN[name], tokenizer, kind)
+    assert model.decoder.dtype == kind
     together = drawn(model, keep=keep, max_batch=max_batch)
     assert len(steps) > 60 and {layers for _, layers in steps} == {len(model.decoder.layers)}
     assert len({rows for rows, _ in steps}) > 1, "sequences end on the way"
