@@ -127,6 +127,10 @@ class BareLayer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
 
+# Positions whose angles are made at once, at least.
+_POSITIONS = 256
+
+
 class Rotary(nn.Module):
     """Angles p · θ^(−2i/d) of position p, for i = 0 … d/2 − 1 and once more (Su et al. 2021, arXiv:2104.09864)."""
 
@@ -135,11 +139,24 @@ class Rotary(nn.Module):
         steps = torch.arange(0, size, 2, dtype=torch.float, device="cpu") / size
         self.register_buffer("inv_freq", 1.0 / (config.rope_parameters["rope_theta"] ** steps), persistent=False)
 
+        self._table: tuple[Tensor, Tensor] | None = None
+
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, S, d] in x's type."""
-        angles = position_ids[..., None].float() * self.inv_freq
+        """Cosines and sines [B, S, d] in x's type, looked up: a step of decoding asks for those of the steps before once more."""
+        needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
+        table = self._table
+        if table is None or len(table[0]) < needed or table[0].dtype != x.dtype:
+            with torch.inference_mode(False):  # the sampler's tensors can't be trained with
+                positions = torch.arange(max(2 * needed, _POSITIONS), device=self.inv_freq.device)
+                table = self._table = self._angles(positions, x.dtype)
+        flat = position_ids.flatten()
+        cosines, sines = (part.index_select(0, flat).view(*position_ids.shape, -1) for part in table)
+        return cosines, sines
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].float() * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class Embedding(nn.Embedding):

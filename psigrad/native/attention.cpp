@@ -210,21 +210,37 @@ struct Cache {
     int64_t groups;
 };
 
-// Rows as the products take them: float, and a multiple of 16 wide; `row` is set to their distance.
+// Keys and values of prompts from rows `starts`, of `lengths`, as `Cache` has them.
 template <class T>
-const float* widened(const T* rows, int64_t count, int64_t dim, int64_t& row, std::vector<float>& room) {
+void tables(float* const* keys, float* const* values, Rows<const T> k, Rows<const T> v, const int64_t* starts, const int64_t* lengths, int64_t prompts, int64_t kv_heads, int64_t dim, int threads) {
     int64_t wide = padded(dim);
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (prompts * kv_heads > 1)
+    for (int64_t g = 0; g < prompts; g++)
+        for (int64_t kv = 0; kv < kv_heads; kv++) {
+            int64_t length = lengths[g], all = padded(length);
+            float *to = keys[g] + kv * all * dim, *row = values[g] + kv * length * wide;
+            for (int64_t j = 0; j < all; j++) {
+                float* at = to + j / LANES * LANES * dim + j % LANES;
+                const T* from = j < length ? k.head(starts[g] + j, kv, dim) : nullptr;
+                for (int64_t d = 0; d < dim; d++) at[d * LANES] = from ? get(from[d]) : 0.0f;
+            }
+            for (int64_t j = 0; j < length; j++, row += wide) {
+                const T* from = v.head(starts[g] + j, kv, dim);
+                over(dim, [=](int64_t d, auto n) { give(row + d, n, take(from + d, n)); });
+                std::fill(row + dim, row + wide, 0.0f);
+            }
+        }
+}
+
+// use(rows, row) with `count` rows as the products take them, a multiple of 16 wide and `row` apart: as they stand, or else widened.
+template <class T, class Use>
+inline void with_rows(const T* rows, int64_t count, int64_t dim, std::vector<float>& room, Use use) {
+    int64_t wide = padded(dim);
+    if (dim == wide) return use(rows, dim);
     room.assign(count * wide, 0.0f);
     for (int64_t j = 0; j < count; j++)
-        over(dim, [&](int64_t d, auto n) { give(room.data() + j * wide + d, n, take(rows + j * row + d, n)); });
-    row = wide;
-    return room.data();
-}
-inline const float* products(const float* rows, int64_t count, int64_t dim, int64_t& row, std::vector<float>& room) {
-    return dim == padded(dim) ? rows : widened(rows, count, dim, row, room);
-}
-inline const float* products(const bfloat16* rows, int64_t count, int64_t dim, int64_t& row, std::vector<float>& room) {
-    return widened(rows, count, dim, row, room);
+        over(dim, [&](int64_t d, auto n) { give(room.data() + j * wide + d, n, take(rows + j * dim + d, n)); });
+    use((const float*)room.data(), wide);
 }
 
 // One group under one key head: the queries of all its slots pass over the prompt's rows together.
@@ -233,7 +249,7 @@ struct Step {
     const Plan& p;
     const Cache<T>& c;
     int64_t wide = padded(p.dim), share = p.heads / p.kv_heads, ld = 0;
-    std::vector<float> queries, scores, sums, key_room, value_room;
+    std::vector<float> queries, scores, sums, room;
 
     void run(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, int64_t g, int64_t kv) {
         const int64_t *slots = c.members + c.first[g], count = c.first[g + 1] - c.first[g], prompt = c.prompt_lengths[g], rows = count * share;
@@ -252,9 +268,10 @@ struct Step {
                 normaliser[slots[m] * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[slots[m]] + 1);
         multiply(rows, wide, prompt, scores.data(), ld, 1, c.prompt_values[g] + kv * prompt * wide, wide, sums.data(), wide, false);
         for (int64_t m = 0; m < count; m++) {
-            int64_t own = p.dim, length = c.places[slots[m]] + 1;
-            const float* mine = products(c.values + (slots[m] * p.kv_heads + kv) * c.capacity * p.dim, length, p.dim, own, value_room);
-            multiply(share, wide, length, scores.data() + m * share * ld + prompt, ld, 1, mine, own, sums.data() + m * share * wide, wide, true);
+            int64_t length = c.places[slots[m]] + 1;
+            with_rows(c.values + (slots[m] * p.kv_heads + kv) * c.capacity * p.dim, length, p.dim, room, [&](auto* values, int64_t row) {
+                multiply(share, wide, length, scores.data() + m * share * ld + prompt, ld, 1, values, row, sums.data() + m * share * wide, wide, true);
+            });
             for (int64_t h = 0; h < share; h++) {
                 T* to = out + (slots[m] * p.heads + kv * share + h) * p.dim;
                 over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(sums.data() + (m * share + h) * wide + d, n)); });
@@ -263,15 +280,16 @@ struct Step {
     }
 
     void own_scores(Rows<const T> k, Rows<const T> v, int64_t slot, int64_t m, int64_t kv, int64_t prompt) {
-        int64_t start = (slot * p.kv_heads + kv) * c.capacity * p.dim, length = c.places[slot] + 1, row = p.dim;
+        int64_t start = (slot * p.kv_heads + kv) * c.capacity * p.dim, length = c.places[slot] + 1;
         std::copy_n(k.head(slot, kv, p.dim), p.dim, c.keys + start + (length - 1) * p.dim);
         std::copy_n(v.head(slot, kv, p.dim), p.dim, c.values + start + (length - 1) * p.dim);
-        const float* keys = products(c.keys + start, length, p.dim, row, key_room);
-        for (int64_t j = 0; j < length; j++) {
-            fetch(c.values + start + j * p.dim, p.dim);
-            fetch(c.keys + start + (c.capacity * p.kv_heads + j) * p.dim, p.dim);
-            for (int64_t h = 0; h < share; h++) scores[(m * share + h) * ld + prompt + j] = inner(queries.data() + (m * share + h) * wide, keys + j * row, wide);
-        }
+        with_rows(c.keys + start, length, p.dim, room, [&](auto* keys, int64_t row) {
+            for (int64_t j = 0; j < length; j++) {
+                fetch(c.values + start + j * p.dim, p.dim);
+                fetch(c.keys + start + (c.capacity * p.kv_heads + j) * p.dim, p.dim);
+                for (int64_t h = 0; h < share; h++) scores[(m * share + h) * ld + prompt + j] = inner(queries.data() + (m * share + h) * wide, keys + j * row, wide);
+            }
+        });
     }
 
     // scores to shares; their log sum exp
@@ -313,6 +331,11 @@ void attention(int half, void* out, float* normaliser, const void* q, const void
 void attention_gradient(int half, void* gradient, int64_t row, const void* dout, const void* out, const float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, const int64_t* prefixes, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{prefixes, members, first, groups, heads, kv_heads, dim, window, scale};
     BOTH(half, backward<T>({(T*)gradient, row}, {(T*)gradient + heads * dim, row}, {(T*)gradient + (heads + kv_heads) * dim, row}, (const T*)dout, (const T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, p, threads))
+}
+
+// Of prompts whose rows start at `starts`: their keys and values as `decode` reads them.
+void prompt_tables(int half, void* keys, void* values, const void* k, const void* v, int64_t k_row, int64_t v_row, const int64_t* starts, const int64_t* lengths, int64_t prompts, int64_t kv_heads, int64_t dim, int threads) {
+    BOTH(half, tables<T>((float* const*)keys, (float* const*)values, {(const T*)k, k_row}, {(const T*)v, v_row}, starts, lengths, prompts, kv_heads, dim, threads))
 }
 
 // out[slots, heads, dim] and normaliser[slots, heads] of one new token per slot, whose key and value enter its own cache [slots,

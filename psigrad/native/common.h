@@ -129,14 +129,15 @@ inline vec exponential(vec x) {
     return p * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
 }
 
-// The inner product of n floats, n a multiple of 16.
-inline float inner(const float* a, const float* b, int64_t n) {
+// The inner product of n numbers, n a multiple of 16.
+template <class T>
+inline float inner(const float* a, const T* b, int64_t n) {
     vec part[2 * PARTS] = {};  // sixteen numbers and the next sixteen
     int64_t i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES)
-        for (int j = 0; j < 2 * PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * *(const vec*)(b + i + j * WIDTH);
+        for (int j = 0; j < 2 * PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * widen(b + i + j * WIDTH);
     if (i < n)
-        for (int j = 0; j < PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * *(const vec*)(b + i + j * WIDTH);
+        for (int j = 0; j < PARTS; j++) part[j] += *(const vec*)(a + i + j * WIDTH) * widen(b + i + j * WIDTH);
     vec sum = part[0] + part[PARTS];
     for (int j = 1; j < PARTS; j++) sum += part[j] + part[j + PARTS];
     return total(sum);
@@ -169,15 +170,15 @@ constexpr int TILE_ROWS = 2, TILE_COLUMNS = 1;
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 // C[M, 16 NR] (+)= A[M, K] B[K, 16 NR]: A by any strides, B and C by rows.
-template <int MR, int NR>
-ALWAYS_INLINE void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+template <int MR, int NR, class B>
+ALWAYS_INLINE void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const B* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     constexpr int N = NR * PARTS;
     vec sum[MR][N];
     for (int i = 0; i < MR; i++)
         for (int j = 0; j < N; j++) sum[i][j] = add ? *(const vec*)(c + i * c_row + j * WIDTH) : vec{};
     for (int64_t p = 0; p < k; p++) {
         vec row[N];
-        for (int j = 0; j < N; j++) row[j] = *(const vec*)(b + p * b_row + j * WIDTH);
+        for (int j = 0; j < N; j++) row[j] = widen(b + p * b_row + j * WIDTH);
         for (int i = 0; i < MR; i++) {
             vec x = spread(a[i * a_row + p * a_col]);
             for (int j = 0; j < N; j++) sum[i][j] = multiply_add(x, row[j], sum[i][j]);
@@ -188,21 +189,22 @@ ALWAYS_INLINE void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col,
 }
 
 // The last m < TILE_ROWS rows as one tile.
-template <int NR, int MR = TILE_ROWS - 1>
-ALWAYS_INLINE void last_tile(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+template <int NR, int MR = TILE_ROWS - 1, class B>
+ALWAYS_INLINE void last_tile(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const B* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     if (m == MR) return tile<MR, NR>(k, a, a_row, a_col, b, b_row, c, c_row, add);
     if constexpr (MR > 1) last_tile<NR, MR - 1>(m, k, a, a_row, a_col, b, b_row, c, c_row, add);
 }
 
-template <int NR>
-ALWAYS_INLINE void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+template <int NR, class B>
+ALWAYS_INLINE void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const B* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     int64_t i = 0;
     for (; i + TILE_ROWS <= m; i += TILE_ROWS) tile<TILE_ROWS, NR>(k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
     last_tile<NR>(m - i, k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
 }
 
 // C[M, N] (+)= A[M, K] B[K, N], N a multiple of 16.
-inline void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+template <class B>
+inline void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_col, const B* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     int64_t j = 0;
     if constexpr (TILE_COLUMNS >= 4)
         for (; j + 64 <= n; j += 64) column_tiles<4>(m, k, a, a_row, a_col, b + j, b_row, c + j, c_row, add);

@@ -26,6 +26,7 @@ _SIGNATURES = {
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiipppipppppiiiiift",
     "decode_layers": "tpi" + "p" * 10 + "i" * 7 + "ffft",
+    "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
     "turned": "ppiit",
     "through_panels": "ppppiiiiiit",
@@ -79,7 +80,7 @@ class Slots:
     places: Tensor
     """[B] where each slot's new token goes."""
     prompt_keys: Tensor
-    """[G] addresses of the prompts' keys, and of their values, as `prompt_tables` makes them."""
+    """[G] addresses of the prompts' keys, and of their values, as `Kernels.prompt_tables` makes them."""
     prompt_values: Tensor
     prompt_lengths: Tensor
     """[G]"""
@@ -87,16 +88,6 @@ class Slots:
     """[B] slots, group by group."""
     first: Tensor
     """[G + 1] where each group begins in `members`."""
-
-
-def prompt_tables(keys: Tensor, values: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """A prompt's keys and values [L, H_kv·D] as `decode` reads them from one end to the other, in float32: keys by head in blocks
-    of 16 neighbours [H_kv, ⌈L / 16⌉, D, 16], values by head [H_kv, L, D] with D filled up to a multiple of 16.
-    """
-    length, lanes = len(keys), 16
-    by_head = [x.float().view(length, heads.keys, heads.dim).transpose(0, 1) for x in (keys, values)]
-    blocks = torch.nn.functional.pad(by_head[0], (0, 0, 0, -length % lanes)).unflatten(1, (-1, lanes))
-    return blocks.transpose(2, 3).contiguous(), torch.nn.functional.pad(by_head[1], (0, -heads.dim % lanes)).contiguous()
 
 
 @dataclass(frozen=True)
@@ -185,6 +176,23 @@ class Kernels:
         given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
         self._call.decode(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *_tables(rotated, qkv, heads), *given)
         return out, normaliser
+
+    def prompt_tables(
+        self, rotated: Tensor, qkv: Tensor, starts: Tensor, lengths: Tensor, heads: Heads
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of prompts, each `lengths` [G] rows from `starts` [G] on, as `decode` reads them from one end to the
+        other, in float32: keys by head in blocks of 16 neighbours [H_kv, ⌈L / 16⌉, D, 16], values by head [H_kv, L, D] with D
+        filled up to a multiple of 16.
+        """
+        wide = -(-heads.dim // 16) * 16
+        shapes = [(heads.keys, -(-length // 16), heads.dim, 16) for length in lengths.tolist()]
+        keys = [torch.empty(shape) for shape in shapes]
+        values = [torch.empty(heads.keys, length, wide) for length in lengths.tolist()]
+        _, *tables = _tables(rotated, qkv, heads)
+        pointers = [(ctypes.c_void_p * len(keys))(*(x.data_ptr() for x in made)) for made in (keys, values)]
+        given = (*tables[:2], *tables[3:], starts.data_ptr(), lengths.data_ptr(), len(keys), heads.keys, heads.dim)
+        self._call.prompt_tables(_HALF[qkv.dtype], *pointers, *given, torch.get_num_threads())
+        return list(zip(keys, values, strict=True))
 
     def decode_layers(self, x: Tensor, steps: Sequence[Step], cosine: Tensor, sine: Tensor, heads: Heads, eps: float) -> None:
         """x [B, E] through layers one after another, by `rms_norm`, `Products.through`, `rotary`, `decode` and `swiglu`: fills

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from psigrad.models.attention import Attending, PackedLayout
 from psigrad.models.panels import Panels
-from psigrad.native.kernels import Heads, Slots, prompt_tables
+from psigrad.native.kernels import Heads, Slots
 from psigrad.rollout.cache import grown, moves
 
 
 @dataclass
 class Prompt:
-    """A prompt's keys and values of each layer, float32, in the order in which a decoding step reads them (`prompt_tables`)."""
+    """A prompt's keys and values of each layer, in the order in which a decoding step reads them (`Kernels.prompt_tables`)."""
 
     length: int
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -68,14 +68,14 @@ class SharedCache:
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
         """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
-        spans = [(start, length) for start, length in prompts.spans.prefixes.tolist()]
-        new = [Prompt(length) for _, length in spans]
+        starts, lengths = prompts.spans.prefixes.t().contiguous()
+        new = [Prompt(length) for length in lengths.tolist()]
         self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
         self.prompt = torch.cat([self.prompt, self._met + copies])
         self.lengths = torch.cat([self.lengths, torch.zeros_like(copies)])
         self._met += len(new)
         self._arranged = None
-        return SharedPrefill(prompts, [(start, prompt) for (start, _), prompt in zip(spans, new, strict=True)])
+        return SharedPrefill(prompts, new, starts, lengths)
 
     def decode(self) -> SharedDecode:
         """The layout of one decoding step: a new token for every active slot."""
@@ -116,20 +116,21 @@ class SharedCache:
 
 @dataclass(frozen=True)
 class SharedPrefill:
-    """Packed prompts that also leave their keys and values to each `Prompt`, whose first token is at `start`."""
+    """Packed prompts that also leave their keys and values to each `Prompt`, whose first token is at its place in `starts`."""
 
     prompts: PackedLayout
-    starts: list[tuple[int, Prompt]]
+    new: list[Prompt]
+    starts: Tensor
+    lengths: Tensor
     panels = None
 
     def slots(self, layer: Attending) -> None:
         """None: the prompts' keys and values are their own."""
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        width = layer.heads.keys * layer.heads.dim
-        for start, prompt in self.starts:
-            rows = slice(start, start + prompt.length)
-            prompt.layers[layer.index] = prompt_tables(rotated[rows, -width:], qkv[rows, -width:], layer.heads)
+        tables = layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads)
+        for prompt, table in zip(self.new, tables, strict=True):
+            prompt.layers[layer.index] = table
         return self.prompts.mix(layer, rotated, qkv)
 
 

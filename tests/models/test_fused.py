@@ -15,7 +15,7 @@ from psigrad.models import scalar_model
 from psigrad.models.fused import Decoder
 from psigrad.models.fused_layer import compute_dtype
 from psigrad.native.build import library
-from psigrad.native.kernels import Heads, Slots, Spans, kernels, prompt_tables
+from psigrad.native.kernels import Heads, Slots, Spans, kernels
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
 
@@ -282,6 +282,24 @@ def test_a_window_and_a_long_prefix_equal_a_direct_softmax():
         assert torch.allclose(out, expected, atol=1e-5), window
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 16, 20, 64])
+def test_prompts_are_laid_out_as_decoding_reads_them(dim, kind):
+    """In blocks of 16 neighbours, and 0 where there is none."""
+    heads = Heads(queries=4, keys=2, dim=dim, eps=1e-6, scale=0.3)
+    qkv = torch.randn(70, heads.row).to(kind)
+    rotated = torch.randn(70, 6 * dim).to(kind)
+    starts, lengths = torch.tensor([40, 0, 17]), torch.tensor([30, 16, 1])
+    made = kernels().prompt_tables(rotated, qkv, starts, lengths, heads)
+    for start, length, (keys, values) in zip(starts.tolist(), lengths.tolist(), made, strict=True):
+        assert keys.shape == (2, -(-length // 16), dim, 16) and values.shape == (2, length, -(-dim // 16) * 16)
+        expected = rotated[start : start + length, 4 * dim :].float().view(length, 2, dim).permute(1, 2, 0)
+        flat = keys.transpose(1, 2).flatten(2)
+        assert torch.equal(flat[:, :, :length], expected) and (flat[:, :, length:] == 0).all()
+        own = qkv[start : start + length, 6 * dim :].float().view(length, 2, dim).transpose(0, 1)
+        assert torch.equal(values[:, :, :dim], own) and (values[:, :, dim:] == 0).all()
+
+
 @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 40])
 @pytest.mark.parametrize("dim, window", [(8, 0), (20, 0), (16, 9), (64, 30)])
 def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim, window):
@@ -290,7 +308,10 @@ def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim
     heads, own, slots = Heads(queries=4, keys=2, dim=dim, eps=1e-6, scale=0.3), 5, 3
     torch.manual_seed(prompt)
     before = torch.randn(2, prompt, 2 * dim)  # keys and values of the prompt
-    keys, values = prompt_tables(*before, heads)
+    rows = torch.zeros(prompt, heads.row)
+    rows[:, 4 * dim : 6 * dim], rows[:, 6 * dim :] = before
+    whole = torch.zeros(1, dtype=torch.int64), torch.tensor([prompt])
+    ((keys, values),) = native.prompt_tables(rows[:, : 6 * dim].contiguous(), rows, *whole, heads)
     cache = torch.randn(2, slots, 2, 8, dim)
     qkv = torch.randn(slots, heads.row)
     rotated = qkv[:, : 6 * dim].clone()
