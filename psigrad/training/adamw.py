@@ -28,8 +28,10 @@ class AdamW:
         self.state = {name: self._fresh(p) for name, p in self.parameters.items()}
 
     @torch.no_grad()
-    def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None) -> None:
-        """Step at rate `lr` along the gradients that there are, and along those that come as `blocks` of a parameter's rows."""
+    def step(self, lr: float, blocks: Mapping[str, Iterable[tuple[slice, Tensor]]] | None = None, *, shrink: float = 1.0) -> None:
+        """Step at rate `lr` along the gradients that there are, divided by `shrink`, and along those that come as `blocks` of a
+        parameter's rows. The division happens as they are read: a pass of its own over them takes as long as a third of the step.
+        """
         learning = [name for name, p in self.parameters.items() if p.grad is not None]
         matrices = [name for name in learning if self.parameters[name].dim() > 1]
         others = [name for name in learning if self.parameters[name].dim() <= 1]
@@ -39,13 +41,13 @@ class AdamW:
                 moments = tuple([state[key] for state in states] for key in _MOMENTS)
                 parameters = [self.parameters[name] for name in names]
                 gradients = [p.grad for p in parameters if p.grad is not None]
-                self._step(lr, decay, parameters, gradients, moments, [state["step"] for state in states])
+                self._step(lr, decay, parameters, gradients, moments, [state["step"] for state in states], shrink)
         for name, parts in (blocks or {}).items():
             p, state = self.parameters[name], self.state[name]
             steps = state["step"].clone()
             for rows, gradient in parts:
                 moments = tuple([state[key][rows]] for key in _MOMENTS)
-                self._step(lr, self.weight_decay if p.dim() > 1 else 0.0, [p[rows]], [gradient], moments, [steps.clone()])
+                self._step(lr, self.weight_decay if p.dim() > 1 else 0.0, [p[rows]], [gradient], moments, [steps.clone()], shrink)
             state["step"] += 1
         # the fused step changes its parameters without counting their versions up, by which others notice
         torch.autograd.graph.increment_version([self.parameters[name] for name in (*learning, *(blocks or {}))])
@@ -58,6 +60,7 @@ class AdamW:
         gradients: list[Tensor],
         moments: tuple[list[Tensor], ...],
         steps: list[Tensor],
+        shrink: float,
     ) -> None:
         adamw(
             parameters,
@@ -66,6 +69,7 @@ class AdamW:
             [],
             steps,
             fused=True,
+            grad_scale=torch.tensor(shrink, device=parameters[0].device) if shrink != 1.0 else None,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],

@@ -5,7 +5,7 @@ guard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -80,19 +80,14 @@ class Optimizer:
 
     def apply(self, norm: float, lr: float) -> None:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
-        scale = self.optim.max_grad_norm / norm if 0 < self.optim.max_grad_norm < norm else 1.0
-        if scale != 1.0 and (stored := self._gradients()):
-            torch._foreach_mul_(stored, scale)
-        put_off = {name: self._blocks(p, scale) for name, p in self.parameters.items() if p in self.sums.uses}
-        self.adamw.step(lr, put_off)
+        most = self.optim.max_grad_norm
+        put_off = {name: self.sums.blocks(p) for name, p in self.parameters.items() if p in self.sums.uses}
+        self.adamw.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
         self.sums.forget()
         with torch.no_grad():
             for name, p in self.parameters.items():
                 if self.masters[name] is not p:
                     p.copy_(self.masters[name])
-
-    def _blocks(self, weight: Tensor, scale: float) -> Iterator[tuple[slice, Tensor]]:
-        return ((rows, block.mul_(scale)) for rows, block in self.sums.blocks(weight))
 
     def _gradients(self) -> list[Tensor]:
         return [m.grad for m in self.masters.values() if m.grad is not None]
