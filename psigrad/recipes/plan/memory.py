@@ -9,6 +9,7 @@ from typing import Literal
 from psigrad.models.gradients import HELD
 from psigrad.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
 from psigrad.models.panels import LIMIT, WORTH_TURNING
+from psigrad.native.processor import plain_bfloat16
 from psigrad.recipes.plan.activations import Terms
 from psigrad.recipes.plan.shape import Shape
 from psigrad.recipes.plan.work import Work
@@ -150,8 +151,8 @@ def passing(
     if work.samples:
         slots = f"{work.slots} sequences"
         found.append(Item("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
-        if kept.fused == 4 and work.slots >= WORTH_TURNING:
-            layer = 4 * policy.matrices // policy.layers
+        if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= WORTH_TURNING:
+            layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
             found.append(Item("matrices turned", whole * layer, "sample", f"those of {whole} layers, as decoding reads them"))
         # log-probs, and in float64 the probabilities and their cumulative sum
