@@ -84,6 +84,8 @@ def _store(database: Database, duel: Duel, choice: str) -> dict[str, Any]:
         return {"project": None, "note": "The two answers are the same, so the choice was not stored."}
     if left.prompt != right.prompt:
         return {"project": None, "note": "The two models were given different prompts, so the choice was not stored."}
+    if not isinstance(left.prompt, str) and not all(message["content"] for message in left.prompt):
+        return {"project": None, "note": "An earlier message is empty, so the choice was not stored."}
     person = people.local(database)
     project = _project(database, person)
     rows = [_row(answer) for answer in duel.answers]

@@ -352,6 +352,10 @@ def test_what_cannot_be_compared_is_told_and_not_stored(studio):
     mixed = asked(studio, PLAIN, TALKING, max_tokens=4)
     told = studio.post("/api/chat/choose", {"duel": mixed[0]["duel"], "choice": "left"}).json
     assert told["project"] is None and "different prompts" in told["note"]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}]
+    empty = asked(studio, TALKING, SILENT, max_tokens=4, messages=talk)  # an empty answer was the better one
+    told = studio.post("/api/chat/choose", {"duel": empty[0]["duel"], "choice": "both_bad"}).json
+    assert told["project"] is None and told["note"].startswith(("An earlier message is empty", "One of the answers is empty"))
     pair = {"temperature": 0.0, "max_tokens": 6}
     notes = []
     for _ in range(2):
