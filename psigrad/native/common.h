@@ -165,6 +165,11 @@ constexpr int TILE_ROWS = 6, TILE_COLUMNS = 1;
 constexpr int TILE_ROWS = 2, TILE_COLUMNS = 1;
 #endif
 
+// A turned matrix stands in panels of PANEL of its rows side by side, as wide as a tile of sums.
+constexpr int64_t PANEL = LANES * TILE_COLUMNS;
+// Rows that a thread takes at a time in a product of any matrices, at most: half a MiB of them stays in a near cache beside a panel.
+constexpr int64_t BLOCK_ROWS = 512;
+
 // Where it knows the strides GCC keeps a tile in registers; a function for any strides it gives a loop for each case of them, and its
 // sums are stored in every round.
 #define ALWAYS_INLINE inline __attribute__((always_inline))

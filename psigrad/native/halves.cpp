@@ -8,9 +8,7 @@
 
 namespace {
 
-// A turned matrix stands in panels of PANEL of its rows side by side; a pair of neighbours in a row is one word.
-constexpr int64_t PANEL = LANES * TILE_COLUMNS;
-
+// Neighbours in a row, as one word.
 inline uint32_t pair(const bfloat16* from) {
     uint32_t word;
     memcpy(&word, from, sizeof(word));
@@ -72,8 +70,8 @@ inline void interleaved(uint32_t* to, const bfloat16* low, const bfloat16* high,
     for (; i < count; i++) to[i] = low[i].bits | (high ? uint32_t(high[i].bits) << 16 : 0);
 }
 
-// Rows of A and numbers of a row that a thread takes at a time, at most; a panel of these is 64 KiB.
-constexpr int64_t BLOCK_ROWS = 512, DEPTH = (1 << 15) / PANEL;
+// Numbers of a row at once: a panel of these is 64 KiB.
+constexpr int64_t DEPTH = (1 << 15) / PANEL;
 // Columns of what a thread sums up at a time: with BLOCK_ROWS a MiB.
 constexpr int64_t BLOCK_COLUMNS = 512 / PANEL * PANEL;
 

@@ -66,8 +66,6 @@ inline void column_of_dots(int64_t m, int64_t k, const float* x, int64_t x_row, 
     }
 }
 
-// A turned matrix stands in panels of PANEL of its rows side by side, as wide as a tile of sums; the last is filled up with 0.
-constexpr int64_t PANEL = LANES * TILE_COLUMNS;
 // Columns of the matrix at once: so much of a panel, 64 KiB, stays in a near cache while all rows of x pass over it.
 constexpr int64_t DEPTH = (1 << 14) / PANEL;
 // Rows of x that meet all panels before the next do: of 256 numbers they fill 400 KB.
@@ -100,18 +98,11 @@ inline void panel_beside(float* to, const float* b, int64_t count, int64_t k, in
     }
 }
 
-// Rows of A that a thread takes at a time, at most: their part of DEPTH columns, half a MiB, stays in a near cache as well.
-constexpr int64_t BLOCK_ROWS = 512;
-
-struct Block {
-    int64_t first, count;
-};
-
-// Those rows of the transpose of a [k, M] tile by tile, [k, TILE_ROWS] each: what a tile reads together stands together.
-inline void tiles_of(float* to, const float* a, Block rows, int64_t k, int64_t a_col) {
-    for (int64_t i = 0; i < rows.count; i += TILE_ROWS, to += TILE_ROWS * k) {
-        int64_t count = std::min<int64_t>(TILE_ROWS, rows.count - i);
-        const float* from = a + rows.first + i;
+// `rows` rows of the transpose of a [k, rows] tile by tile, [k, TILE_ROWS] each: what a tile reads together stands together.
+inline void tiles_of(float* to, const float* a, int64_t rows, int64_t k, int64_t a_col) {
+    for (int64_t i = 0; i < rows; i += TILE_ROWS, to += TILE_ROWS * k) {
+        int64_t count = std::min<int64_t>(TILE_ROWS, rows - i);
+        const float* from = a + i;
         for (int64_t p = 0; p < k; p++) {
             if (count == TILE_ROWS)
                 memcpy(to + p * TILE_ROWS, from + p * a_col, TILE_ROWS * sizeof(float));
@@ -204,13 +195,13 @@ void product(float* c, const float* a, const float* b, const float* base, int64_
     for (int64_t i = 0; i < m; i += share)
         for (int64_t from = 0; from < wide; from += panels) {
             static thread_local std::vector<float> room;
-            Block rows{i, std::min(share, m - i)};
-            int64_t padded_rows = (rows.count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+            int64_t rows = std::min(share, m - i);
+            int64_t padded_rows = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
             room.resize(std::max<int64_t>(room.size(), DEPTH * (PANEL + padded_rows) + padded_rows * PANEL));
             float *panel = room.data(), *sums = panel + DEPTH * PANEL, *packed = sums + padded_rows * PANEL;
             for (int64_t p = 0; p < k || p == 0; p += DEPTH) {
                 int64_t depth = std::min(DEPTH, k - p);
-                if (tiles) tiles_of(packed, a + p * a_col, rows, depth, a_col);
+                if (tiles) tiles_of(packed, a + i + p * a_col, rows, depth, a_col);
                 const float* left = tiles ? packed : a + i * a_row + p;
                 for (int64_t j = from * PANEL; j < std::min(n, (from + panels) * PANEL); j += PANEL) {
                     int64_t count = std::min(PANEL, n - j);
@@ -223,10 +214,10 @@ void product(float* c, const float* a, const float* b, const float* base, int64_
                     bool more = add || base || p > 0;
                     const float* before = p == 0 && base ? base + i * base_row + j : to;
                     if (more && before != at)
-                        for (int64_t r = 0; r < rows.count; r++) std::copy_n(before + r * (before == to ? c_row : base_row), count, at + r * at_row);
-                    through(rows.count, depth, left, a_row, tiles, panel, at, at_row, more);
+                        for (int64_t r = 0; r < rows; r++) std::copy_n(before + r * (before == to ? c_row : base_row), count, at + r * at_row);
+                    through(rows, depth, left, a_row, tiles, panel, at, at_row, more);
                     if (at != to)
-                        for (int64_t r = 0; r < rows.count; r++) std::copy_n(sums + r * PANEL, count, to + r * c_row);
+                        for (int64_t r = 0; r < rows; r++) std::copy_n(sums + r * PANEL, count, to + r * c_row);
                 }
             }
         }
