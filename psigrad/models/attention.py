@@ -40,13 +40,14 @@ class FusedLayout(Protocol):
 
     `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and the
     log-normaliser of the scores [S, H]. `panels` are the layers' matrices as this pass reads them, where they were turned for it.
-    `slots` are where a layer's new tokens go in a step of decoding, None in any other pass.
+    `slots` are where the new tokens go in a step of decoding, None in any other pass.
     """
 
     @property
     def panels(self) -> Panels | None: ...
 
-    def slots(self, layer: Attending) -> Slots | None: ...
+    @property
+    def slots(self) -> Slots | None: ...
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -100,7 +101,7 @@ class PackedLayout:
     sequence_rows: Tensor
     sequence_prefix: Tensor
     rows: int
-    panels = None
+    panels = slots = None
 
     @cached_property
     def order(self) -> Tensor:
@@ -165,9 +166,6 @@ class PackedLayout:
                 out = F.scaled_dot_product_attention(*views, is_causal=True, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return _Take.apply(torch.cat(parts), self.inverse, self.order)[None]
-
-    def slots(self, layer: Attending) -> None:
-        """None: no token continues a slot."""
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)

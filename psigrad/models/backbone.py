@@ -81,6 +81,11 @@ class Pretrained(ABC):
             hf.train(mode)
         return self.network
 
+    def switch(self, training: bool) -> None:
+        """Put the network into training mode or out of it, which asks each of its modules: nothing where it is so already."""
+        if self.network.training != training:
+            self.network.train(training)
+
     @abstractmethod
     def probe(self, packed: bool) -> Tensor:
         """Numbers on `PROBE`, to tell whether one way to compute them is as good as another."""

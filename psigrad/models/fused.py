@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,10 @@ from torch.autograd.function import once_differentiable
 from psigrad.models import gradients
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.bare import Backbone, Bare
+from psigrad.models.blocks import Block, Parts
 from psigrad.models.fused_layer import Ends, Layer, Unlike
-from psigrad.models.kept import Kept, Known, Layers
+from psigrad.models.kept import Kept, Known, Mark, marks
+from psigrad.models.panels import Panels
 from psigrad.native.kernels import Heads, Kernels, kernels
 
 if TYPE_CHECKING:
@@ -64,8 +67,8 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
         if ctx.known is not None:
-            x = ctx.known.output(ctx.layer.index - 1) if ctx.layer.index else x
-            parts = list(ctx.known.parts(ctx.layer.index, ctx.ends.leave))
+            own, parts = ctx.known.behind(ctx.layer.index, ctx.ends.leave)
+            x = x if own is None else own
         elif ctx.recompute:
             parts = list(ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.ends)[1])
         learns, given = ctx.needs_input_grad[8:], (ctx.angles, ctx.layout, ctx.adapted)
@@ -122,7 +125,8 @@ class Decoder:
         )
         self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
         self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
-        self.dtype = self.layers[0].weights.dtype
+        self.heads, self.dtype = heads, self.layers[0].weights.dtype
+        self.parts = Parts(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)
         self.parameters: list[nn.Parameter] = list(base.parameters())
 
@@ -189,35 +193,52 @@ class Decoder:
         keep: Kept | None,
     ) -> Tensor:
         """The last layer's output, without gradient."""
-        layers = self._stepped(x, angles, layout, adapted, keep)
-        if layers:
-            x = layers[-1][0]
-        else:
-            for layer, at in zip(self.layers, ends, strict=True):
-                x, parts = layer.forward(x, angles, layout, adapted, at)
-                if keep is not None:
-                    layers.append((x, *parts))
+        now = marks(self.parameters) if keep is not None or layout.panels is not None else []
+        y = self._stepped(x, angles, layout, adapted, keep, now)
+        if y is not None:
+            return y
+        layers = []
+        for layer, at in zip(self.layers, ends, strict=True):
+            x, parts = layer.forward(x, angles, layout, adapted, at)
+            if keep is not None:
+                layers.append((x, *parts))
         if keep is not None:
-            keep.add(layers, self.parameters)
+            keep.add(len(x), self.parts, now, layers)
         return x
 
-    def _stepped(self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, keep: Kept | None) -> Layers:
-        """What the layers make of a step of decoding, where the kernels can take it at once; else nothing. What is to be kept is
-        computed where it will be kept; else all layers compute in the same room.
+    def _stepped(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: FusedLayout,
+        adapted: bool,
+        keep: Kept | None,
+        now: list[Mark],
+    ) -> Tensor | None:
+        """What the layers make of a step of decoding, where the kernels can take it at once; None where it is another pass, or
+        there are adapters, biases, or matrices that were not turned. What is to be kept is computed where it will be kept.
         """
-        if layout.panels is None:
-            return []
-        made = keep.room(len(x), self._fresh) if keep is not None else None
-        if made is None:
-            made = self._fresh(len(x)) if keep is not None else [self.layers[0].room(len(x))] * len(self.layers)
-        steps = []
-        for layer, own in zip(self.layers, made, strict=True):
-            step = layer.step(layout, adapted, own)
-            if step is None:
-                return []
-            steps.append(step)
-        self.native.decode_layers(x, steps, *angles, self.layers[0].heads, self.eps)
-        return made
+        panels, slots, rows = layout.panels, layout.slots, len(x)
+        if panels is None or slots is None or adapted or any(layer.biased for layer in self.layers):
+            return None
+        weights = panels.table(now, lambda: self._addresses(panels, rows))
+        if weights is None:
+            return None
+        room = None if keep is None else keep.room(rows, self.parts)
+        if room is None and keep is None:  # the layers take turns
+            block, start = Block(replace(self.parts, layers=1), rows), 0
+            made = block.addresses().expand(len(self.layers), -1).contiguous()
+        else:
+            block, start = room or (Block(self.parts, rows), 0)
+            made = block.addresses(start)
+        self.native.decode_layers(x, weights, made, self.parts.kinds[-1][0] // 2, slots, angles, self.heads, self.eps)
+        if keep is not None:
+            given = None if room is not None else block.layers()
+            keep.add(rows, self.parts, now, given)
+        return block.part(block.parts.layers - 1, 0, start, rows)
 
-    def _fresh(self, rows: int) -> Layers:
-        return [layer.room(rows) for layer in self.layers]
+    def _addresses(self, panels: Panels, rows: int) -> Tensor | None:
+        """Those of the weights as `Kernels.decode_layers` takes them; None where matrices can't be turned."""
+        found = [layer.addresses(panels, rows) for layer in self.layers]
+        known = [row for row in found if row is not None]
+        return torch.tensor(known) if len(known) == len(found) else None

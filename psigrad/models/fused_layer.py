@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.kept import Mark, mark_of
 from psigrad.models.panels import Panels
-from psigrad.native.kernels import Heads, Kernels, Step
+from psigrad.native.kernels import Heads, Kernels
 from psigrad.native.processor import fast_bfloat16
 from psigrad.native.products import Turned
 
@@ -210,23 +210,22 @@ class Layer:
             turned = panels.of(self.index, rows, self.weights.given[:7], groups, self.native.products)
         return Unpacked(matrices, norms, head_norms, biases, shares, self.native, turned)
 
-    def step(self, layout: FusedLayout, adapted: bool, room: Sequence[Tensor]) -> Step | None:
-        """One step of decoding as the kernels take it through all layers at once; `room` is for what it computes (`Step.made`).
-        None where the pass is another, or more is to be done than they know: biases, adapters, matrices that were not turned.
+    def addresses(self, panels: Panels, rows: int) -> list[int] | None:
+        """Those of its weights without adapters, as `Kernels.decode_layers` takes them, for so many rows; None where its matrices
+        are not turned.
         """
-        slots = layout.slots(self)
-        if slots is None:
+        weights = self.unpacked(False, panels, rows)
+        if weights.turned is None:
             return None
-        weights = self.unpacked(adapted, layout.panels, len(room[0]))
-        if weights.turned is None or not weights.plain:
-            return None
-        return Step(weights.norms, weights.head_norms, weights.turned, slots, self.window, room)
+        heads = [0, 0] if weights.head_norms is None else [x.data_ptr() for x in weights.head_norms]
+        return [*(x.data_ptr() for x in weights.norms), *heads, *(x.panels.data_ptr() for x in weights.turned), self.window]
 
-    def room(self, rows: int) -> tuple[Tensor, ...]:
-        """For what `forward` makes of so many rows."""
+    @property
+    def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Width and type of what `forward` makes of a row."""
         heads, width, inner = self.heads, self.weights.given[3].shape[0], self.weights.given[4].shape[0]
-        made = [torch.empty(rows, n, dtype=self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
-        return (*made[:3], torch.empty(rows, heads.queries), *made[3:])
+        own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
+        return (*own[:3], (heads.queries, torch.float32), *own[3:])
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, ends: Ends

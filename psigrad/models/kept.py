@@ -8,19 +8,18 @@ they are found by the tokens, and only while no weight has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from psigrad.native.kernels import Kernels, kernels
+from psigrad.models.blocks import Block, Layers, Parts, native
 
 Ids = Sequence[int]
 Mark = tuple[int, int]
-# Of each layer its output [rows, E] and what its backward pass needs [rows, …].
-Layers = list[tuple[Tensor, ...]]
-# The first of them that is computed token by token from attention's output.
+# The first part of a layer that is computed token by token from attention's output.
 BEHIND_ATTENTION = 4
 # Log-probs of several heads or temperatures, which are no one's.
 _SEVERAL = ((0, 0), float("nan"))
@@ -47,8 +46,8 @@ class Written:
     """A completion: its ids [T], the rows [T - 1] of all but the last token, its log-probs [T]."""
 
     ids: tuple[int, ...]
-    rows: Tensor
-    logps: Tensor
+    rows: np.ndarray
+    logps: np.ndarray
 
 
 class Kept:
@@ -57,9 +56,9 @@ class Kept:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.rows = self.bytes = 0
-        self.slabs: list[Layers] = []
+        self.slabs: list[Block] = []
         self._taken: list[int] = []  # rows of each slab
-        self._prompts: dict[tuple[int, ...], Tensor] = {}
+        self._prompts: dict[tuple[int, ...], np.ndarray] = {}
         self._completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Written] = {}
         self._marks: list[Mark] = []
         self._head = _SEVERAL
@@ -78,47 +77,39 @@ class Kept:
                 return slab * SLAB + taken
         return len(self._taken) * SLAB
 
-    def room(self, count: int, fresh: Callable[[int], Layers]) -> Layers | None:
-        """Where so many rows will be kept next, to be computed in place; None where they take more than a slab. `fresh` makes
-        the layers of a slab.
+    def room(self, count: int, parts: Parts) -> tuple[Block, int] | None:
+        """Where so many rows will be kept next, to be computed in place and then `add`ed: from which row of which slab on. None
+        where they take more than a slab.
         """
         if count > SLAB:
             return None
         slab, place = divmod(self.start(count), SLAB)
-        if slab == len(self.slabs):
-            self.slabs.append(fresh(SLAB))
-            self._taken.append(0)
-        return _some(self.slabs[slab], place, count)
+        return self._slab(slab, parts), place
 
-    def add(self, layers: Layers, weights: Iterable[nn.Parameter]) -> None:
-        """Keep what a pass of the model with these `weights` computed, from row `start` on; where it was computed in its `room`
-        it stands there already.
-        """
-        now = marks(weights)
-        self._marks = self._marks or now
-        self.bytes += sum(x.numel() * x.element_size() for layer in layers for x in layer)
-        if self.open and now == self._marks:
-            self._take(layers)
-        else:
+    def add(self, count: int, parts: Parts, marks: list[Mark], layers: Layers | None = None) -> None:
+        """Keep so many rows that a pass under weights with these `marks` computed: of `layers`, or in place in their `room`."""
+        self._marks = self._marks or marks
+        self.bytes += count * parts.row
+        if not self.open or marks != self._marks:
             self.clear()
-
-    def _take(self, layers: Layers) -> None:
-        count, done = len(layers[0][0]), 0
-        first = self.start(count)
+            return
+        first, done = self.start(count), 0
         while done < count:
             slab, place = divmod(first + done, SLAB)
-            if slab == len(self.slabs):
-                self.slabs.append([tuple(x.new_empty(SLAB, *x.shape[1:]) for x in layer) for layer in layers])
-                self._taken.append(0)
-            share = min(count - done, SLAB - place)
-            to, given = _some(self.slabs[slab], place, share), _some(layers, done, share)
-            if to[0][0].data_ptr() != given[0][0].data_ptr():
-                _native().slabs.write([x for layer in to for x in layer], [x for layer in given for x in layer])
+            block, share = self._slab(slab, parts), min(count - done, SLAB - place)
+            if layers is not None:
+                block.write(place, layers, done, share)
             self._taken[slab] = place + share
             done += share
         self.rows += count
 
-    def name(self, prompt: tuple[int, ...], prompt_rows: Tensor, completions: Iterable[Written]) -> None:
+    def _slab(self, index: int, parts: Parts) -> Block:
+        if index == len(self.slabs):
+            self.slabs.append(Block(parts, SLAB))
+            self._taken.append(0)
+        return self.slabs[index]
+
+    def name(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[Written]) -> None:
         """Say whose the rows are: those of a prompt's tokens, and of its completions."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
@@ -134,7 +125,7 @@ class Kept:
         self.limit = -1.0
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
-    def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[nn.Parameter]) -> Known | None:
+    def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[Tensor]) -> Known | None:
         """The rows of packed prompts and the completions of each, if all of them are known and no weight has changed since."""
         if not self.slabs:
             return None
@@ -146,12 +137,12 @@ class Kept:
         rows = [x for x in before if x is not None] + [x.rows for x in written if x is not None]
         if not rows or len(rows) < len(before) + len(written):
             return None
-        logps = torch.cat([_NOTHING, *(x.logps for x in written if x is not None)])
+        logps = np.concatenate([_NOTHING, *(x.logps for x in written if x is not None)])
         mark, temperature = self._head
-        return Known(self.slabs, torch.cat(rows), Said(logps, temperature, mark))
+        return Known(self.slabs, torch.from_numpy(np.concatenate(rows)), Said(torch.from_numpy(logps), temperature, mark))
 
 
-_NOTHING = torch.zeros(0)
+_NOTHING = np.zeros(0, dtype=np.float32)
 
 
 class Known:
@@ -160,35 +151,37 @@ class Known:
     Each tensor is gathered when it is asked for, so that copies of one layer at a time lie beside the slabs.
     """
 
-    def __init__(self, slabs: list[Layers], rows: Tensor, said: Said) -> None:
+    def __init__(self, slabs: list[Block], rows: Tensor, said: Said) -> None:
         self.said = said
-        self.last = len(slabs[0]) - 1
-        self._slabs, self._rows = slabs, rows
+        self.last = slabs[0].parts.layers - 1
+        self._rows, self._parts = rows, slabs[0].parts
+        self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
         """The layer's output, of the tokens `wanted` or of all."""
-        return self._gathered(index, 0, self._of(wanted))
+        return self._gathered([(index, 0, self._of(wanted))])[0]
 
-    def parts(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What the layer's backward pass needs besides its input; of the tokens `wanted` what it computed behind attention."""
-        rows = [self._rows] * BEHIND_ATTENTION + [self._of(wanted)] * len(self._slabs[0][index])
-        return tuple(self._gathered(index, part, rows[part]) for part in range(1, len(self._slabs[0][index])))
+    def behind(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
+        """What the layer's backward pass needs: its input, which for the first is not kept, and all else; of the tokens `wanted`
+        what it computed behind attention.
+        """
+        some, parts = self._of(wanted), range(1, len(self._parts.kinds))
+        asked = [(index, part, some if part >= BEHIND_ATTENTION else self._rows) for part in parts]
+        if index == 0:
+            return None, self._gathered(asked)
+        x, *own = self._gathered([(index - 1, 0, self._rows), *asked])
+        return x, own
+
+    def _gathered(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+        """Of every (layer, part, rows) the rows."""
+        kinds = [self._parts.kinds[part] for _, part, _ in wanted]
+        out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(wanted, kinds, strict=True)]
+        layers, parts = zip(*((layer, part) for layer, part, _ in wanted), strict=True)
+        native().gather(out, self._where[layers, parts], [rows for *_, rows in wanted], SLAB)
+        return out
 
     def _of(self, wanted: Tensor | None) -> Tensor:
         return self._rows if wanted is None else self._rows.index_select(0, wanted)
-
-    def _gathered(self, index: int, part: int, rows: Tensor) -> Tensor:
-        return _native().slabs.gather([slab[index][part] for slab in self._slabs], rows)
-
-
-def _some(layers: Layers, start: int, count: int) -> Layers:
-    return [tuple(x[start : start + count] for x in layer) for layer in layers]
-
-
-def _native() -> Kernels:
-    native = kernels()
-    assert not isinstance(native, str), "only the fused decoder keeps anything"
-    return native
 
 
 def marks(weights: Iterable[Tensor]) -> list[Mark]:

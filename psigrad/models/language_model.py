@@ -126,7 +126,7 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
     ) -> tuple[TokenStats, Targets]:
         """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
-        self.network.train(self.train_mode and torch.is_grad_enabled())
+        self.switch(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
         if self.keeping is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):

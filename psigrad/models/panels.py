@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class Panels:
     def __init__(self, limit: int = LIMIT) -> None:
         self.bytes, self.limit = 0, limit
         self._layers: dict[int, tuple[list[Mark], list[Turned]]] = {}
+        self._table: tuple[list[Mark], Tensor] | None = None
 
     def of(
         self, index: int, rows: int, weights: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], products: Products
@@ -43,3 +44,10 @@ class Panels:
         turned = [products.turned(torch.cat(tuple(group)) if len(group) > 1 else group[0]) for group in groups]
         self._layers[index] = (marks(weights), turned)
         return turned
+
+    def table(self, now: list[Mark], make: Callable[[], Tensor | None]) -> Tensor | None:
+        """Where all layers' weights stand, worked out by `make` whenever they are not as they were: `now` are their marks."""
+        if self._table is None or self._table[0] != now:
+            made = make()
+            self._table = None if made is None else (now, made)
+        return None if self._table is None else self._table[1]

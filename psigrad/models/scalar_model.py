@@ -55,7 +55,7 @@ class ScalarModel(Pretrained):
 
     def _read(self, forward: ForwardInputs) -> Tensor:
         """V [M] of the state before each target."""
-        self.network.train(self.train_mode and torch.is_grad_enabled())
+        self.switch(self.train_mode and torch.is_grad_enabled())
         values: Tensor = self.network.score(self.target_hidden(forward))[:, 0]
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -69,7 +69,7 @@ class ScalarModel(Pretrained):
         return self._read(replace(forward, targets=forward.targets.some(last.to(self.device))))
 
     def _whole(self, rows: Sequence[Ids]) -> Tensor:
-        self.network.train(self.train_mode and torch.is_grad_enabled())
+        self.switch(self.train_mode and torch.is_grad_enabled())
         width = max(map(len, rows))
         filler = self.network.config.pad_token_id or 0
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)

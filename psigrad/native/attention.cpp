@@ -198,15 +198,15 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
     }
 }
 
-// A slot's own keys and values [slots, kv_heads, capacity, dim], and each group's prompt, to be read from one end to the other: keys
+// The slots' own keys and values [slots, kv_heads, capacity, dim], and each group's prompt, to be read from one end to the other: keys
 // [kv_heads, blocks of 16, dim, 16], values [kv_heads, length, dim filled up to a multiple of 16].
 template <class T>
 struct Cache {
     T *keys, *values;
-    const int64_t* places;  // [slots] where the new token of a slot goes
+    const int64_t *slots, *places;  // [rows] which slot a row continues, and where its token goes there
     int64_t capacity;
     const float *const *prompt_keys, *const *prompt_values;
-    const int64_t *prompt_lengths, *members, *first;  // slots members[first[g] .. first[g + 1]) continue prompt g
+    const int64_t *prompt_lengths, *members, *first;  // rows members[first[g] .. first[g + 1]) continue prompt g
     int64_t groups;
 };
 
@@ -243,7 +243,7 @@ inline void with_rows(const T* rows, int64_t count, int64_t dim, std::vector<flo
     use((const float*)room.data(), wide);
 }
 
-// One group under one key head: the queries of all its slots pass over the prompt's rows together.
+// One group under one key head: the queries of all its rows pass over the prompt's keys and values together.
 template <class T>
 struct Step {
     const Plan& p;
@@ -252,42 +252,45 @@ struct Step {
     std::vector<float> queries, scores, sums, room;
 
     void run(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, int64_t g, int64_t kv) {
-        const int64_t *slots = c.members + c.first[g], count = c.first[g + 1] - c.first[g], prompt = c.prompt_lengths[g], rows = count * share;
+        const int64_t *rows = c.members + c.first[g], count = c.first[g + 1] - c.first[g], prompt = c.prompt_lengths[g], all = count * share;
         int64_t longest = 0;
-        for (int64_t m = 0; m < count; m++) longest = std::max(longest, c.places[slots[m]] + 1);
+        for (int64_t m = 0; m < count; m++) longest = std::max(longest, c.places[rows[m]] + 1);
         ld = padded(prompt + longest);
-        queries.assign(rows * wide, 0.0f), scores.resize(rows * ld), sums.resize(rows * wide);
+        queries.assign(all * wide, 0.0f), scores.resize(all * ld), sums.resize(all * wide);
         for (int64_t m = 0; m < count; m++)
-            for (int64_t h = 0; h < share; h++) block_of(queries.data() + (m * share + h) * wide, q, slots[m], 1, kv * share + h, p.dim, wide, p.scale);
+            for (int64_t h = 0; h < share; h++) block_of(queries.data() + (m * share + h) * wide, q, rows[m], 1, kv * share + h, p.dim, wide, p.scale);
         int64_t blocks = padded(prompt) / LANES;
         const float* keys = c.prompt_keys[g] + kv * blocks * p.dim * LANES;
-        for (int64_t b = 0; b < blocks; b++) multiply(rows, LANES, p.dim, queries.data(), wide, 1, keys + b * p.dim * LANES, LANES, scores.data() + b * LANES, ld, false);
-        for (int64_t m = 0; m < count; m++) own_scores(k, v, slots[m], m, kv, prompt);
+        for (int64_t b = 0; b < blocks; b++) multiply(all, LANES, p.dim, queries.data(), wide, 1, keys + b * p.dim * LANES, LANES, scores.data() + b * LANES, ld, false);
+        for (int64_t m = 0; m < count; m++) own_scores(k, v, rows[m], m, kv, prompt);
         for (int64_t m = 0; m < count; m++)
             for (int64_t h = 0; h < share; h++)
-                normaliser[slots[m] * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[slots[m]] + 1);
-        multiply(rows, wide, prompt, scores.data(), ld, 1, c.prompt_values[g] + kv * prompt * wide, wide, sums.data(), wide, false);
+                normaliser[rows[m] * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[rows[m]] + 1);
+        multiply(all, wide, prompt, scores.data(), ld, 1, c.prompt_values[g] + kv * prompt * wide, wide, sums.data(), wide, false);
         for (int64_t m = 0; m < count; m++) {
-            int64_t length = c.places[slots[m]] + 1;
-            with_rows(c.values + (slots[m] * p.kv_heads + kv) * c.capacity * p.dim, length, p.dim, room, [&](auto* values, int64_t row) {
-                multiply(share, wide, length, scores.data() + m * share * ld + prompt, ld, 1, values, row, sums.data() + m * share * wide, wide, true);
+            int64_t length = c.places[rows[m]] + 1;
+            with_rows(c.values + own(rows[m], kv), length, p.dim, room, [&](auto* values, int64_t apart) {
+                multiply(share, wide, length, scores.data() + m * share * ld + prompt, ld, 1, values, apart, sums.data() + m * share * wide, wide, true);
             });
             for (int64_t h = 0; h < share; h++) {
-                T* to = out + (slots[m] * p.heads + kv * share + h) * p.dim;
+                T* to = out + (rows[m] * p.heads + kv * share + h) * p.dim;
                 over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(sums.data() + (m * share + h) * wide + d, n)); });
             }
         }
     }
 
-    void own_scores(Rows<const T> k, Rows<const T> v, int64_t slot, int64_t m, int64_t kv, int64_t prompt) {
-        int64_t start = (slot * p.kv_heads + kv) * c.capacity * p.dim, length = c.places[slot] + 1;
-        std::copy_n(k.head(slot, kv, p.dim), p.dim, c.keys + start + (length - 1) * p.dim);
-        std::copy_n(v.head(slot, kv, p.dim), p.dim, c.values + start + (length - 1) * p.dim);
-        with_rows(c.keys + start, length, p.dim, room, [&](auto* keys, int64_t row) {
+    // where the keys and values of a row's slot begin
+    int64_t own(int64_t row, int64_t kv) const { return (c.slots[row] * p.kv_heads + kv) * c.capacity * p.dim; }
+
+    void own_scores(Rows<const T> k, Rows<const T> v, int64_t row, int64_t m, int64_t kv, int64_t prompt) {
+        int64_t start = own(row, kv), length = c.places[row] + 1;
+        std::copy_n(k.head(row, kv, p.dim), p.dim, c.keys + start + (length - 1) * p.dim);
+        std::copy_n(v.head(row, kv, p.dim), p.dim, c.values + start + (length - 1) * p.dim);
+        with_rows(c.keys + start, length, p.dim, room, [&](auto* keys, int64_t apart) {
             for (int64_t j = 0; j < length; j++) {
                 fetch(c.values + start + j * p.dim, p.dim);
                 fetch(c.keys + start + (c.capacity * p.kv_heads + j) * p.dim, p.dim);
-                for (int64_t h = 0; h < share; h++) scores[(m * share + h) * ld + prompt + j] = inner(queries.data() + (m * share + h) * wide, keys + j * row, wide);
+                for (int64_t h = 0; h < share; h++) scores[(m * share + h) * ld + prompt + j] = inner(queries.data() + (m * share + h) * wide, keys + j * apart, wide);
             }
         });
     }
@@ -338,10 +341,10 @@ void prompt_tables(int half, void* keys, void* values, const void* k, const void
     BOTH(half, tables<T>((float* const*)keys, (float* const*)values, {(const T*)k, k_row}, {(const T*)v, v_row}, starts, lengths, prompts, kv_heads, dim, threads))
 }
 
-// out[slots, heads, dim] and normaliser[slots, heads] of one new token per slot, whose key and value enter its own cache [slots,
+// out[rows, heads, dim] and normaliser[rows, heads] of one new token for each of some slots, where its key and value enter [slots,
 // kv_heads, capacity, dim]
-void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
+void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
-    BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, places, capacity, (const float* const*)prompt_keys, (const float* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
+    BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, slots, places, capacity, (const float* const*)prompt_keys, (const float* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
 }
 }

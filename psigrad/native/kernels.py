@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from psigrad.native.build import bind, library
-from psigrad.native.products import Products, Turned, by_pytorch
+from psigrad.native.products import Products, by_pytorch
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
@@ -24,8 +25,8 @@ _SIGNATURES = {
     "swiglu_gradient": "tppppiit",
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
-    "decode": "tpppppiiipppipppppiiiiift",
-    "decode_layers": "tpi" + "p" * 10 + "i" * 7 + "ffft",
+    "decode": "tpppppiiippppipppppiiiiift",
+    "decode_layers": "tppippppp" + "ii" + "p" * 6 + "i" * 7 + "ffft",
     "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
     "turned": "ppiit",
@@ -34,7 +35,7 @@ _SIGNATURES = {
     "product": "ppppiiiiiiiiitt",
     "half_product": "ppppiiiiiiiiitt",
     "draw": "tppppiift",
-    "gather": "pppiiit",
+    "gather": "piit",
     "copies": "pppit",
 }
 
@@ -72,45 +73,22 @@ class Spans:
 
 @dataclass(frozen=True)
 class Slots:
-    """Sequences being decoded, B slots in G groups that share a prompt. All integers are int64."""
+    """A step of decoding B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
 
-    keys: Tensor
-    """[slots, H_kv, capacity, D] of each slot's own tokens."""
-    values: Tensor
+    own: Tensor
+    """[layers, 2, slots, H_kv, capacity, D]: keys and values of each slot's own tokens."""
+    slots: Tensor
+    """[B] which slot each row continues."""
     places: Tensor
-    """[B] where each slot's new token goes."""
-    prompt_keys: Tensor
-    """[G] addresses of the prompts' keys, and of their values, as `Kernels.prompt_tables` makes them."""
-    prompt_values: Tensor
+    """[B] where its token goes there."""
+    prompts: Tensor
+    """[layers, 2, G] addresses of the prompts' keys and values, as `Kernels.prompt_tables` makes them."""
     prompt_lengths: Tensor
     """[G]"""
     members: Tensor
-    """[B] slots, group by group."""
+    """[B] rows, group by group."""
     first: Tensor
     """[G + 1] where each group begins in `members`."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A layer in a step of decoding B rows: its weights, its cache, and tensors for what it computes."""
-
-    norms: Sequence[Tensor]
-    """Before attention and before the feed-forward part."""
-    head_norms: tuple[Tensor, Tensor] | None
-    turned: Sequence[Turned]
-    """[q | k | v], the output's, [gate | up], down."""
-    slots: Slots
-    window: int
-    made: Sequence[Tensor]
-    """y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the middle [B, E], [gate | up] [B, 2·I]."""
-
-    def pointers(self) -> tuple[int, ...]:
-        """As `decode_layers` reads them."""
-        slots, head_norms = self.slots, self.head_norms or ()
-        heads = [x.data_ptr() for x in head_norms] or [0, 0]
-        weights = (*(x.data_ptr() for x in self.norms), *heads, *(x.panels.data_ptr() for x in self.turned))
-        caches = (x.data_ptr() for x in (slots.keys, slots.values, slots.prompt_keys, slots.prompt_values))
-        return (*weights, *caches, slots.keys.shape[2], self.window, *(x.data_ptr() for x in self.made))
 
 
 @functools.cache
@@ -134,7 +112,7 @@ class Kernels:
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
-        self.products, self.gradients, self.slabs = Products(self._call), Gradients(self._call), Slabs(self._call)
+        self.products, self.gradients = Products(self._call), Gradients(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
@@ -165,52 +143,77 @@ class Kernels:
         self._call.attention(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *given)
         return out, normaliser
 
-    def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
-        """Output [B, H·D] and log-normaliser [B, H] of a new token per slot, which sees its prompt and its own slot; its key and
-        value enter the slot.
+    def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, layer: int, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
+        """Output [B, H·D] and log-normaliser [B, H] of a layer's new token per row, which sees its prompt and its own slot; its
+        key and value enter the slot.
         """
         normaliser = torch.empty(len(qkv), heads.queries)
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
-        own = (slots.keys.data_ptr(), slots.values.data_ptr(), slots.places.data_ptr(), slots.keys.shape[2])
-        groups = (slots.prompt_keys, slots.prompt_values, slots.prompt_lengths, slots.members, slots.first)
+        (keys, values), (prompt_keys, prompt_values) = slots.own[layer], slots.prompts[layer]
+        own = (keys.data_ptr(), values.data_ptr(), slots.slots.data_ptr(), slots.places.data_ptr(), keys.shape[2])
+        groups = (prompt_keys, prompt_values, slots.prompt_lengths, slots.members, slots.first)
         given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
         self._call.decode(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *_tables(rotated, qkv, heads), *given)
         return out, normaliser
 
-    def prompt_tables(
-        self, rotated: Tensor, qkv: Tensor, starts: Tensor, lengths: Tensor, heads: Heads
-    ) -> list[tuple[Tensor, Tensor]]:
+    def prompt_tables(self, rotated: Tensor, qkv: Tensor, starts: Tensor, lengths: Tensor, heads: Heads, to: Tensor) -> None:
         """Keys and values of prompts, each `lengths` [G] rows from `starts` [G] on, as `decode` reads them from one end to the
-        other, in float32: keys by head in blocks of 16 neighbours [H_kv, ⌈L / 16⌉, D, 16], values by head [H_kv, L, D] with D
-        filled up to a multiple of 16.
+        other, in float32, `to` the addresses [2, G] of memory for `table_sizes`: keys by head in blocks of 16 neighbours
+        [H_kv, ⌈L / 16⌉, D, 16], values by head [H_kv, L, D] with D filled up to a multiple of 16.
         """
-        wide = -(-heads.dim // 16) * 16
-        shapes = [(heads.keys, -(-length // 16), heads.dim, 16) for length in lengths.tolist()]
-        keys = [torch.empty(shape) for shape in shapes]
-        values = [torch.empty(heads.keys, length, wide) for length in lengths.tolist()]
         _, *tables = _tables(rotated, qkv, heads)
-        pointers = [(ctypes.c_void_p * len(keys))(*(x.data_ptr() for x in made)) for made in (keys, values)]
-        given = (*tables[:2], *tables[3:], starts.data_ptr(), lengths.data_ptr(), len(keys), heads.keys, heads.dim)
-        self._call.prompt_tables(_HALF[qkv.dtype], *pointers, *given, torch.get_num_threads())
-        return list(zip(keys, values, strict=True))
+        pointers = (to[0].data_ptr(), to[1].data_ptr(), *tables[:2], *tables[3:], starts.data_ptr(), lengths.data_ptr())
+        self._call.prompt_tables(_HALF[qkv.dtype], *pointers, len(lengths), heads.keys, heads.dim, torch.get_num_threads())
 
-    def decode_layers(self, x: Tensor, steps: Sequence[Step], cosine: Tensor, sine: Tensor, heads: Heads, eps: float) -> None:
-        """x [B, E] through layers one after another, by `rms_norm`, `Products.through`, `rotary`, `decode` and `swiglu`: fills
-        `made` of each.
+    def decode_layers(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        made: Tensor,
+        inner: int,
+        slots: Slots,
+        angles: tuple[Tensor, Tensor],
+        heads: Heads,
+        eps: float,
+    ) -> None:
+        """x [B, E] through layers one after another, by `rms_norm`, `Products.through`, `rotary`, `decode` and `swiglu`.
+
+        Addresses, int64 [layers, …]: of `weights` the norms before attention and before the feed-forward part, those of queries
+        and of keys (0 where there are none), the turned [q | k | v], output's, [gate | up] and down matrix, and instead of an
+        address the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
+        middle [B, E], [gate | up] [B, 2·`inner`].
         """
         rows, width = x.shape
-        inner = steps[0].turned[2].shape[0] // 2
         room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner))
-        size, normed = x.element_size(), room.data_ptr()
-        rotated = normed + size * rows * width
-        gated = rotated + size * rows * (heads.queries + heads.keys) * heads.dim
-        table = [pointer for step in steps for pointer in step.pointers()]
-        slots = steps[0].slots
-        shared = (slots.places, slots.prompt_lengths, slots.members, slots.first)
-        pointers = (x.data_ptr(), normed, rotated, gated, cosine.data_ptr(), sine.data_ptr(), *(y.data_ptr() for y in shared))
+        given = (
+            weights.data_ptr(),
+            made.data_ptr(),
+            len(weights),
+            x.data_ptr(),
+            room.data_ptr(),
+            *(y.data_ptr() for y in angles),
+        )
+        own = (slots.own.data_ptr(), slots.own.shape[2], slots.own.shape[4])
+        tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.members, slots.first)
         sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
         factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
-        self._call.decode_layers(_HALF[x.dtype], (ctypes.c_int64 * len(table))(*table), len(steps), *pointers, *sizes, *factors)
+        self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
+
+    def copy(self, to: Sequence[int], given: Sequence[int], sizes: Sequence[int]) -> None:
+        """Bytes from some addresses to others."""
+        count = len(to)
+        tables = [(ctypes.c_int64 * count)(*numbers) for numbers in (to, given, sizes)]
+        self._call.copies(*tables, count, torch.get_num_threads())
+
+    def gather(self, out: Sequence[Tensor], tables: Tensor, rows: Sequence[Tensor], slab: int) -> None:
+        """Each of `out` [n, …] ← the rows at its `rows` [n] of a table that lies in slabs of `slab` rows; of every table the
+        addresses of the slabs, `tables` [len(out), slabs]. Integers are int64.
+        """
+        wanted = []
+        for to, table, places in zip(out, tables, rows, strict=True):
+            size = to.element_size() * math.prod(to.shape[1:])
+            wanted += [to.data_ptr(), table.data_ptr(), places.data_ptr(), len(to), size]
+        self._call.gather((ctypes.c_int64 * len(wanted))(*wanted), len(out), slab, torch.get_num_threads())
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Per row of logits [B, V] the first column whose cumulative probability softmax(logits / temperature) exceeds u, float64
@@ -220,37 +223,6 @@ class Kernels:
         pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
         self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
         return ids, logp
-
-
-class Slabs:
-    """A table of rows that grows, in slabs of equally many: [slab, …] each and contiguous."""
-
-    def __init__(self, call: SimpleNamespace) -> None:
-        self._call = call
-
-    def write(self, to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """to ← given, tensor by tensor: rows of slabs and what they are to hold. Raises `ValueError` where they are not alike in
-        shape and type, or not contiguous.
-        """
-        for there, here in zip(to, given, strict=True):
-            if there.shape != here.shape or there.dtype != here.dtype or not (there.is_contiguous() and here.is_contiguous()):
-                raise ValueError(
-                    f"Rows {tuple(here.shape)}, {here.dtype}, were to be written to {tuple(there.shape)}, {there.dtype}; they "
-                    "must be alike, and contiguous."
-                )
-        count = len(to)
-        pointers = [(ctypes.c_void_p * count)(*(x.data_ptr() for x in tensors)) for tensors in (to, given)]
-        sizes = (ctypes.c_int64 * count)(*(x.numel() * x.element_size() for x in given))
-        self._call.copies(*pointers, sizes, count, torch.get_num_threads())
-
-    def gather(self, slabs: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """The rows at the places `rows` [n], int64."""
-        first = slabs[0]
-        out = torch.empty(len(rows), *first.shape[1:], dtype=first.dtype)
-        pointers = (ctypes.c_void_p * len(slabs))(*(slab.data_ptr() for slab in slabs))
-        size = first[0].numel() * first.element_size()
-        self._call.gather(out.data_ptr(), pointers, rows.data_ptr(), len(rows), len(first), size, torch.get_num_threads())
-        return out
 
 
 class Gradients:
@@ -291,6 +263,11 @@ class Gradients:
         pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
         self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
         return gradient
+
+
+def table_sizes(length: int, heads: Heads) -> tuple[int, int]:
+    """How many numbers the keys and the values of a prompt take in `Kernels.prompt_tables`."""
+    return heads.keys * -(-length // 16) * 16 * heads.dim, heads.keys * length * -(-heads.dim // 16) * 16
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:

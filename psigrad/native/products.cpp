@@ -164,8 +164,8 @@ void turned(float* to, const float* weight, int64_t n, int64_t k, int threads) {
 void through_panels(float* out, const float* x, const float* panels, const float* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
     // fewer panels than would keep the threads busy are met by some of the rows at a time, and many rows by as many as a near cache holds
     int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t shares = std::max<int64_t>(1, std::min(tall, (4 * threads + wide - 1) / wide));
-    int64_t share = std::min((tall + shares - 1) / shares * TILE_ROWS, NEAR_ROWS);
+    int64_t shares = std::max({int64_t(1), (m + NEAR_ROWS - 1) / NEAR_ROWS, std::min(tall, (4 * threads + wide - 1) / wide)});
+    int64_t share = (tall + shares - 1) / shares * TILE_ROWS;
 #pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (m * n * k > WORTH_SHARING)
     for (int64_t i = 0; i < m; i += share)
         for (int64_t j = 0; j < n; j += PANEL) {

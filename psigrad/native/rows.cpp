@@ -223,10 +223,22 @@ void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int6
 
 extern "C" {
 
-// out[i] = row rows[i] of a table of `bytes` a row that lies in slabs of `slab` rows.
-void gather(char* out, const char* const* slabs, const int64_t* rows, int64_t count, int64_t slab, int64_t bytes, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (count * bytes > 4 * WORTH_SHARING)
-    for (int64_t i = 0; i < count; i++) std::memcpy(out + i * bytes, slabs[rows[i] / slab] + rows[i] % slab * bytes, bytes);
+// Rows out of tables that stand in slabs of `slab` rows each: out[count, bytes] = those at the places `rows` of one table.
+struct Gathering {
+    char* out;
+    const char* const* slabs;
+    const int64_t* rows;
+    int64_t count, bytes;
+};
+void gather(const Gathering* wanted, int64_t tables, int64_t slab, int threads) {
+    int64_t all = 0;
+    for (int64_t t = 0; t < tables; t++) all += wanted[t].count * wanted[t].bytes;
+#pragma omp parallel num_threads(threads) if (all > 4 * WORTH_SHARING)
+    for (int64_t t = 0; t < tables; t++) {
+        Gathering g = wanted[t];
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < g.count; i++) std::memcpy(g.out + i * g.bytes, g.slabs[g.rows[i] / slab] + g.rows[i] % slab * g.bytes, g.bytes);
+    }
 }
 
 // to[i] = from[i], bytes[i] each. New memory is cleared by the thread that first writes to it, so every table is shared.

@@ -48,7 +48,7 @@ class EmbeddedSampler:
     def steps(self, requests: list[Request], params: SamplingParams) -> Iterator[list[tuple[int, list[Completion]]]]:
         """See `Stepping`. What the trainer may keep (`models/kept.py`) is named when the last request is complete."""
         check_room(self.model, requests, params)
-        self.model.network.eval()
+        self.model.switch(training=False)
         batch = _Batch(self.model, requests, params, self.max_batch, self.cuda_graphs)
         yield batch.completed()
         while batch.waiting or batch.sequences.size:
@@ -65,7 +65,7 @@ class EmbeddedSampler:
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
-        self.model.network.eval()
+        self.model.switch(training=False)
         batch = _Batch(self.model, [request], params, 1, self.cuda_graphs)
         batch.admit()
         for place in range(params.max_tokens):
@@ -108,7 +108,8 @@ class _Batch:
         longest = max(len(r.prompt_ids) for r in requests) + params.max_tokens
         self.cache: KVCache | SharedCache = KVCache(slots, longest)
         if model.decoder is not None:
-            self.cache = SharedCache(slots, params.max_tokens)
+            decoder = model.decoder
+            self.cache = SharedCache(slots, params.max_tokens, len(decoder.layers), decoder.heads, decoder.dtype)
         self.recorded: Recorded | None = None
         if cuda_graphs and isinstance(self.cache, KVCache):
             self.recorded = Recorded(model, self.cache)
@@ -173,7 +174,7 @@ class _Batch:
         """Say which kept rows are whose."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
-        rows, logps = torch.from_numpy(self.rows), torch.from_numpy(self.logprobs[0])
+        rows, logps = self.rows, self.logprobs[0]
         self.kept.said_by(self.model.network.get_output_embeddings().weight, self.params.temperature or 1.0)
         for r, request in enumerate(self.requests):
             start, members = self.prompt_rows[r], range(self.firsts[r], self.firsts[r + 1])
@@ -181,7 +182,7 @@ class _Batch:
                 Written(tuple(self.ids[i, :n].tolist()), rows[i, : max(n - 1, 0)], logps[i, :n])
                 for i, n in zip(members, self.counts[members].tolist(), strict=True)
             ]
-            self.kept.name(request.prompt_ids, torch.arange(start, start + len(request.prompt_ids)), own)
+            self.kept.name(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
 
     def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:
         """Draw and record a token for `sequences`, which stand in the slots from `before` on; let go of those that end."""
@@ -192,7 +193,7 @@ class _Batch:
         self.logprobs[0, sequences, counts] = drawn.logprobs.cpu().numpy()
         self.logprobs[1, sequences, counts] = drawn.sampling_logprobs.cpu().numpy()
         self.counts[sequences] += 1
-        self.stopped[sequences] = np.isin(ids, self.stops)
+        self.stopped[sequences] = (ids[:, None] == self.stops).any(1)
         ended = self.stopped[self.sequences] | (self.counts[self.sequences] == self.params.max_tokens)
         if ended.any():
             owners = self.owner[self.sequences[ended]]

@@ -2,135 +2,146 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from psigrad.models.attention import Attending, PackedLayout
-from psigrad.models.panels import Panels
-from psigrad.native.kernels import Heads, Slots
-from psigrad.rollout.cache import grown, moves
+from psigrad.models.panels import WORTH_TURNING, Panels
+from psigrad.native.kernels import Heads, Slots, table_sizes
+from psigrad.rollout.cache import GROWTH
 
 
-@dataclass
 class Prompt:
-    """A prompt's keys and values of each layer, in the order in which a decoding step reads them (`Kernels.prompt_tables`)."""
+    """A prompt's keys and values [layers, keys and then values], in the order in which a decoding step reads them
+    (`Kernels.prompt_tables`), float32.
+    """
 
-    length: int
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    def __init__(self, length: int, layers: int, heads: Heads) -> None:
+        keys, values = table_sizes(length, heads)
+        self.length = length
+        self.tables = torch.empty(layers, keys + values)
+        first, size = self.tables.data_ptr(), self.tables.element_size()
+        self.addresses = (first, first + size * keys, size * (keys + values))
+        """Of the first layer's keys and values, and how far apart the layers are."""
+
+
+def addresses(prompts: list[Prompt], layers: int) -> Tensor:
+    """[layers, 2, G] of the prompts' keys and values."""
+    *first, apart = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
+    return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * apart)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The active slots by the prompt that they continue."""
+    """The rows of a decoding step by the prompt that they continue."""
 
-    prompts: list[Prompt]
+    prompts: Tensor
+    """[layers, 2, G] addresses."""
     lengths: Tensor
     """[G] of the prompts."""
     members: Tensor
-    """[active] slots, group by group."""
+    """[active] rows, group by group."""
     first: Tensor
     """[G + 1] where each group begins in `members`."""
-
-    def pointers(self, layer: int) -> tuple[Tensor, Tensor]:
-        """[G] addresses of each prompt's keys, and of its values."""
-        if layer not in self._pointers:
-            tables = [prompt.layers[layer] for prompt in self.prompts]
-            keys, values = (torch.tensor([table[i].data_ptr() for table in tables]) for i in (0, 1))
-            self._pointers[layer] = (keys, values)
-        return self._pointers[layer]
-
-    @cached_property
-    def _pointers(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
+    before: Tensor
+    """[active] length of the prompt of each row."""
 
 
 class SharedCache:
-    """As `KVCache`; slots 0 … active - 1 are in use, slot i continues prompt `prompt[i]` by `lengths[i]` tokens."""
+    """As `KVCache`, but that no sequence moves: row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens behind
+    prompt `prompt[i]`.
+    """
 
-    def __init__(self, slots: int, longest: int) -> None:
+    def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
         """`longest` is what a slot may come to hold behind its prompt, in tokens."""
-        self.slots, self.longest = slots, longest
+        self.longest, self.layers, self.heads = longest, layers, heads
         self.panels = Panels()
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.own = torch.zeros(layers, 2, slots, heads.keys, 0, heads.dim, dtype=dtype)
         self.prompts: dict[int, Prompt] = {}
-        self.prompt = torch.zeros(0, dtype=torch.long)
-        self.lengths = torch.zeros(0, dtype=torch.long)
+        self.prompt = np.zeros(0, dtype=np.int64)
+        self.lengths = np.zeros(0, dtype=np.int64)
+        self.slots = np.zeros(0, dtype=np.int64)
+        self._free = np.arange(slots)
         self._met = 0
         self._arranged: Arrangement | None = None
 
     @property
     def active(self) -> int:
-        return self.lengths.numel()
+        return self.lengths.size
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
         """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
         starts, lengths = prompts.spans.prefixes.t().contiguous()
-        new = [Prompt(length) for length in lengths.tolist()]
+        new = [Prompt(length, self.layers, self.heads) for length in lengths.tolist()]
         self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
-        self.prompt = torch.cat([self.prompt, self._met + copies])
-        self.lengths = torch.cat([self.lengths, torch.zeros_like(copies)])
+        self.prompt = np.concatenate([self.prompt, self._met + copies.numpy()])
+        self.lengths = np.concatenate([self.lengths, np.zeros(len(copies), dtype=np.int64)])
+        taken, self._free = np.split(self._free, [len(copies)])
+        self.slots = np.concatenate([self.slots, taken])
         self._met += len(new)
         self._arranged = None
-        return SharedPrefill(prompts, new, starts, lengths)
+        panels = self.panels if self.active >= WORTH_TURNING else None  # decoding will turn them anyhow
+        return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, panels)
 
     def decode(self) -> SharedDecode:
         """The layout of one decoding step: a new token for every active slot."""
         return SharedDecode(self)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """As `KVCache.remove`; prompts that nobody continues are let go."""
-        order, holes, movers = moves(finished)
-        if holes.numel():
-            longest = int(self.lengths[movers].max())
-            for pair in self.layers.values():
-                for x in pair:
-                    x[holes, :, :longest] = x[movers, :, :longest]
-        self.lengths, self.prompt = self.lengths[order], self.prompt[order]
+        """Give up the slots of the rows where `finished` [active] is True, and prompts that nobody continues any more.
+
+        Returns the order [active after] in which the remaining sequences now stand.
+        """
+        order = np.flatnonzero(~finished.numpy())
+        self._free = np.concatenate([self._free, self.slots[finished.numpy()]])
+        self.lengths, self.prompt, self.slots = self.lengths[order], self.prompt[order], self.slots[order]
         alive = set(self.prompt.tolist())
         self.prompts = {number: prompt for number, prompt in self.prompts.items() if number in alive}
         self._arranged = None
-        return order
+        return torch.from_numpy(order)
 
-    def room(self, layer: int, dtype: torch.dtype, heads: Heads, tokens: int) -> tuple[Tensor, Tensor]:
-        """The layer's own keys and values [slots, H_kv, capacity, D], with room for `tokens` per slot."""
-        have = self.layers.get(layer)
-        if have is None or have[0].shape[2] < tokens:
-            zeros = functools.partial(torch.zeros, dtype=dtype)
-            self.layers[layer] = grown(have, zeros, (self.slots, heads.keys, heads.dim), tokens, self.longest)
-        return self.layers[layer]
+    def room(self, tokens: int) -> Tensor:
+        """Keys and values of all layers [layers, 2, slots, H_kv, capacity, D], with room for `tokens` per slot."""
+        have = self.own.shape[4]
+        if have < tokens:
+            capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
+            grown = self.own.new_zeros(*self.own.shape[:4], capacity, self.own.shape[5])
+            grown[..., :have, :] = self.own
+            self.own = grown
+        return self.own
 
     def arrangement(self) -> Arrangement:
         """The active slots by prompt, worked out when they change."""
         if self._arranged is None:
-            numbers, counts = torch.unique(self.prompt, return_counts=True)
+            members = self.prompt.argsort(kind="stable")
+            numbers, first, counts = np.unique(self.prompt[members], return_index=True, return_counts=True)
             prompts = [self.prompts[number] for number in numbers.tolist()]
-            lengths = torch.tensor([prompt.length for prompt in prompts])
-            first = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
-            self._arranged = Arrangement(prompts, lengths, self.prompt.argsort(stable=True), first)
+            lengths = np.array([prompt.length for prompt in prompts])
+            before = np.empty(self.active, dtype=np.int64)
+            before[members] = lengths.repeat(counts)
+            tables = (lengths, members, np.append(first, self.active), before)
+            self._arranged = Arrangement(addresses(prompts, self.layers), *map(torch.from_numpy, tables))
         return self._arranged
 
 
 @dataclass(frozen=True)
 class SharedPrefill:
-    """Packed prompts that also leave their keys and values to each `Prompt`, whose first token is at its place in `starts`."""
+    """Packed prompts whose keys and values also go to `tables` [layers, 2, G]; the first token of each is at its place in
+    `starts`.
+    """
 
     prompts: PackedLayout
-    new: list[Prompt]
+    tables: Tensor
     starts: Tensor
     lengths: Tensor
-    panels = None
-
-    def slots(self, layer: Attending) -> None:
-        """None: the prompts' keys and values are their own."""
+    panels: Panels | None
+    slots = None
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        tables = layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads)
-        for prompt, table in zip(self.new, tables, strict=True):
-            prompt.layers[layer.index] = table
+        layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.index])
         return self.prompts.mix(layer, rotated, qkv)
 
 
@@ -138,28 +149,13 @@ class SharedDecode:
     """One new token per active slot, which sees its prompt and its own slot."""
 
     def __init__(self, cache: SharedCache) -> None:
-        self.cache, self.arranged, self.places = cache, cache.arrangement(), cache.lengths
+        own, arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
+        slots, places = torch.from_numpy(cache.slots), torch.from_numpy(cache.lengths)
+        self.slots = Slots(own, slots, places, arranged.prompts, arranged.lengths, arranged.members, arranged.first)
         self.panels = cache.panels
+        self.positions = arranged.before + places
+        """[active] of the new tokens."""
         cache.lengths = cache.lengths + 1
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """[active] of the new tokens."""
-        per_slot = torch.empty_like(self.places)
-        counts = self.arranged.first.diff()
-        per_slot[self.arranged.members] = self.arranged.lengths.repeat_interleave(counts)
-        return per_slot + self.places
-
-    @cached_property
-    def _tokens(self) -> int:
-        return int(self.places.max()) + 1
-
-    def slots(self, layer: Attending) -> Slots:
-        keys, values = self.cache.room(layer.index, layer.dtype, layer.heads, self._tokens)
-        arranged = self.arranged
-        return Slots(
-            keys, values, self.places, *arranged.pointers(layer.index), arranged.lengths, arranged.members, arranged.first
-        )
-
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        return layer.native.decode(rotated, qkv, self.slots(layer), layer.heads, layer.window)
+        return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)

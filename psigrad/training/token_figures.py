@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,23 +39,29 @@ class TokenFigures:
 
     def rows(self) -> list[dict[str, Any]]:
         """Columns of rollouts.jsonl for every row of the batch: `kept` False where a filter left it out, and for the first rows
-        what is known of each token.
+        what is known of each token up to the last that the policy chose, 0 for those that it did not choose.
 
         `trained_logprobs` under the policy of the last pass over the row, before its step; `ref_logprobs` under the reference;
         `entropy` exact, in nats; `advantages` where they differ between tokens.
         """
-        kept: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
-        return [{**own, **self._tokens(n)} if n < self.count else own for n, own in enumerate(kept)]
-
-    def _tokens(self, n: int) -> dict[str, list[float]]:
-        batch = self.prepared.batch
-        mask = batch.mask[n]
-        return {
-            **_column("trained_logprobs", self.logp[n], mask),
-            **({} if batch.logp_ref is None else _column("ref_logprobs", batch.logp_ref[n], mask)),
-            **_column("entropy", self.entropy[n], mask),
-            **_varying("advantages", self.prepared.advantage[n], mask),
+        rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
+        batch, advantage = self.prepared.batch, self.prepared.advantage
+        chosen = batch.mask[: self.count].cpu().numpy()
+        columns = {
+            "trained_logprobs": self.logp,
+            "ref_logprobs": batch.logp_ref,
+            "entropy": self.entropy,
+            "advantages": advantage,
         }
+        tables = {name: x[: self.count].detach().double().cpu().numpy() for name, x in columns.items() if x is not None}
+        for n, mask in enumerate(chosen):
+            length = int(mask.nonzero()[0].max(initial=-1)) + 1
+            for name, table in tables.items():
+                values = table[n][mask]
+                alike = name == "advantages" and not (values != values[:1]).any()
+                if length and not alike and not np.isnan(values).any():
+                    rows[n][name] = rounded(np.where(mask, table[n], 0.0)[:length].tolist())
+        return rows
 
 
 def log_probs_of(completion: Completion) -> dict[str, list[float]]:
@@ -67,16 +74,3 @@ def log_probs_of(completion: Completion) -> dict[str, list[float]]:
 def rounded(values: Sequence[float]) -> list[float]:
     """What people read of figures per token."""
     return [round(float(value), DIGITS) for value in values]
-
-
-def _column(name: str, values: Tensor, mask: Tensor) -> dict[str, list[float]]:
-    """The values up to the last chosen token, 0 on those that the policy did not choose; nothing where one is unknown."""
-    mask = mask.cpu()
-    length = int(mask.nonzero().max()) + 1 if bool(mask.any()) else 0
-    chosen = torch.where(mask, values.detach().float().cpu(), torch.zeros(()))[:length]
-    return {} if length == 0 or bool(chosen.isnan().any()) else {name: rounded(chosen.tolist())}
-
-
-def _varying(name: str, values: Tensor, mask: Tensor) -> dict[str, list[float]]:
-    chosen = values[mask]
-    return _column(name, values, mask) if chosen.numel() and bool((chosen != chosen[0]).any()) else {}

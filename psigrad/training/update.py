@@ -49,6 +49,7 @@ class Optimizer:
         self.parameters, self.optim = dict(parameters), optim
         half = (torch.bfloat16, torch.float16)
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
+        self._halves = [(p, self.masters[name]) for name, p in self.parameters.items() if self.masters[name] is not p]
         betas = (optim.adam_beta1, optim.adam_beta2)
         self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay)
         self.nonfinite = 0
@@ -70,9 +71,15 @@ class Optimizer:
 
     def norm(self) -> float:
         """The norm of the gradient that was added up, on the masters, where it will be applied."""
-        for name, p in self.parameters.items():
-            master = self.masters[name]
-            master.grad = p.grad if p.grad is None or master is p else p.grad.float()
+        for p, master in self._halves:
+            if p.grad is None:
+                master.grad = None
+            elif master.grad is None:
+                master.grad = torch.empty_like(master)
+        learning = [(p.grad, master.grad) for p, master in self._halves if p.grad is not None and master.grad is not None]
+        if learning:
+            given, wide = zip(*learning, strict=True)
+            torch._foreach_copy_(wide, given)
         gradients = self._gradients()
         stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
@@ -84,10 +91,10 @@ class Optimizer:
         put_off = {name: self.sums.blocks(p) for name, p in self.parameters.items() if p in self.sums.uses}
         self.adamw.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
         self.sums.forget()
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                if self.masters[name] is not p:
-                    p.copy_(self.masters[name])
+        if self._halves:
+            stored, masters = zip(*self._halves, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(stored, masters)
 
     def _gradients(self) -> list[Tensor]:
         return [m.grad for m in self.masters.values() if m.grad is not None]

@@ -15,7 +15,7 @@ from psigrad.models import scalar_model
 from psigrad.models.fused import Decoder
 from psigrad.models.fused_layer import compute_dtype
 from psigrad.native.build import library
-from psigrad.native.kernels import Heads, Slots, Spans, kernels
+from psigrad.native.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
 
@@ -282,6 +282,14 @@ def test_a_window_and_a_long_prefix_equal_a_direct_softmax():
         assert torch.allclose(out, expected, atol=1e-5), window
 
 
+def laid_out(rotated, qkv, starts, lengths, heads):
+    """(keys, values) of each prompt as the kernel leaves them, in memory that held something else."""
+    made = [tuple(torch.full((size,), 9.0) for size in table_sizes(length, heads)) for length in lengths.tolist()]
+    to = torch.tensor([[x.data_ptr() for x in column] for column in zip(*made, strict=True)])
+    kernels().prompt_tables(rotated, qkv, starts, lengths, heads, to)
+    return made
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [8, 16, 20, 64])
 def test_prompts_are_laid_out_as_decoding_reads_them(dim, kind):
@@ -290,9 +298,10 @@ def test_prompts_are_laid_out_as_decoding_reads_them(dim, kind):
     qkv = torch.randn(70, heads.row).to(kind)
     rotated = torch.randn(70, 6 * dim).to(kind)
     starts, lengths = torch.tensor([40, 0, 17]), torch.tensor([30, 16, 1])
-    made = kernels().prompt_tables(rotated, qkv, starts, lengths, heads)
+    wide = -(-dim // 16) * 16
+    made = laid_out(rotated, qkv, starts, lengths, heads)
     for start, length, (keys, values) in zip(starts.tolist(), lengths.tolist(), made, strict=True):
-        assert keys.shape == (2, -(-length // 16), dim, 16) and values.shape == (2, length, -(-dim // 16) * 16)
+        keys, values = keys.view(2, -(-length // 16), dim, 16), values.view(2, length, wide)
         expected = rotated[start : start + length, 4 * dim :].float().view(length, 2, dim).permute(1, 2, 0)
         flat = keys.transpose(1, 2).flatten(2)
         assert torch.equal(flat[:, :, :length], expected) and (flat[:, :, length:] == 0).all()
@@ -305,31 +314,33 @@ def test_prompts_are_laid_out_as_decoding_reads_them(dim, kind):
 def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim, window):
     native = kernels()
     assert not isinstance(native, str), native
-    heads, own, slots = Heads(queries=4, keys=2, dim=dim, eps=1e-6, scale=0.3), 5, 3
+    heads, own, rows_there, layer = Heads(queries=4, keys=2, dim=dim, eps=1e-6, scale=0.3), 5, 3, 1
     torch.manual_seed(prompt)
     before = torch.randn(2, prompt, 2 * dim)  # keys and values of the prompt
     rows = torch.zeros(prompt, heads.row)
     rows[:, 4 * dim : 6 * dim], rows[:, 6 * dim :] = before
     whole = torch.zeros(1, dtype=torch.int64), torch.tensor([prompt])
-    ((keys, values),) = native.prompt_tables(rows[:, : 6 * dim].contiguous(), rows, *whole, heads)
-    cache = torch.randn(2, slots, 2, 8, dim)
-    qkv = torch.randn(slots, heads.row)
+    (tables,) = laid_out(rows[:, : 6 * dim].contiguous(), rows, *whole, heads)
+    cache = torch.randn(2, 2, 5, 2, 8, dim)  # of two layers, with room for more than continue the prompt
+    others = cache[0].clone()
+    qkv = torch.randn(rows_there, heads.row)
     rotated = qkv[:, : 6 * dim].clone()
-    places, members = torch.full((slots,), own), torch.tensor([2, 0, 1])
-    addresses = [torch.tensor([x.data_ptr()]) for x in (keys, values)]
-    given = Slots(*cache, places, *addresses, torch.tensor([prompt]), members, torch.tensor([0, slots]))
-    out, _ = native.decode(rotated, qkv, given, heads, window)
-    for slot in range(slots):
+    slots, places, members = torch.tensor([4, 0, 1]), torch.full((rows_there,), own), torch.tensor([2, 0, 1])
+    addresses = torch.tensor([[[0], [0]], [[x.data_ptr()] for x in tables]])
+    given = Slots(cache, slots, places, addresses, torch.tensor([prompt]), members, torch.tensor([0, rows_there]))
+    out, _ = native.decode(rotated, qkv, given, layer, heads, window)
+    assert torch.equal(cache[0], others)
+    for row, slot in enumerate(slots.tolist()):
         for head in range(4):
             rows = [
-                torch.cat([before[i, :, head // 2 * dim : (head // 2 + 1) * dim], cache[i, slot, head // 2, : own + 1]])
+                torch.cat([before[i, :, head // 2 * dim : (head // 2 + 1) * dim], cache[layer, i, slot, head // 2, : own + 1]])
                 for i in (0, 1)
             ]
-            scores = rows[0] @ rotated[slot, head * dim : (head + 1) * dim] * heads.scale
+            scores = rows[0] @ rotated[row, head * dim : (head + 1) * dim] * heads.scale
             if window:
                 scores[: max(0, len(scores) - window)] = -torch.inf
             expected = scores.softmax(0) @ rows[1]
-            assert torch.allclose(out[slot, head * dim : (head + 1) * dim], expected, atol=1e-5)
+            assert torch.allclose(out[row, head * dim : (head + 1) * dim], expected, atol=1e-5)
 
 
 def test_fewer_threads_than_asked_for_change_nothing(tmp_path):

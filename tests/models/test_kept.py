@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from psigrad.models import fused, kept, logprobs
+from psigrad.models.blocks import Block, Parts
 from psigrad.models.kept import SLAB, Kept
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups
@@ -98,7 +99,7 @@ def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(
     groups = sampled(model)
     _, gradient = results(model, groups)
     with torch.inference_mode():
-        for part in model.kept.slabs[0][1]:
+        for part in model.kept.slabs[0].layers()[1]:
             part.mul_(1.5)
     assert unlike(results(model, groups)[1], gradient) > 1e-2
 
@@ -131,7 +132,7 @@ def test_negative_control_a_large_heads_gradient_is_made_of_what_was_said(model,
     _, gradient = results(model, groups)
     with torch.inference_mode():
         for written in model.kept._completions.values():
-            written.logps.sub_(0.1)
+            written.logps[:] -= 0.1
     assert unlike(results(model, groups)[1], gradient) > 1e-2
 
 
@@ -235,17 +236,23 @@ def test_two_calls_of_the_sampler_add_up(model):
 def test_copies_of_one_layer_at_a_time_lie_beside_what_was_kept(model, monkeypatch):
     groups, gathered = sampled(model), []
     original = kept.Known._gathered
-    monkeypatch.setattr(kept.Known, "_gathered", lambda self, *at: gathered.append(at[0]) or original(self, *at))
+
+    def noted(self, wanted):
+        gathered.append([(layer, part) for layer, part, _ in wanted])
+        return original(self, wanted)
+
+    monkeypatch.setattr(kept.Known, "_gathered", noted)
     passed_on = []
     through = fused._Through.apply
     monkeypatch.setattr(fused._Through, "apply", lambda *given: passed_on.append(through(*given)) or passed_on[-1])
     logp = model.evaluate(groups).logp
     last = len(model.decoder.layers) - 1
     assert [bool(y.isnan().all()) for y in passed_on] == [True] * last + [False], "nobody computes with a mere place"
-    assert gathered == [last], "the head needs the last layer's output, and nothing else is needed yet"
+    assert gathered == [[(last, 0)]], "the head needs the last layer's output, and nothing else is needed yet"
     logp.sum().backward()
     # of each layer its five parts, and its input, which is the output of the one before
-    assert gathered[1:] == [i for layer in range(last, -1, -1) for i in [layer - 1] * (layer > 0) + [layer] * 5]
+    parts = [[(layer - 1, 0)] * (layer > 0) + [(layer, part) for part in range(1, 6)] for layer in range(last, -1, -1)]
+    assert gathered[1:] == parts
 
 
 def test_what_was_let_go_is_not_begun_again(model):
@@ -256,59 +263,74 @@ def test_what_was_let_go_is_not_begun_again(model):
     assert model.kept.rows == before and not model.kept.slabs and found(model, groups) is None
 
 
+PARTS = Parts(2, ((5, torch.float32), (3, torch.bfloat16), (70, torch.float32)))
+
+
+def random_layers(rows, parts=PARTS):
+    return [tuple(torch.randn(rows, width).to(kind) for width, kind in parts.kinds) for _ in range(parts.layers)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (3,), (5, 70)])
 def test_rows_are_gathered_from_slabs_in_any_order(dtype, shape):
-    table = torch.randn(12, 16, *shape).to(dtype)
-    rows = torch.randint(0, 12 * 16, (900,))
-    assert torch.equal(kernels().slabs.gather(list(table), rows), table.flatten(0, 1)[rows])
-    assert kernels().slabs.gather(list(table), rows[:0]).shape == (0, *shape)
+    """Of two tables at once, another number of each."""
+    tables = [torch.randn(12, 16, *shape).to(dtype), torch.randn(12, 16, 7)]
+    rows = [torch.randint(0, 12 * 16, (n,)) for n in (900, 50)]
+    out = [torch.empty(len(places), *table.shape[2:], dtype=table.dtype) for places, table in zip(rows, tables, strict=True)]
+    addresses = torch.tensor([[slab.data_ptr() for slab in table] for table in tables])
+    kernels().gather(out, addresses, rows, 16)
+    assert all(torch.equal(made, table.flatten(0, 1)[at]) for made, table, at in zip(out, tables, rows, strict=True))
+    kernels().gather([torch.empty(0, *shape, dtype=dtype)], addresses[:1], [rows[0][:0]], 16)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 70])
-def test_rows_are_written_to_several_slabs_at_once_and_nowhere_else(rows):
-    shapes, dtypes = [(), (3,), (5, 700)], [torch.float32, torch.bfloat16, torch.float32]
-    slabs = [torch.randn(100, *shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    given = [torch.randn(rows, *slab.shape[1:]).to(slab.dtype) for slab in slabs]
-    wanted = [torch.cat([slab[:20], new, slab[20 + rows :]]) for slab, new in zip(slabs, given, strict=True)]
-    kernels().slabs.write([slab[20 : 20 + rows] for slab in slabs], given)
-    assert all(torch.equal(slab, want) for slab, want in zip(slabs, wanted, strict=True))
+def test_rows_are_written_to_all_parts_of_a_block_and_nowhere_else(rows):
+    block, before = Block(PARTS, 100), random_layers(100)
+    block.write(0, before, 0, 100)
+    given = random_layers(rows + 4)
+    block.write(20, given, 3, rows)
+    for layer, (old, new) in enumerate(zip(before, given, strict=True)):
+        for part, (was, own) in enumerate(zip(old, new, strict=True)):
+            wanted = torch.cat([was[:20], own[3 : 3 + rows], was[20 + rows :]])
+            assert torch.equal(block.part(layer, part), wanted)
+            assert torch.equal(block.part(layer, part, 15, 10), wanted[15:25])
+            assert block.addresses(15)[layer, part] == block.part(layer, part, 15).data_ptr()
 
 
-@pytest.mark.parametrize("given", [torch.ones(4, 4), torch.ones(3, 3), torch.ones(3, 4).double(), torch.ones(4, 3).t()])
-def test_what_does_not_fit_a_slab_is_refused(given):
-    slab = torch.zeros(3, 4)
+@pytest.mark.parametrize("wrong", [torch.ones(4, 6), torch.ones(3, 5), torch.ones(4, 5).double(), torch.ones(5, 4).t()])
+def test_what_is_no_such_part_is_refused(wrong):
+    block, given = Block(PARTS, 10), random_layers(4)
+    block.write(0, before := random_layers(10), 0, 10)
+    given[1] = (wrong, *given[1][1:])
     with pytest.raises(ValueError, match="were to be written"):
-        kernels().slabs.write([slab], [given])
-    assert not slab.any()
+        block.write(0, given, 0, 4)
+    assert all(torch.equal(a, b) for old, new in zip(before, block.layers(), strict=True) for a, b in zip(old, new, strict=True))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
     """Passes of many sizes lie apart, and small ones in between; those of a slab or less are computed in place."""
     draw = torch.Generator().manual_seed(3)
-    shapes = [(5,), (3,)]
-
-    def fresh(rows):
-        return [tuple(torch.empty(rows, *shape) for shape in shapes) for _ in range(2)]
-
     table, expected = Kept(float("inf")), {}
     for count in [700, 200, 150, 40, 256, 1, 300, *torch.randint(1, 120, (40,), generator=draw).tolist()]:
-        start = table.start(count)
-        layers = (table.room(count, fresh) if in_place else None) or fresh(count)
-        for x in (x for layer in layers for x in layer):
-            x.copy_(torch.randn(x.shape, generator=draw))
-        expected[start] = [[x.clone() for x in layer] for layer in layers]
-        table.add(layers, [])
+        start, layers = table.start(count), random_layers(count)
+        expected[start] = layers
+        room = table.room(count, PARTS) if in_place else None
+        if room is not None:
+            block, place = room
+            block.write(place, layers, 0, count)
+        table.add(count, PARTS, [], None if room is not None else layers)
     spans = sorted((start, start + len(layers[0][0])) for start, layers in expected.items())
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert table.rows == sum(end - start for start, end in spans) > 0.9 * SLAB * len(table.slabs)
+    everything = torch.arange(SLAB * len(table.slabs))
+    known = kept.Known(table.slabs, everything, kept.Said(torch.zeros(0), 1.0, (0, 0)))
+    found = [known._gathered([(i, part, everything) for part in range(3)]) for i in range(2)]
     for start, layers in expected.items():
-        rows = torch.arange(start, start + len(layers[0][0]))
-        for i, layer in enumerate(layers):
-            for part, x in enumerate(layer):
-                assert torch.equal(kernels().slabs.gather([slab[i][part] for slab in table.slabs], rows), x)
+        for whole, layer in zip(found, layers, strict=True):
+            assert all(torch.equal(part[start : start + len(x)], x) for part, x in zip(whole, layer, strict=True))
 
 
 def test_more_rows_than_a_slab_holds_have_no_room_in_place():
-    assert Kept(float("inf")).room(SLAB + 1, lambda rows: pytest.fail("nothing is made for them")) is None
+    table = Kept(float("inf"))
+    assert table.room(SLAB + 1, PARTS) is None and not table.slabs, "nothing is made for them"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
@@ -28,9 +26,9 @@ def steps(monkeypatch):
     """How many rows went through how many layers at once."""
     taken, together = [], Kernels.decode_layers
 
-    def noted(self, x, steps, *given):
-        taken.append((len(x), len(steps)))
-        return together(self, x, steps, *given)
+    def noted(self, x, weights, *given):
+        taken.append((len(x), len(weights)))
+        return together(self, x, weights, *given)
 
     monkeypatch.setattr(Kernels, "decode_layers", noted)
     return taken
@@ -41,7 +39,7 @@ def drawn(model, *, keep=False, max_batch=256):
     model.kept = Kept(float("inf")) if keep else None
     found = [c for group in EmbeddedSampler(model, max_batch).sample(REQUESTS, LONG) for c in group]
     slabs = enumerate(model.kept.slabs if keep else [])
-    return found, [x[: model.kept._taken[i]] for i, slab in slabs for layer in slab for x in layer]
+    return found, [x[: model.kept._taken[i]] for i, slab in slabs for layer in slab.layers() for x in layer]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -57,7 +55,7 @@ def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kin
     assert len(steps) > 60 and {layers for _, layers in steps} == {len(model.decoder.layers)}
     assert len({rows for rows, _ in steps}) > 1, "sequences end on the way"
     steps.clear()
-    monkeypatch.setattr(Decoder, "_stepped", lambda *given: [])
+    monkeypatch.setattr(Decoder, "_stepped", lambda *given: None)
     alone = drawn(model, keep=keep, max_batch=max_batch)
     assert not steps
     assert together[0] == alone[0]
@@ -69,8 +67,13 @@ def test_negative_control_norms_in_each_others_place_are_noticed(tokenizer, step
     model = made(PLAIN["qwen3"], tokenizer)
     with torch.no_grad():
         model.decoder.layers[0].weights.given[7].mul_(1.5)
-    right, step = drawn(model), Layer.step
-    monkeypatch.setattr(Layer, "step", lambda *given: replace(made := step(*given), norms=made.norms[::-1]))
+    right, addresses = drawn(model), Layer.addresses
+
+    def wrong(*given):
+        first, second, *others = addresses(*given)
+        return [second, first, *others]
+
+    monkeypatch.setattr(Layer, "addresses", wrong)
     assert drawn(model) != right and steps
 
 

@@ -1,0 +1,84 @@
+"""What a decoder's layers make of many rows, each layer's parts one after another in one block of memory: where they are for a
+kernel that goes through all layers is an addition, and the memory is taken and given back at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from psigrad.native.kernels import Kernels, kernels
+
+# Of each layer its output [rows, E] and what its backward pass needs [rows, …].
+Layers = list[tuple[Tensor, ...]]
+_ALIGNED = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each of `layers` makes of a row: tensors of `kinds`, their width and type."""
+
+    layers: int
+    kinds: tuple[tuple[int, torch.dtype], ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a row of each part."""
+        return tuple(width * kind.itemsize for width, kind in self.kinds)
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row in all layers."""
+        return self.layers * sum(self.sizes)
+
+
+class Block:
+    """Room for `rows` rows of every part of every layer."""
+
+    def __init__(self, parts: Parts, rows: int) -> None:
+        self.parts, self.rows = parts, rows
+        whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in parts.sizes]
+        self._memory = torch.empty(parts.layers * sum(whole), dtype=torch.uint8)
+        starts = torch.tensor([0, *whole[:-1]]).cumsum(0)
+        self._starts = starts + torch.arange(parts.layers)[:, None] * sum(whole)
+        self._sizes = torch.tensor(parts.sizes)
+
+    def addresses(self, start: int = 0) -> Tensor:
+        """[layers, parts] of their row `start`, int64."""
+        return self._starts + self._sizes * start + self._memory.data_ptr()
+
+    def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
+        """A part's rows [count, width] from `start` on; all that follow where no count is given."""
+        width, kind = self.parts.kinds[index]
+        count, size = self.rows - start if count is None else count, self.parts.sizes[index]
+        first = int(self._starts[layer, index]) + start * size
+        return self._memory[first : first + count * size].view(kind).view(count, width)
+
+    def layers(self) -> Layers:
+        """All of it."""
+        return [tuple(self.part(i, j) for j in range(len(self.parts.kinds))) for i in range(self.parts.layers)]
+
+    def write(self, start: int, layers: Layers, first: int, count: int) -> None:
+        """Rows from `start` on ← `count` rows of `layers` from `first` on. Raises `ValueError` where they are other parts."""
+        given = [x for layer in layers for x in layer]
+        kinds = [kind for _ in range(self.parts.layers) for kind in self.parts.kinds]
+        whole = all(x.is_contiguous() and len(x) >= first + count for x in given)
+        if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
+            raise ValueError(
+                f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} were to be "
+                f"written to {kinds}; they must be alike, and contiguous."
+            )
+        sizes = self.parts.sizes * self.parts.layers
+        there = [x.data_ptr() + first * size for x, size in zip(given, sizes, strict=True)]
+        native().copy(self.addresses(start).flatten().tolist(), there, [count * size for size in sizes])
+
+
+def native() -> Kernels:
+    """The kernels, which who has a block has."""
+    native = kernels()
+    assert not isinstance(native, str), "only the fused decoder has blocks"
+    return native
