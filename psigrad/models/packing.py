@@ -4,10 +4,12 @@ pack).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +38,9 @@ class Rows:
     masks: Sequence[Sequence[bool]]
 
     def __post_init__(self) -> None:
-        for n, mask in enumerate(self.masks):
+        for n, (row, mask) in enumerate(zip(self.rows, self.masks, strict=True)):
+            if len(row) != len(mask):
+                raise ValueError(f"Row {n} has {len(row)} tokens and a mask of {len(mask)}; they must be equally long.")
             if mask and mask[0]:
                 raise ValueError(
                     f"Row {n} trains on its first token, which nothing precedes; start rows with a prompt or a BOS token."
@@ -109,13 +113,24 @@ def _shape(lengths: Sequence[int]) -> tuple[int, int]:
     return len(lengths), max(lengths, default=0)
 
 
-def _positions(lengths: Sequence[int], start: int, device: torch.device | str) -> Tensor:
+def _places(lengths: np.ndarray) -> np.ndarray:
+    """0 … length - 1 of each piece, one piece after the other."""
+    return np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+
+
+def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
+    """All of their ids, `count` of them."""
+    return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=count)
+
+
+def _table(lengths: np.ndarray, start: int, device: torch.device | str) -> Tensor:
     """[len(lengths), longest] packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
-    width, table = max(lengths, default=0), []
-    for length in lengths:
-        table.append([*range(start, start + length), *[-1] * (width - length)])
-        start += length
-    return on_device(table, device).view(len(lengths), width)
+    first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
+    return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
+
+
+def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
+    return np.array([len(piece) for piece in pieces], dtype=np.int64)
 
 
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
@@ -124,57 +139,45 @@ def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardIn
 
 
 def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
-    ends, total = [], 0
-    for prompt in groups.prompts:
-        total += len(prompt)
-        ends.append(total - 1)
-    tokens = [t for prompt in groups.prompts for t in prompt]
-    positions = [i for prompt in groups.prompts for i in range(len(prompt))]
-    own, prefix, lengths, targets = [], [], [], _TargetLists()
-    for b, completions in enumerate(groups.completions):
-        offset = len(groups.prompts[b])
-        for ids in completions:
-            keep = max(len(ids) - 1, 0)
-            if ids:
-                targets.add([ends[b], *range(len(tokens), len(tokens) + keep)], ids, len(own), range(len(ids)))
-            tokens += ids[:-1]
-            positions += range(offset, offset + keep)
-            own.append(keep)
-            prefix.append(b)
-            lengths.append(len(ids))
-    layout = PackedLayout(
-        _positions([len(p) for p in groups.prompts], 0, device),
-        _positions(own, total, device),
-        on_device(prefix, device),
-        len(tokens),
-    )
+    completions = [ids for group in groups.completions for ids in group]
+    before, lengths = _lengths(groups.prompts), _lengths(completions)
+    prefix = np.arange(len(before)).repeat(_lengths(groups.completions))
+    own, ends, total = np.maximum(lengths - 1, 0), before.cumsum() - 1, int(before.sum())
+    # of every token: its completion, its place there, and whether it is computed
+    n, t, ids = np.arange(len(lengths)).repeat(lengths), _places(lengths), _flat(completions, int(lengths.sum()))
+    kept = t < own[n]
+    tokens = np.concatenate([_flat(groups.prompts, total), ids[kept]])
+    positions = np.concatenate([_places(before), (before[prefix][n] + t)[kept]])
+    first = total + own.cumsum() - own
+    rows = np.where(t == 0, ends[prefix[n]], first[n] + t - 1)
+    layout = PackedLayout(_table(before, 0, device), _table(own, total, device), on_device(prefix, device), len(tokens))
+    targets = Targets(*(on_device(x, device) for x in (rows, ids, n, t)), shape=(len(lengths), int(lengths.max(initial=0))))
     return ForwardInputs(
-        on_device([tokens], device),
-        on_device([positions], device),
-        targets.tensors(_shape(lengths), device),
+        on_device(tokens[None], device),
+        on_device(positions[None], device),
+        targets,
         layout=layout,
         prefix_ends=on_device(ends, device),
     )
 
 
 def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
-    tokens, positions, own, targets = [], [], [], _TargetLists()
-    for n, (ids, mask) in enumerate(zip(rows.rows, rows.masks, strict=True)):
-        wanted = [t for t in range(1, len(ids)) if mask[t]]
-        targets.add([len(tokens) + t - 1 for t in wanted], [ids[t] for t in wanted], n, wanted)
-        tokens += ids[:-1]
-        positions += range(len(ids) - 1)
-        own.append(max(len(ids) - 1, 0))
+    lengths = _lengths(rows.rows)
+    own = np.maximum(lengths - 1, 0)
+    n, t, ids = np.arange(len(lengths)).repeat(lengths), _places(lengths), _flat(rows.rows, int(lengths.sum()))
+    wanted, kept = np.fromiter(chain.from_iterable(rows.masks), dtype=bool, count=len(ids)), t < own[n]
+    first = own.cumsum() - own
+    found = ((first[n] + t - 1)[wanted], ids[wanted], n[wanted], t[wanted])
     layout = PackedLayout(
         torch.zeros(0, 0, dtype=torch.long, device=device),
-        _positions(own, 0, device),
+        _table(own, 0, device),
         torch.zeros(len(own), dtype=torch.long, device=device),
-        len(tokens),
+        int(own.sum()),
     )
     return ForwardInputs(
-        on_device([tokens], device),
-        on_device([positions], device),
-        targets.tensors(_shape([len(ids) for ids in rows.rows]), device),
+        on_device(ids[kept][None], device),
+        on_device(t[kept][None], device),
+        Targets(*(on_device(x, device) for x in found), shape=(len(lengths), int(lengths.max(initial=0)))),
         layout=layout,
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from psigrad.native.build import bind, library
+from psigrad.native.halves import Halves
 from psigrad.native.products import Products, by_pytorch
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
@@ -37,6 +38,8 @@ _SIGNATURES = {
     "draw": "tppppiift",
     "gather": "piit",
     "copies": "pppit",
+    "squared_norm": "pppit",
+    "adamw_halves": "ppi" + "f" * 5 + "t",
 }
 
 
@@ -112,7 +115,7 @@ class Kernels:
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
-        self.products, self.gradients = Products(self._call), Gradients(self._call)
+        self.products, self.gradients, self.halves = Products(self._call), Gradients(self._call), Halves(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""

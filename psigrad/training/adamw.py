@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from psigrad.native.halves import Half
+from psigrad.native.kernels import kernels
 from psigrad.training.checkpoint import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -15,15 +17,23 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class AdamW:
     """`torch.optim.AdamW`'s fused step (Loshchilov & Hutter 2019, arXiv:1711.05101) by its functional form, with a state that
-    knows the parameters' names. Weight decay acts on matrices only.
+    knows the parameters' names. Weight decay acts on matrices only. A parameter may be the float32 master of one of `halves`,
+    bfloat16 weights on a CPU: these are stepped by the kernels, along their own gradients.
 
     torch's class imports the compiler before its first step, which takes over a second and sixty megabytes. And it makes the
     moments at that step, among tensors that come and go: the holes that those leave fit nothing any more, which took a tenth more
     memory where the vocabulary is large. Here they are made first.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        self.parameters = dict(parameters)
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        halves: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.parameters, self.halves = dict(parameters), dict(halves or {})
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.state = {name: self._fresh(p) for name, p in self.parameters.items()}
 
@@ -49,8 +59,12 @@ class AdamW:
                 moments = tuple([state[key][rows]] for key in _MOMENTS)
                 self._step(lr, self.weight_decay if p.dim() > 1 else 0.0, [p[rows]], [gradient], moments, [steps.clone()], shrink)
             state["step"] += 1
-        # the fused step changes its parameters without counting their versions up, by which others notice
-        torch.autograd.graph.increment_version([self.parameters[name] for name in (*learning, *(blocks or {}))])
+        halves = [name for name, p in self.halves.items() if p.grad is not None]
+        if halves:
+            self._step_halves(halves, lr, shrink)
+        # these steps change parameters without counting their versions up, by which others notice
+        changed = [self.parameters[name] for name in (*learning, *(blocks or {}), *halves)]
+        torch.autograd.graph.increment_version(changed + [self.halves[name] for name in halves])
 
     def _step(
         self,
@@ -78,6 +92,19 @@ class AdamW:
             eps=self.eps,
             maximize=False,
         )
+
+    def _step_halves(self, names: list[str], lr: float, shrink: float) -> None:
+        native = kernels()
+        assert not isinstance(native, str), "else nothing is given as halves"
+        steps = [self.state[name]["step"] for name in names]
+        torch._foreach_add_(steps, 1)
+        found = []
+        for name, step in zip(names, torch.stack(steps).tolist(), strict=True):
+            stored, moments = self.halves[name], [self.state[name][key] for key in _MOMENTS]
+            assert stored.grad is not None
+            decay = self.weight_decay if stored.dim() > 1 else 0.0
+            found.append(Half(self.parameters[name], stored, stored.grad.contiguous(), *moments, int(step), decay))
+        native.halves.step(found, lr, self.betas, self.eps, 1 / shrink)
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and step counts as "exp_avg.<name>" and so on."""

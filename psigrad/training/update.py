@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.models.gradients import Sums, in_place
+from psigrad.native.halves import suits
+from psigrad.native.kernels import kernels
 from psigrad.training.adamw import AdamW
 
 # Consecutive steps without a finite gradient after which the run stops.
@@ -49,9 +51,12 @@ class Optimizer:
         self.parameters, self.optim = dict(parameters), optim
         half = (torch.bfloat16, torch.float16)
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
-        self._halves = [(p, self.masters[name]) for name, p in self.parameters.items() if self.masters[name] is not p]
+        halves = {name: p for name, p in self.parameters.items() if self.masters[name] is not p}
+        self._native = kernels()
+        stepped = {} if isinstance(self._native, str) else {name: p for name, p in halves.items() if suits(p)}
+        self._copied = [(p, self.masters[name]) for name, p in halves.items() if name not in stepped]
         betas = (optim.adam_beta1, optim.adam_beta2)
-        self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay)
+        self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
         self.nonfinite = 0
         self.sums = Sums(self.parameters.values(), recompute=recompute)
 
@@ -70,19 +75,17 @@ class Optimizer:
             p.grad = None
 
     def norm(self) -> float:
-        """The norm of the gradient that was added up, on the masters, where it will be applied."""
-        for p, master in self._halves:
-            if p.grad is None:
-                master.grad = None
-            elif master.grad is None:
-                master.grad = torch.empty_like(master)
-        learning = [(p.grad, master.grad) for p, master in self._halves if p.grad is not None and master.grad is not None]
-        if learning:
-            given, wide = zip(*learning, strict=True)
-            torch._foreach_copy_(wide, given)
-        gradients = self._gradients()
+        """The norm of the gradient that was added up, where it will be applied: on the masters, which those of half-precision
+        weights are copied to unless the kernels step them.
+        """
+        for p, master in self._copied:
+            master.grad = None if p.grad is None else p.grad.float()
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
         stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
+        halves = [p.grad for p in self.adamw.halves.values() if p.grad is not None]
+        if halves and not isinstance(self._native, str):
+            squares.append(self._native.halves.squared_norm(halves))
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def apply(self, norm: float, lr: float) -> None:
@@ -91,13 +94,9 @@ class Optimizer:
         put_off = {name: self.sums.blocks(p) for name, p in self.parameters.items() if p in self.sums.uses}
         self.adamw.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
         self.sums.forget()
-        if self._halves:
-            stored, masters = zip(*self._halves, strict=True)
-            with torch.no_grad():
-                torch._foreach_copy_(stored, masters)
-
-    def _gradients(self) -> list[Tensor]:
-        return [m.grad for m in self.masters.values() if m.grad is not None]
+        with torch.no_grad():
+            for p, master in self._copied:
+                p.copy_(master)
 
     def check(self, step: int) -> None:
         """Raise `NonFiniteError` when too many steps in a row had no finite gradient."""

@@ -90,6 +90,11 @@ def test_a_row_that_trains_on_its_first_token_is_refused():
         Rows([[1, 2]], [[True, True]])
 
 
+def test_a_mask_of_another_length_than_its_row_is_refused():
+    with pytest.raises(ValueError, match="Row 1 has 3 tokens and a mask of 4"):
+        Rows([[1, 2], [3, 4, 5]], [[False, True], [False, True, True, True]])
+
+
 def test_a_sliding_window_is_kept(tokenizer, groups):
     config = MistralConfig(
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -17,6 +17,7 @@ from psigrad.errors import UserError
 from psigrad.models import language_model, logprobs, tiny
 from psigrad.models.backbone import Lora
 from psigrad.models.packing import Groups
+from psigrad.native.halves import suits
 from psigrad.recipes import plan
 from psigrad.recipes.plan import command, memory, show
 from psigrad.recipes.plan.activations import Terms, terms
@@ -117,8 +118,10 @@ def test_recomputing_layers_keeps_their_inputs_and_one_layer():
     assert kept.kept(8, 5, 0, recompute=True) == 8 * 50 + 500
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["stepped by the kernels", "by PyTorch"])
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("float32", 4), ("bfloat16", 4)])
-def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, rank):
+def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, rank, native, monkeypatch):
+    monkeypatch.setattr("psigrad.training.update.suits", suits if native else lambda weight: False)
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
     shape = counted(hf.config)
     lora = Lora(rank) if rank else None
@@ -129,10 +132,12 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
     moments = sum(t.numel() * t.element_size() for s in optimizer.adamw.state.values() for n, t in s.items() if n != "step")
     masters = sum(m.numel() * 4 for n, m in optimizer.masters.items() if m is not optimizer.parameters[n])
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in optimizer.parameters.values())
-    gradients += sum(m.grad.numel() * 4 for n, m in optimizer.masters.items() if m is not optimizer.parameters[n])
+    copies = [m.grad for n, m in optimizer.masters.items() if m is not optimizer.parameters[n] and m.grad is not None]
+    gradients += sum(copy.numel() * 4 for copy in copies)
     width = hf.dtype.itemsize
     adapter = shape.lora_parameters(rank, ("all-linear",)) if rank else 0
-    part = Part("policy", shape.parameters, 0 if rank else shape.parameters, width, adapter)
+    assert bool(copies) == (dtype == "bfloat16" and not rank and not native)
+    part = Part("policy", shape.parameters, 0 if rank else shape.parameters, width, adapter, copied=not native)
     found = [item.bytes for item in part.items()]
     assert found == [weights, gradients, moments + masters]
 
@@ -148,7 +153,9 @@ def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_sto
     optimizer = Optimizer(model.trainable(), Optim(), recompute=True)
     groups = running(400, prompts, 2, 4, 8)
     stored = []
-    monkeypatch.setattr(optimizer, "apply", lambda norm, lr: stored.append(sum(len(g.flatten()) for g in optimizer._gradients())))
+    monkeypatch.setattr(
+        optimizer, "apply", lambda norm, lr: stored.append(sum(p.grad.numel() for p in hf.parameters() if p.grad is not None))
+    )
     optimizer.step([lambda: model.evaluate(groups).logp.sum()], 1e-3)
     shape = counted(hf.config)
     config = OnlineConfig(prompts_per_step=prompts, num_generations=2, run=Run(max_steps=1))

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from psigrad.config import Optim
+from psigrad.native.halves import suits
 from psigrad.training import checkpoint
 from psigrad.training.adamw import AdamW
 from psigrad.training.checkpoint import CheckpointError
+from psigrad.training.update import Optimizer
 
 SHAPES = {"a.weight": (3, 4), "b.weight": (4, 3), "a.bias": (4,), "b.bias": (4,)}
 
@@ -178,3 +181,78 @@ def test_gradients_are_shrunk_as_they_are_read():
     unshrunk, _ = optimizer_of(SHAPES)
     stepped(unshrunk, range(3))  # the control: Adam's parameters hardly depend on a common factor, its moments do
     assert not torch.allclose(unshrunk.tensors()["exp_avg.a.weight"], before.tensors()["exp_avg.a.weight"], rtol=0.1)
+
+
+HALVES = {"a.weight": (70, 300), "b.weight": (3, 5), "a.bias": (33,), "b.bias": (1,)}
+
+
+def half_optimizer(monkeypatch, native: bool, *, max_grad_norm: float = 1.0) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    monkeypatch.setattr("psigrad.training.update.suits", suits if native else lambda weight: False)
+    draw = torch.Generator().manual_seed(0)
+    weights = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for name, shape in HALVES.items()}
+    made = Optimizer(weights, Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm))
+    assert bool(made.adamw.halves) == native
+    return made, weights
+
+
+def half_steps(optimizer, weights, *, rate: float = 1e-2, scale: float = 1.0) -> list[float]:
+    """Three steps along random gradients, one of them without one of the weights; the norms."""
+    norms = []
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        for p in weights.values():
+            p.grad = (torch.randn(p.shape, generator=draw) * scale).bfloat16()
+        if seed == 1:
+            weights["a.weight"].grad = None
+        norms.append(optimizer.norm())
+        optimizer.apply(norms[-1], rate)
+    return norms
+
+
+def alike(a, b) -> bool:
+    """Up to float32's rounding, some of which is left where almost all cancels."""
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0], ids=["as they are", "clipped"])
+def test_bfloat16_weights_are_stepped_as_torch_does_it(scale, monkeypatch):
+    ours, weights = half_optimizer(monkeypatch, native=True)
+    theirs, expected = half_optimizer(monkeypatch, native=False)
+    found, wanted = half_steps(ours, weights, scale=scale), half_steps(theirs, expected, scale=scale)
+    assert found == pytest.approx(wanted, rel=1e-5) and (wanted[0] > 1 or scale < 1)
+    for key, value in theirs.adamw.tensors().items():
+        assert alike(ours.adamw.tensors()[key], value), key
+    for name, p in weights.items():
+        assert torch.allclose(ours.masters[name], theirs.masters[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(p.detach(), ours.masters[name].detach().bfloat16())
+
+
+@pytest.mark.parametrize("wrong", [{"rate": 1.001e-2}, {"scale": 0.9}], ids=["the rate", "the gradient"])
+def test_negative_control_another_step_of_bfloat16_weights_is_noticed(wrong, monkeypatch):
+    ours, _ = half_optimizer(monkeypatch, native=True, max_grad_norm=0.0)
+    theirs, _ = half_optimizer(monkeypatch, native=False, max_grad_norm=0.0)
+    half_steps(ours, ours.parameters, **wrong)
+    half_steps(theirs, theirs.parameters)
+    pairs = zip(ours.adamw.tensors().values(), theirs.adamw.tensors().values(), strict=True)
+    moments = all(alike(a, b) for a, b in pairs)
+    masters = all(torch.allclose(m, theirs.masters[n], rtol=1e-5, atol=1e-6) for n, m in ours.masters.items())
+    assert not (moments and masters)
+
+
+def test_steps_of_bfloat16_weights_do_not_depend_on_the_threads(monkeypatch):
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        optimizer, weights = half_optimizer(monkeypatch, native=True)
+        found.append((half_steps(optimizer, weights), [m.clone() for m in optimizer.masters.values()]))
+    torch.set_num_threads(before)
+    for norms, masters in found[1:]:
+        assert norms == found[0][0] and all(torch.equal(a, b) for a, b in zip(masters, found[0][1], strict=True))
+
+
+def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
+    optimizer, weights = half_optimizer(monkeypatch, native=True)
+    before = {name: (p._version, optimizer.masters[name]._version) for name, p in weights.items()}
+    half_steps(optimizer, weights)
+    assert all(p._version > before[n][0] and optimizer.masters[n]._version > before[n][1] for n, p in weights.items())
+    assert all(m.grad is None for m in optimizer.masters.values()), "no float32 copy of the gradient is made"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from psigrad.models.gradients import HELD
@@ -55,6 +55,10 @@ class Part:
     adapter: int = 0
     eight_bit: bool = False
     recomputed: int = 0
+    copied: bool = True
+    """Whether gradients of half-precision weights are copied to float32 before they are applied; the kernels read them as they
+    are.
+    """
 
     def items(self) -> list[Item]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
@@ -64,10 +68,9 @@ class Part:
         if not learns:
             return found
         half = width < 4
-        # half-precision gradients are copied to float32 before they are applied
         stored = learns - self.recomputed
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
-        found.append(Item(f"{self.name}: gradients", stored * (width + 4 * half), "held", note))
+        found.append(Item(f"{self.name}: gradients", stored * (width + 4 * (half and self.copied)), "held", note))
         moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
         found.append(
             Item(
@@ -263,7 +266,8 @@ def roles_of(
         found.append(Part("reference", reference.parameters, 0, policy.width))
     if critic is not None:
         size = critic[0].scalar_parameters
-        found.append(Part("critic", size, size, policy.width, eight_bit=policy.eight_bit, recomputed=critic[1]))
+        own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1])
+        found.append(own)
     return found + [Part(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 
 

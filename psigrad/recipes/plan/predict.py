@@ -18,6 +18,7 @@ from psigrad.data.templates import example, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models import bare
 from psigrad.models.backbone import DTYPES
+from psigrad.native.kernels import kernels
 from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky
 from psigrad.recipes import setup
@@ -120,7 +121,7 @@ def predict(
 
     again = recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     parts = roles_of(
-        Part("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again)),
+        Part("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -157,6 +158,11 @@ def _is_bare(config: Config, local: bool) -> bool:
     named = [getattr(config, name, "") for name in ("reference", "critic")] + list(getattr(config, "reward_model", ()))
     paths = [config.model.path, *(path for path in named if path)]
     return all(bare.suits(config_of(path, local=local), DTYPES[config.model.dtype]) for path in paths)
+
+
+def _copies(config: Config, machine: Machine) -> bool:
+    """Whether half-precision gradients are copied before they are applied."""
+    return machine.device != "cpu" or config.model.dtype != "bfloat16" or isinstance(kernels(), str)
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
