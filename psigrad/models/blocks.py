@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,13 +44,12 @@ class Block:
         self.parts, self.rows = parts, rows
         whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in parts.sizes]
         self._memory = torch.empty(parts.layers * sum(whole), dtype=torch.uint8)
-        starts = torch.tensor([0, *whole[:-1]]).cumsum(0)
-        self._starts = starts + torch.arange(parts.layers)[:, None] * sum(whole)
-        self._sizes = torch.tensor(parts.sizes)
+        self._starts = np.cumsum([0, *whole[:-1]]) + np.arange(parts.layers)[:, None] * sum(whole)
+        self._sizes = np.array(parts.sizes)
 
     def addresses(self, start: int = 0) -> Tensor:
         """[layers, parts] of their row `start`, int64."""
-        return self._starts + self._sizes * start + self._memory.data_ptr()
+        return torch.from_numpy(self._starts + self._sizes * start + self._memory.data_ptr())
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
         """A part's rows [count, width] from `start` on; all that follow where no count is given."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
 
+_WHOLE = Ends()
+
+
 class _Through(torch.autograd.Function):
     """A layer, with its gradient by hand.
 
@@ -149,8 +152,11 @@ class Decoder:
                 ids, enter = distinct, places
         # what is kept may be asked for in whole
         leave, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
-        last = len(self.layers) - 1
-        ends = [Ends(enter if i == 0 else None, leave if i == last else None) for i in range(len(self.layers))]
+        ends = [_WHOLE] * len(self.layers)
+        if enter is not None:
+            ends[0] = replace(ends[0], enter=enter)
+        if leave is not None:
+            ends[-1] = replace(ends[-1], leave=leave)
         x = self._embedded(ids).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
         angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())

@@ -81,6 +81,22 @@ class Wanted:
         return logp, entropy, kl, hit
 
 
+class _Logits(torch.autograd.Function):
+    """h·Wᵀ, with products in both directions that need no code compiled for every number of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return multiply(hidden, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return multiply(dlogits, weight) if wanted[0] else None, multiply(dlogits.t(), hidden) if wanted[1] else None
+
+
 class _ChosenLogProbs(torch.autograd.Function):
     """log π of chosen tokens under a large head, forward and backward in tiles that leave nothing but a normaliser per token.
 
@@ -220,7 +236,8 @@ def token_stats(
     that were `said` by that head need not be computed again.
     """
     large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
-    if wanted.nothing_else and type(head) is nn.Linear and head.bias is None and large:
+    plain = type(head) is nn.Linear and head.bias is None
+    if wanted.nothing_else and plain and large:
         if int(ids.min()) < 0 or int(ids.max()) >= len(head.weight):
             raise IndexError(
                 f"A target is token {int(ids.max())}; the head has {len(head.weight)}: the tokenizer is of another model."
@@ -234,7 +251,7 @@ def token_stats(
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
 
     def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return wanted.of(head(h), i, r)
+        return wanted.of(_Logits.apply(h, head.weight) if plain else head(h), i, r)
 
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     parts = []

@@ -206,7 +206,7 @@ struct Cache {
     const int64_t *slots, *places;  // [rows] which slot a row continues, and where its token goes there
     int64_t capacity;
     const float *const *prompt_keys, *const *prompt_values;
-    const int64_t *prompt_lengths, *members, *first;  // rows members[first[g] .. first[g + 1]) continue prompt g
+    const int64_t *prompt_lengths, *first;  // rows first[g] .. first[g + 1] continue prompt g
     int64_t groups;
 };
 
@@ -252,28 +252,28 @@ struct Step {
     std::vector<float> queries, scores, sums, room;
 
     void run(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, int64_t g, int64_t kv) {
-        const int64_t *rows = c.members + c.first[g], count = c.first[g + 1] - c.first[g], prompt = c.prompt_lengths[g], all = count * share;
+        int64_t start = c.first[g], count = c.first[g + 1] - start, prompt = c.prompt_lengths[g], all = count * share;
         int64_t longest = 0;
-        for (int64_t m = 0; m < count; m++) longest = std::max(longest, c.places[rows[m]] + 1);
+        for (int64_t m = 0; m < count; m++) longest = std::max(longest, c.places[start + m] + 1);
         ld = padded(prompt + longest);
         queries.assign(all * wide, 0.0f), scores.resize(all * ld), sums.resize(all * wide);
         for (int64_t m = 0; m < count; m++)
-            for (int64_t h = 0; h < share; h++) block_of(queries.data() + (m * share + h) * wide, q, rows[m], 1, kv * share + h, p.dim, wide, p.scale);
+            for (int64_t h = 0; h < share; h++) block_of(queries.data() + (m * share + h) * wide, q, start + m, 1, kv * share + h, p.dim, wide, p.scale);
         int64_t blocks = padded(prompt) / LANES;
         const float* keys = c.prompt_keys[g] + kv * blocks * p.dim * LANES;
         for (int64_t b = 0; b < blocks; b++) multiply(all, LANES, p.dim, queries.data(), wide, 1, keys + b * p.dim * LANES, LANES, scores.data() + b * LANES, ld, false);
-        for (int64_t m = 0; m < count; m++) own_scores(k, v, rows[m], m, kv, prompt);
+        for (int64_t m = 0; m < count; m++) own_scores(k, v, start + m, m, kv, prompt);
         for (int64_t m = 0; m < count; m++)
             for (int64_t h = 0; h < share; h++)
-                normaliser[rows[m] * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[rows[m]] + 1);
+                normaliser[(start + m) * p.heads + kv * share + h] = normalise(scores.data() + (m * share + h) * ld, prompt + c.places[start + m] + 1);
         multiply(all, wide, prompt, scores.data(), ld, 1, c.prompt_values[g] + kv * prompt * wide, wide, sums.data(), wide, false);
         for (int64_t m = 0; m < count; m++) {
-            int64_t length = c.places[rows[m]] + 1;
-            with_rows(c.values + own(rows[m], kv), length, p.dim, room, [&](auto* values, int64_t apart) {
+            int64_t length = c.places[start + m] + 1;
+            with_rows(c.values + own(start + m, kv), length, p.dim, room, [&](auto* values, int64_t apart) {
                 multiply(share, wide, length, scores.data() + m * share * ld + prompt, ld, 1, values, apart, sums.data() + m * share * wide, wide, true);
             });
             for (int64_t h = 0; h < share; h++) {
-                T* to = out + (rows[m] * p.heads + kv * share + h) * p.dim;
+                T* to = out + ((start + m) * p.heads + kv * share + h) * p.dim;
                 over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(sums.data() + (m * share + h) * wide + d, n)); });
             }
         }
@@ -343,8 +343,8 @@ void prompt_tables(int half, void* keys, void* values, const void* k, const void
 
 // out[rows, heads, dim] and normaliser[rows, heads] of one new token for each of some slots, where its key and value enter [slots,
 // kv_heads, capacity, dim]
-void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
+void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
-    BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, slots, places, capacity, (const float* const*)prompt_keys, (const float* const*)prompt_values, prompt_lengths, members, first, groups}, p, threads))
+    BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, slots, places, capacity, (const float* const*)prompt_keys, (const float* const*)prompt_values, prompt_lengths, first, groups}, p, threads))
 }
 }

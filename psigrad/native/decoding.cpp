@@ -1,12 +1,17 @@
 // One step of decoding through all layers, as one call: called one by one from Python, the kernels of a small model wait for it a
 // fifth of the time.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
 #include "common.h"
 
 extern "C" {
 void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, int threads);
 void rotary(int half, void* out, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, float eps, int threads);
 void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, int threads);
-void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads);
+void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads);
 void through_panels(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
 void through_half_panels(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
 }
@@ -22,39 +27,76 @@ struct Weights {
 
 // What a layer makes of every row.
 struct Made {
-    void *y, *qkv, *mixed;
+    char *y, *qkv, *mixed;
     float* normaliser;
-    void *middle, *both;
+    char *middle, *both;
 };
+
+struct Shape {
+    int64_t width, inner, heads, kv_heads, dim;
+    float eps, head_eps, scale;
+};
+
+// Own keys and values [layers, 2, slots_there, kv_heads, capacity, dim], and those of prompts [layers, 2, groups].
+struct Caches {
+    char* own;
+    int64_t slots_there, capacity;
+    const int64_t *slots, *places;
+    const void* const* prompts;
+    const int64_t *prompt_lengths, *first;
+    int64_t groups;
+};
+
+// Rows from .. to through all layers. room is for what no one reads afterwards, of all `rows` rows.
+void pass(int half, const Weights* weights, const Made* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, const Caches& c, int64_t from, int64_t to, int64_t rows, const Shape& s, int threads) {
+    int64_t queries = s.heads * s.dim, turning = (s.heads + s.kv_heads) * s.dim, row = turning + s.kv_heads * s.dim, size = half ? 2 : 4, count = to - from;
+    int64_t table = c.slots_there * s.kv_heads * c.capacity * s.dim * size;
+    // the groups that these rows are of, and where each begins among the rows of this pass
+    int64_t group = std::upper_bound(c.first, c.first + c.groups + 1, from) - c.first - 1;
+    std::vector<int64_t> first;
+    for (int64_t g = group; g < c.groups && c.first[g] < to; g++) first.push_back(std::max(c.first[g], from) - from);
+    int64_t groups = first.size();
+    first.push_back(count);
+    auto at = [=](char* table, int64_t wide) { return table + from * wide * size; };
+    char *normed = at(room, s.width), *rotated = at(room + rows * s.width * size, turning), *gated = at(room + rows * (s.width + turning) * size, s.inner);
+    auto product = [=](void* out, const void* x, const void* panels, const void* base, int64_t n, int64_t k) {
+        (half ? through_half_panels : through_panels)(out, x, panels, base, count, n, k, n, k, n, threads);
+    };
+    x += from * s.width * size, cosine += from * s.dim, sine += from * s.dim;
+    char* own = c.own;
+    const void* const* prompts = c.prompts + group;
+    for (int64_t i = 0; i < layers; i++, own += 2 * table, prompts += 2 * c.groups) {
+        const Weights& w = weights[i];
+        char *y = at(made[i].y, s.width), *qkv = at(made[i].qkv, row), *mixed = at(made[i].mixed, queries), *middle = at(made[i].middle, s.width), *both = at(made[i].both, 2 * s.inner);
+        rms_norm(half, normed, x, w.norm, count, s.width, s.eps, threads);
+        product(qkv, normed, w.qkv_panels, nullptr, row, s.width);
+        rotary(half, rotated, qkv, w.query_norm, w.key_norm, cosine, sine, count, s.heads, s.kv_heads, s.dim, row, s.head_eps, threads);
+        decode(half, mixed, made[i].normaliser + from * s.heads, rotated, rotated + queries * size, qkv + turning * size, turning, turning, row, own, own + table, c.slots + from, c.places + from, c.capacity, prompts, prompts + c.groups, c.prompt_lengths + group, first.data(), groups, s.heads, s.kv_heads, s.dim, w.window, s.scale, threads);
+        product(middle, mixed, w.out_panels, x, s.width, queries);
+        rms_norm(half, normed, middle, w.feed_norm, count, s.width, s.eps, threads);
+        product(both, normed, w.both_panels, nullptr, 2 * s.inner, s.width);
+        swiglu(half, gated, both, count, s.inner, threads);
+        product(y, gated, w.down_panels, middle, s.width, s.inner);
+        x = y;
+    }
+}
+
+// Rows of a thread from which on it goes through all layers with them alone: no thread waits for another, and what one made is not
+// fetched by another. With fewer the threads meet the matrices, each a part of them: read by every thread they would come too slowly.
+constexpr int64_t ALONE = 48;
 
 }  // namespace
 
 extern "C" {
 
-// x[rows, width] through the layers, each of which reads the y of the one before. own[layers, keys and values, slots_there, kv_heads,
-// capacity, dim] and prompts[layers, keys and values, groups] are the cache. room is for what no one reads afterwards, of every row
-// width + (heads + kv_heads) dim + inner numbers.
-void decode_layers(int half, const void* weights, const void* made, int64_t layers, const void* x, char* room, const float* cosine, const float* sine, char* own, int64_t slots_there, int64_t capacity, const int64_t* slots, const int64_t* places, const void* const* prompts, const int64_t* prompt_lengths, const int64_t* members, const int64_t* first, int64_t groups, int64_t rows, int64_t width, int64_t inner, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float head_eps, float scale, int threads) {
-    int64_t queries = heads * dim, turning = (heads + kv_heads) * dim, row = turning + kv_heads * dim, size = half ? 2 : 4;
-    int64_t table = slots_there * kv_heads * capacity * dim * size;
-    char *normed = room, *rotated = normed + rows * width * size, *gated = rotated + rows * turning * size;
-    auto product = [=](void* out, const void* x, const void* panels, const void* base, int64_t n, int64_t k) {
-        (half ? through_half_panels : through_panels)(out, x, panels, base, rows, n, k, n, k, n, threads);
-    };
-    for (int64_t i = 0; i < layers; i++, own += 2 * table, prompts += 2 * groups) {
-        const Weights& w = ((const Weights*)weights)[i];
-        const Made& m = ((const Made*)made)[i];
-        rms_norm(half, normed, x, w.norm, rows, width, eps, threads);
-        product(m.qkv, normed, w.qkv_panels, nullptr, row, width);
-        rotary(half, rotated, m.qkv, w.query_norm, w.key_norm, cosine, sine, rows, heads, kv_heads, dim, row, head_eps, threads);
-        const char *keys = rotated + queries * size, *values = (const char*)m.qkv + turning * size;
-        decode(half, m.mixed, m.normaliser, rotated, keys, values, turning, turning, row, own, own + table, slots, places, capacity, prompts, prompts + groups, prompt_lengths, members, first, groups, heads, kv_heads, dim, w.window, scale, threads);
-        product(m.middle, m.mixed, w.out_panels, x, width, queries);
-        rms_norm(half, normed, m.middle, w.feed_norm, rows, width, eps, threads);
-        product(m.both, normed, w.both_panels, nullptr, 2 * inner, width);
-        swiglu(half, gated, m.both, rows, inner, threads);
-        product(m.y, gated, w.down_panels, m.middle, width, inner);
-        x = m.y;
-    }
+// x[rows, width] through the layers, each of which reads the y of the one before. room has of every row width + (heads + kv_heads) dim +
+// inner numbers. A row's numbers depend on no other row.
+void decode_layers(int half, const void* weights, const void* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, char* own, int64_t slots_there, int64_t capacity, const int64_t* slots, const int64_t* places, const void* const* prompts, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t rows, int64_t width, int64_t inner, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float head_eps, float scale, int threads) {
+    Caches c{own, slots_there, capacity, slots, places, prompts, prompt_lengths, first, groups};
+    Shape s{width, inner, heads, kv_heads, dim, eps, head_eps, scale};
+    auto go = [&](int64_t from, int64_t to, int threads) { pass(half, (const Weights*)weights, (const Made*)made, layers, x, room, cosine, sine, c, from, to, rows, s, threads); };
+    if (threads == 1 || rows < ALONE * threads) return go(0, rows, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int t = 0; t < threads; t++) go(rows * t / threads, rows * (t + 1) / threads, 1);
 }
 }

@@ -26,8 +26,8 @@ _SIGNATURES = {
     "swiglu_gradient": "tppppiit",
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
-    "decode": "tpppppiiippppipppppiiiiift",
-    "decode_layers": "tppippppp" + "ii" + "p" * 6 + "i" * 7 + "ffft",
+    "decode": "tpppppiiippppippppiiiiift",
+    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 7 + "ffft",
     "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
     "turned": "ppiit",
@@ -88,10 +88,8 @@ class Slots:
     """[layers, 2, G] addresses of the prompts' keys and values, as `Kernels.prompt_tables` makes them."""
     prompt_lengths: Tensor
     """[G]"""
-    members: Tensor
-    """[B] rows, group by group."""
     first: Tensor
-    """[G + 1] where each group begins in `members`."""
+    """[G + 1] where each group begins: its rows stand together."""
 
 
 @functools.cache
@@ -154,7 +152,7 @@ class Kernels:
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
         (keys, values), (prompt_keys, prompt_values) = slots.own[layer], slots.prompts[layer]
         own = (keys.data_ptr(), values.data_ptr(), slots.slots.data_ptr(), slots.places.data_ptr(), keys.shape[2])
-        groups = (prompt_keys, prompt_values, slots.prompt_lengths, slots.members, slots.first)
+        groups = (prompt_keys, prompt_values, slots.prompt_lengths, slots.first)
         given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
         self._call.decode(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *_tables(rotated, qkv, heads), *given)
         return out, normaliser
@@ -197,7 +195,7 @@ class Kernels:
             *(y.data_ptr() for y in angles),
         )
         own = (slots.own.data_ptr(), slots.own.shape[2], slots.own.shape[4])
-        tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.members, slots.first)
+        tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.first)
         sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
         factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
         self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)

@@ -36,30 +36,28 @@ def addresses(prompts: list[Prompt], layers: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The rows of a decoding step by the prompt that they continue."""
+    """The rows of a decoding step by the prompt that they continue: those of a prompt stand together."""
 
     prompts: Tensor
     """[layers, 2, G] addresses."""
     lengths: Tensor
     """[G] of the prompts."""
-    members: Tensor
-    """[active] rows, group by group."""
     first: Tensor
-    """[G + 1] where each group begins in `members`."""
+    """[G + 1] where each group begins."""
     before: Tensor
     """[active] length of the prompt of each row."""
 
 
 class SharedCache:
     """As `KVCache`, but that no sequence moves: row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens behind
-    prompt `prompt[i]`.
+    prompt `prompt[i]`. Rows stand in the order in which they came, and so by their prompts.
     """
 
     def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
         """`longest` is what a slot may come to hold behind its prompt, in tokens."""
         self.longest, self.layers, self.heads = longest, layers, heads
         self.panels = Panels()
-        self.own = torch.zeros(layers, 2, slots, heads.keys, 0, heads.dim, dtype=dtype)
+        self.own = torch.empty(layers, 2, slots, heads.keys, 0, heads.dim, dtype=dtype)
         self.prompts: dict[int, Prompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -108,7 +106,7 @@ class SharedCache:
         have = self.own.shape[4]
         if have < tokens:
             capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
-            grown = self.own.new_zeros(*self.own.shape[:4], capacity, self.own.shape[5])
+            grown = self.own.new_empty(*self.own.shape[:4], capacity, self.own.shape[5])
             grown[..., :have, :] = self.own
             self.own = grown
         return self.own
@@ -116,13 +114,10 @@ class SharedCache:
     def arrangement(self) -> Arrangement:
         """The active slots by prompt, worked out when they change."""
         if self._arranged is None:
-            members = self.prompt.argsort(kind="stable")
-            numbers, first, counts = np.unique(self.prompt[members], return_index=True, return_counts=True)
-            prompts = [self.prompts[number] for number in numbers.tolist()]
+            first = np.flatnonzero(np.diff(self.prompt, prepend=-1, append=-1))
+            prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
             lengths = np.array([prompt.length for prompt in prompts])
-            before = np.empty(self.active, dtype=np.int64)
-            before[members] = lengths.repeat(counts)
-            tables = (lengths, members, np.append(first, self.active), before)
+            tables = (lengths, first, lengths.repeat(np.diff(first)))
             self._arranged = Arrangement(addresses(prompts, self.layers), *map(torch.from_numpy, tables))
         return self._arranged
 
@@ -151,7 +146,7 @@ class SharedDecode:
     def __init__(self, cache: SharedCache) -> None:
         own, arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
         slots, places = torch.from_numpy(cache.slots), torch.from_numpy(cache.lengths)
-        self.slots = Slots(own, slots, places, arranged.prompts, arranged.lengths, arranged.members, arranged.first)
+        self.slots = Slots(own, slots, places, arranged.prompts, arranged.lengths, arranged.first)
         self.panels = cache.panels
         self.positions = arranged.before + places
         """[active] of the new tokens."""
