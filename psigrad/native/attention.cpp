@@ -26,7 +26,8 @@ struct Rows {
     T* head(int64_t r, int64_t h, int64_t dim) const { return at + r * row + h * dim; }
 };
 
-// What one unit of work (a group, a key head) keeps: keys and values of the prefix and the current member.
+// What a thread keeps of one unit of work after another (a group, a key head): keys and values of the prefix and the current member.
+// The units leave the sums of gradients 0.
 struct Room {
     int64_t dim, wide, ld;
     std::vector<float> keys_t, values_t, keys, values, query, up, scores, slopes, dkeys, dvalues, out;
@@ -60,10 +61,15 @@ struct Room {
     }
 };
 
-int64_t longest(const Plan& p, int64_t g) {
+// Of any group's prefix with a member.
+int64_t longest(const Plan& p) {
     int64_t most = 0;
-    for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) most = std::max(most, p.members[2 * m + 1]);
-    return p.prefixes[2 * g + 1] + most;
+    for (int64_t g = 0; g < p.groups; g++) {
+        int64_t own = 0;
+        for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) own = std::max(own, p.members[2 * m + 1]);
+        most = std::max(most, p.prefixes[2 * g + 1] + own);
+    }
+    return most;
 }
 
 // Every query block of a group under one key head: run(head, start, base, first, count), after its keys have entered.
@@ -115,86 +121,94 @@ int64_t lowest(const Plan& p, int64_t column) { return p.window > 0 ? std::max<i
 
 template <class T>
 void forward(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Plan& p, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
-        int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
-        Room room(p.dim, longest(p, g), false);
-        auto enter = [&](int64_t start, int64_t length, int64_t column) { room.enter(k, v, kv, start, length, column, false); };
-        auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
-            int64_t columns = base + first + count;
-            block_of(room.query.data(), q, start + first, count, h, p.dim, room.wide, p.scale);
-            multiply(count, padded(columns), p.dim, room.query.data(), room.wide, 1, room.keys_t.data(), room.ld, room.scores.data(), room.ld, false);
-            float sums[BLOCK];
-            for (int64_t i = 0; i < count; i++) {
-                float* s = room.scores.data() + i * room.ld;
-                int64_t row = start + first + i, end = base + first + i + 1, low = lowest(p, end - 1);
-                fetch(q.head(row + BLOCK, h, p.dim), p.dim), fetch(k.head(row + AHEAD, kv, p.dim), p.dim), fetch(v.head(row + AHEAD, kv, p.dim), p.dim);
-                float top = s[low];
+    int64_t columns = longest(p);
+#pragma omp parallel num_threads(threads)
+    {
+        Room room(p.dim, columns, false);
+#pragma omp for schedule(dynamic)
+        for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
+            int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
+            auto enter = [&](int64_t start, int64_t length, int64_t column) { room.enter(k, v, kv, start, length, column, false); };
+            auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
+                int64_t columns = base + first + count;
+                block_of(room.query.data(), q, start + first, count, h, p.dim, room.wide, p.scale);
+                multiply(count, padded(columns), p.dim, room.query.data(), room.wide, 1, room.keys_t.data(), room.ld, room.scores.data(), room.ld, false);
+                float sums[BLOCK];
+                for (int64_t i = 0; i < count; i++) {
+                    float* s = room.scores.data() + i * room.ld;
+                    int64_t row = start + first + i, end = base + first + i + 1, low = lowest(p, end - 1);
+                    fetch(q.head(row + BLOCK, h, p.dim), p.dim), fetch(k.head(row + AHEAD, kv, p.dim), p.dim), fetch(v.head(row + AHEAD, kv, p.dim), p.dim);
+                    float top = s[low];
 #pragma omp simd reduction(max : top)
-                for (int64_t j = low; j < end; j++) top = s[j] > top ? s[j] : top;
-                float sum = exponentials(s, low, end, top);
-                std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
-                sums[i] = 1.0f / sum;
-                normaliser[row * p.heads + h] = top + std::log(sum);
-            }
-            multiply(count, room.wide, columns, room.scores.data(), room.ld, 1, room.values.data(), room.wide, room.out.data(), room.wide, false);
-            for (int64_t i = 0; i < count; i++) {
-                T* to = out + ((start + first + i) * p.heads + h) * p.dim;
-                over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(room.out.data() + i * room.wide + d, n) * sums[i]); });
-            }
-        };
-        walk(p, g, kv, enter, run, [](int64_t, int64_t, int64_t) {});
+                    for (int64_t j = low; j < end; j++) top = s[j] > top ? s[j] : top;
+                    float sum = exponentials(s, low, end, top);
+                    std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
+                    sums[i] = 1.0f / sum;
+                    normaliser[row * p.heads + h] = top + std::log(sum);
+                }
+                multiply(count, room.wide, columns, room.scores.data(), room.ld, 1, room.values.data(), room.wide, room.out.data(), room.wide, false);
+                for (int64_t i = 0; i < count; i++) {
+                    T* to = out + ((start + first + i) * p.heads + h) * p.dim;
+                    over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(room.out.data() + i * room.wide + d, n) * sums[i]); });
+                }
+            };
+            walk(p, g, kv, enter, run, [](int64_t, int64_t, int64_t) {});
+        }
     }
 }
 
 template <class T>
 void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, const float* normaliser, Rows<const T> q, Rows<const T> k, Rows<const T> v, const Plan& p, int threads) {
     Rows<const T> dy{dout, p.heads * p.dim}, y{out, p.heads * p.dim};
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
-        int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
-        Room room(p.dim, longest(p, g), true);
-        auto enter = [&](int64_t start, int64_t length, int64_t column) { room.enter(k, v, kv, start, length, column, true); };
-        auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
-            int64_t columns = base + first + count;
-            float *s = room.scores.data(), *ds = room.slopes.data();
-            block_of(room.query.data(), q, start + first, count, h, p.dim, room.wide, p.scale);
-            block_of(room.up.data(), dy, start + first, count, h, p.dim, room.wide, 1.0f);
-            multiply(count, padded(columns), p.dim, room.query.data(), room.wide, 1, room.keys_t.data(), room.ld, s, room.ld, false);
-            multiply(count, padded(columns), p.dim, room.up.data(), room.wide, 1, room.values_t.data(), room.ld, ds, room.ld, false);
-            for (int64_t i = 0; i < count; i++, s += room.ld, ds += room.ld) {
-                int64_t row = start + first + i, end = base + first + i + 1, low = lowest(p, end - 1);
-                const T* o = y.head(row, h, p.dim);
-                const float* u = room.up.data() + i * room.wide;
-                fetch(q.head(row + BLOCK, h, p.dim), p.dim), fetch(dy.head(row + BLOCK, h, p.dim), p.dim), fetch(y.head(row + BLOCK, h, p.dim), p.dim);
-                fetch(k.head(row + AHEAD, kv, p.dim), p.dim), fetch(v.head(row + AHEAD, kv, p.dim), p.dim);
-                vec dots = {};
-                over(p.dim, [&](int64_t d, auto n) { dots += take(u + d, n) * take(o + d, n); });
-                exponentials(s, low, end, normaliser[row * p.heads + h]);
-                float dot = total(dots);
+    int64_t columns = longest(p);
+#pragma omp parallel num_threads(threads)
+    {
+        Room room(p.dim, columns, true);
+#pragma omp for schedule(dynamic)
+        for (int64_t unit = 0; unit < p.groups * p.kv_heads; unit++) {
+            int64_t g = unit / p.kv_heads, kv = unit % p.kv_heads;
+            auto enter = [&](int64_t start, int64_t length, int64_t column) { room.enter(k, v, kv, start, length, column, true); };
+            auto run = [&](int64_t h, int64_t start, int64_t base, int64_t first, int64_t count) {
+                int64_t columns = base + first + count;
+                float *s = room.scores.data(), *ds = room.slopes.data();
+                block_of(room.query.data(), q, start + first, count, h, p.dim, room.wide, p.scale);
+                block_of(room.up.data(), dy, start + first, count, h, p.dim, room.wide, 1.0f);
+                multiply(count, padded(columns), p.dim, room.query.data(), room.wide, 1, room.keys_t.data(), room.ld, s, room.ld, false);
+                multiply(count, padded(columns), p.dim, room.up.data(), room.wide, 1, room.values_t.data(), room.ld, ds, room.ld, false);
+                for (int64_t i = 0; i < count; i++, s += room.ld, ds += room.ld) {
+                    int64_t row = start + first + i, end = base + first + i + 1, low = lowest(p, end - 1);
+                    const T* o = y.head(row, h, p.dim);
+                    const float* u = room.up.data() + i * room.wide;
+                    fetch(q.head(row + BLOCK, h, p.dim), p.dim), fetch(dy.head(row + BLOCK, h, p.dim), p.dim), fetch(y.head(row + BLOCK, h, p.dim), p.dim);
+                    fetch(k.head(row + AHEAD, kv, p.dim), p.dim), fetch(v.head(row + AHEAD, kv, p.dim), p.dim);
+                    vec dots = {};
+                    over(p.dim, [&](int64_t d, auto n) { dots += take(u + d, n) * take(o + d, n); });
+                    exponentials(s, low, end, normaliser[row * p.heads + h]);
+                    float dot = total(dots);
 #pragma omp simd
-                for (int64_t j = low; j < end; j++) ds[j] = s[j] * (ds[j] - dot);
-                std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
-                std::fill(ds, ds + low, 0.0f), std::fill(ds + end, ds + columns, 0.0f);
-            }
-            s = room.scores.data(), ds = room.slopes.data();
-            multiply(columns, room.wide, count, s, 1, room.ld, room.up.data(), room.wide, room.dvalues.data(), room.wide, true);
-            multiply(columns, room.wide, count, ds, 1, room.ld, room.query.data(), room.wide, room.dkeys.data(), room.wide, true);
-            multiply(count, room.wide, columns, ds, room.ld, 1, room.keys.data(), room.wide, room.out.data(), room.wide, false);
-            for (int64_t i = 0; i < count; i++) {
-                T* to = dq.head(start + first + i, h, p.dim);
-                over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(room.out.data() + i * room.wide + d, n) * p.scale); });
-            }
-        };
-        auto done = [&](int64_t start, int64_t length, int64_t column) {
-            for (int64_t j = 0; j < length; j++) {
-                T *to_key = dk.head(start + j, kv, p.dim), *to_value = dv.head(start + j, kv, p.dim);
-                float *a = room.dkeys.data() + (column + j) * room.wide, *b = room.dvalues.data() + (column + j) * room.wide;
-                over(p.dim, [=](int64_t d, auto n) { give(to_key + d, n, take(a + d, n)), give(to_value + d, n, take(b + d, n)); });
-                std::fill_n(a, p.dim, 0.0f), std::fill_n(b, p.dim, 0.0f);
-            }
-        };
-        walk(p, g, kv, enter, run, done);
+                    for (int64_t j = low; j < end; j++) ds[j] = s[j] * (ds[j] - dot);
+                    std::fill(s, s + low, 0.0f), std::fill(s + end, s + columns, 0.0f);
+                    std::fill(ds, ds + low, 0.0f), std::fill(ds + end, ds + columns, 0.0f);
+                }
+                s = room.scores.data(), ds = room.slopes.data();
+                multiply(columns, room.wide, count, s, 1, room.ld, room.up.data(), room.wide, room.dvalues.data(), room.wide, true);
+                multiply(columns, room.wide, count, ds, 1, room.ld, room.query.data(), room.wide, room.dkeys.data(), room.wide, true);
+                multiply(count, room.wide, columns, ds, room.ld, 1, room.keys.data(), room.wide, room.out.data(), room.wide, false);
+                for (int64_t i = 0; i < count; i++) {
+                    T* to = dq.head(start + first + i, h, p.dim);
+                    over(p.dim, [&](int64_t d, auto n) { give(to + d, n, take(room.out.data() + i * room.wide + d, n) * p.scale); });
+                }
+            };
+            auto done = [&](int64_t start, int64_t length, int64_t column) {
+                for (int64_t j = 0; j < length; j++) {
+                    T *to_key = dk.head(start + j, kv, p.dim), *to_value = dv.head(start + j, kv, p.dim);
+                    float *a = room.dkeys.data() + (column + j) * room.wide, *b = room.dvalues.data() + (column + j) * room.wide;
+                    over(p.dim, [=](int64_t d, auto n) { give(to_key + d, n, take(a + d, n)), give(to_value + d, n, take(b + d, n)); });
+                    std::fill_n(a, p.dim, 0.0f), std::fill_n(b, p.dim, 0.0f);
+                }
+            };
+            walk(p, g, kv, enter, run, done);
+        }
     }
 }
 
