@@ -18,7 +18,7 @@ from psigrad.native.kernels import multiply
 # Logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
 # Logits of one tile of the closed form, and the most states in it.
-TILE_ELEMENTS = 1 << 22
+TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
 
 
