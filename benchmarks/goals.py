@@ -18,13 +18,12 @@ class Goal:
     first_step: float | None = None
 
 
-_LARGE = Goal({"float32": 1.5}, smaller=4.0)
 GOALS = {
     "W0": Goal({"float32": 3.0, "bfloat16": 5.0}, first_step=4.0),
     "W1": Goal({"float32": 2.0, "bfloat16": 3.0}, mb=1500.0, first_step=4.0),
     "W2": Goal({"float32": 4.0}),
-    "W3": _LARGE,
-    "W3R": _LARGE,
+    "W3": Goal({"float32": 1.5}, smaller=4.0),
+    "W3F": Goal({"float32": 1.5}),
     "W4": Goal({"float32": 3.0}),
     "DPO": Goal({"float32": 2.0}),
     "RM": Goal({"float32": 2.0}),

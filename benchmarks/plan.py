@@ -60,7 +60,7 @@ def measure(work: Workload, dtype: str, threads: int) -> dict[str, Any]:
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=["W0", "W1", "W2", "W3", "W3R", "W4", "PPO"])
+    parser.add_argument("workloads", nargs="*", default=["W0", "W1", "W2", "W3", "W3F", "W4", "PPO"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", default=str(RESULTS))
