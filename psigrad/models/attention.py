@@ -22,9 +22,6 @@ class Attending(Protocol):
     window: int
     native: Kernels
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
 
 class Layout(Protocol):
     """Who attends to whom inside transformers' modules.

@@ -1,5 +1,5 @@
-"""What a decoder's layers make of many rows, each layer's parts one after another in one block of memory: where they are for a
-kernel that goes through all layers is an addition, and the memory is taken and given back at once.
+"""What a decoder's layers make of many rows, a layer's parts one after another: where they are for a kernel that goes through all
+layers is an addition, and the memory is taken and given back layer by layer.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ class Block:
     def __init__(self, parts: Parts, rows: int) -> None:
         self.parts, self.rows = parts, rows
         whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in parts.sizes]
-        self._memory = torch.empty(parts.layers * sum(whole), dtype=torch.uint8)
-        self._starts = np.cumsum([0, *whole[:-1]]) + np.arange(parts.layers)[:, None] * sum(whole)
+        # a piece for each layer: as one it would be so large that it fits into no hole that others left
+        self._memory = [torch.empty(sum(whole), dtype=torch.uint8) for _ in range(parts.layers)]
+        self._starts = np.cumsum([0, *whole[:-1]])
+        self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
         self._sizes = np.array(parts.sizes)
 
     def addresses(self, start: int = 0) -> Tensor:
         """[layers, parts] of their row `start`, int64."""
-        return torch.from_numpy(self._starts + self._sizes * start + self._memory.data_ptr())
+        return torch.from_numpy(self._places + self._sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
         """A part's rows [count, width] from `start` on; all that follow where no count is given."""
         width, kind = self.parts.kinds[index]
         count, size = self.rows - start if count is None else count, self.parts.sizes[index]
-        first = int(self._starts[layer, index]) + start * size
-        return self._memory[first : first + count * size].view(kind).view(count, width)
+        first = int(self._starts[index]) + start * size
+        return self._memory[layer][first : first + count * size].view(kind).view(count, width)
 
     def layers(self) -> Layers:
         """All of it."""
@@ -78,7 +80,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """The kernels, which who has a block has."""
-    native = kernels()
-    assert not isinstance(native, str), "only the fused decoder has blocks"
-    return native
+    """The kernels, without which there are no blocks: only the fused decoder makes them."""
+    found = kernels()
+    assert not isinstance(found, str), found
+    return found

@@ -86,11 +86,11 @@ class Kept:
         slab, place = divmod(self.start(count), SLAB)
         return self._slab(slab, parts), place
 
-    def add(self, count: int, parts: Parts, marks: list[Mark], layers: Layers | None = None) -> None:
-        """Keep so many rows that a pass under weights with these `marks` computed: of `layers`, or in place in their `room`."""
-        self._marks = self._marks or marks
+    def add(self, count: int, parts: Parts, now: list[Mark], layers: Layers | None = None) -> None:
+        """Keep so many rows that a pass computed: of `layers`, or in place in their `room`; `now` are its weights' marks."""
+        self._marks = self._marks or now
         self.bytes += count * parts.row
-        if not self.open or marks != self._marks:
+        if not self.open or now != self._marks:
             self.clear()
             return
         first, done = self.start(count), 0

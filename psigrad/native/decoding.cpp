@@ -1,7 +1,5 @@
 // One step of decoding through all layers, as one call: called one by one from Python, the kernels of a small model wait for it a
 // fifth of the time.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -37,9 +35,9 @@ struct Shape {
     float eps, head_eps, scale;
 };
 
-// Own keys and values [layers, 2, slots_there, kv_heads, capacity, dim], and those of prompts [layers, 2, groups].
+// Own keys and values of each layer [2, slots_there, kv_heads, capacity, dim], and those of prompts [layers, 2, groups].
 struct Caches {
-    char* own;
+    char* const* own;
     int64_t slots_there, capacity;
     const int64_t *slots, *places;
     const void* const* prompts;
@@ -63,15 +61,14 @@ void pass(int half, const Weights* weights, const Made* made, int64_t layers, co
         (half ? through_half_panels : through_panels)(out, x, panels, base, count, n, k, n, k, n, threads);
     };
     x += from * s.width * size, cosine += from * s.dim, sine += from * s.dim;
-    char* own = c.own;
     const void* const* prompts = c.prompts + group;
-    for (int64_t i = 0; i < layers; i++, own += 2 * table, prompts += 2 * c.groups) {
+    for (int64_t i = 0; i < layers; i++, prompts += 2 * c.groups) {
         const Weights& w = weights[i];
         char *y = at(made[i].y, s.width), *qkv = at(made[i].qkv, row), *mixed = at(made[i].mixed, queries), *middle = at(made[i].middle, s.width), *both = at(made[i].both, 2 * s.inner);
         rms_norm(half, normed, x, w.norm, count, s.width, s.eps, threads);
         product(qkv, normed, w.qkv_panels, nullptr, row, s.width);
         rotary(half, rotated, qkv, w.query_norm, w.key_norm, cosine, sine, count, s.heads, s.kv_heads, s.dim, row, s.head_eps, threads);
-        decode(half, mixed, made[i].normaliser + from * s.heads, rotated, rotated + queries * size, qkv + turning * size, turning, turning, row, own, own + table, c.slots + from, c.places + from, c.capacity, prompts, prompts + c.groups, c.prompt_lengths + group, first.data(), groups, s.heads, s.kv_heads, s.dim, w.window, s.scale, threads);
+        decode(half, mixed, made[i].normaliser + from * s.heads, rotated, rotated + queries * size, qkv + turning * size, turning, turning, row, c.own[i], c.own[i] + table, c.slots + from, c.places + from, c.capacity, prompts, prompts + c.groups, c.prompt_lengths + group, first.data(), groups, s.heads, s.kv_heads, s.dim, w.window, s.scale, threads);
         product(middle, mixed, w.out_panels, x, s.width, queries);
         rms_norm(half, normed, middle, w.feed_norm, count, s.width, s.eps, threads);
         product(both, normed, w.both_panels, nullptr, 2 * s.inner, s.width);
@@ -91,7 +88,7 @@ extern "C" {
 
 // x[rows, width] through the layers, each of which reads the y of the one before. room has of every row width + (heads + kv_heads) dim +
 // inner numbers. A row's numbers depend on no other row.
-void decode_layers(int half, const void* weights, const void* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, char* own, int64_t slots_there, int64_t capacity, const int64_t* slots, const int64_t* places, const void* const* prompts, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t rows, int64_t width, int64_t inner, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float head_eps, float scale, int threads) {
+void decode_layers(int half, const void* weights, const void* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, char* const* own, int64_t slots_there, int64_t capacity, const int64_t* slots, const int64_t* places, const void* const* prompts, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t rows, int64_t width, int64_t inner, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float head_eps, float scale, int threads) {
     Caches c{own, slots_there, capacity, slots, places, prompts, prompt_lengths, first, groups};
     Shape s{width, inner, heads, kv_heads, dim, eps, head_eps, scale};
     auto go = [&](int64_t from, int64_t to, int threads) { pass(half, (const Weights*)weights, (const Made*)made, layers, x, room, cosine, sine, c, from, to, rows, s, threads); };

@@ -78,8 +78,10 @@ class Spans:
 class Slots:
     """A step of decoding B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
 
-    own: Tensor
-    """[layers, 2, slots, H_kv, capacity, D]: keys and values of each slot's own tokens."""
+    own: Sequence[Tensor]
+    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens."""
+    addresses: Tensor
+    """[layers] where they are."""
     slots: Tensor
     """[B] which slot each row continues."""
     places: Tensor
@@ -194,7 +196,7 @@ class Kernels:
             room.data_ptr(),
             *(y.data_ptr() for y in angles),
         )
-        own = (slots.own.data_ptr(), slots.own.shape[2], slots.own.shape[4])
+        own = (slots.addresses.data_ptr(), slots.own[0].shape[1], slots.own[0].shape[3])
         tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.first)
         sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
         factors = (eps, heads.eps, heads.scale, torch.get_num_threads())

@@ -57,11 +57,12 @@ class SharedCache:
         """`longest` is what a slot may come to hold behind its prompt, in tokens."""
         self.longest, self.layers, self.heads = longest, layers, heads
         self.panels = Panels()
-        self.own = torch.empty(layers, 2, slots, heads.keys, 0, heads.dim, dtype=dtype)
+        self.own = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
         self.prompts: dict[int, Prompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
         self.lengths = np.zeros(0, dtype=np.int64)
         self.slots = np.zeros(0, dtype=np.int64)
+        self._addresses = torch.zeros(layers, dtype=torch.long)
         self._free = np.arange(slots)
         self._met = 0
         self._arranged: Arrangement | None = None
@@ -101,15 +102,19 @@ class SharedCache:
         self._arranged = None
         return torch.from_numpy(order)
 
-    def room(self, tokens: int) -> Tensor:
-        """Keys and values of all layers [layers, 2, slots, H_kv, capacity, D], with room for `tokens` per slot."""
-        have = self.own.shape[4]
+    def room(self, tokens: int) -> tuple[list[Tensor], Tensor]:
+        """Keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and where they are.
+
+        They grow layer by layer, so that no more than one lies there twice.
+        """
+        *shape, have, dim = self.own[0].shape
         if have < tokens:
             capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
-            grown = self.own.new_empty(*self.own.shape[:4], capacity, self.own.shape[5])
-            grown[..., :have, :] = self.own
-            self.own = grown
-        return self.own
+            for i, old in enumerate(self.own):
+                self.own[i] = old.new_empty(*shape, capacity, dim)
+                self.own[i][..., :have, :] = old
+            self._addresses = torch.tensor([x.data_ptr() for x in self.own])
+        return self.own, self._addresses
 
     def arrangement(self) -> Arrangement:
         """The active slots by prompt, worked out when they change."""
@@ -144,9 +149,9 @@ class SharedDecode:
     """One new token per active slot, which sees its prompt and its own slot."""
 
     def __init__(self, cache: SharedCache) -> None:
-        own, arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
+        (own, addresses), arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
         slots, places = torch.from_numpy(cache.slots), torch.from_numpy(cache.lengths)
-        self.slots = Slots(own, slots, places, arranged.prompts, arranged.lengths, arranged.first)
+        self.slots = Slots(own, addresses, slots, places, arranged.prompts, arranged.lengths, arranged.first)
         self.panels = cache.panels
         self.positions = arranged.before + places
         """[active] of the new tokens."""

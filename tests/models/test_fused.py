@@ -327,7 +327,15 @@ def test_a_decoding_step_over_shared_prompts_equals_a_direct_softmax(prompt, dim
     rotated = qkv[:, : 6 * dim].clone()
     slots, places = torch.tensor([4, 0, 1]), torch.full((rows_there,), own)
     addresses = torch.tensor([[[0], [0]], [[x.data_ptr()] for x in tables]])
-    given = Slots(cache, slots, places, addresses, torch.tensor([prompt]), torch.tensor([0, rows_there]))
+    given = Slots(
+        cache,
+        torch.tensor([x.data_ptr() for x in cache]),
+        slots,
+        places,
+        addresses,
+        torch.tensor([prompt]),
+        torch.tensor([0, rows_there]),
+    )
     out, _ = native.decode(rotated, qkv, given, layer, heads, window)
     assert torch.equal(cache[0], others)
     for row, slot in enumerate(slots.tolist()):
