@@ -231,16 +231,12 @@ class Decoder:
         if weights is None:
             return None
         room = None if keep is None else keep.room(rows, self.parts)
-        if room is None and keep is None:  # the layers take turns
-            block, start = Block(replace(self.parts, layers=1), rows), 0
-            made = block.addresses().expand(len(self.layers), -1).contiguous()
-        else:
-            block, start = room or (Block(self.parts, rows), 0)
-            made = block.addresses(start)
+        # where nothing is kept the layers take turns in one room
+        block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
+        made = block.addresses(start).expand(len(self.layers), -1).contiguous()
         self.native.decode_layers(x, weights, made, self.parts.kinds[-1][0] // 2, slots, angles, self.heads, self.eps)
         if keep is not None:
-            given = None if room is not None else block.layers()
-            keep.add(rows, self.parts, now, given)
+            keep.add(rows, self.parts, now, None if room is not None else block.layers())
         return block.part(block.parts.layers - 1, 0, start, rows)
 
     def _addresses(self, panels: Panels, rows: int) -> Tensor | None:

@@ -25,11 +25,6 @@ class Half:
     weight_decay: float
 
 
-def suits(weight: Tensor) -> bool:
-    """Whether `Halves` can step it."""
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
-
-
 class Halves:
     """What PyTorch does in five passes over memory, the kernels do in two: gradients are read as they are, never widened in a
     copy of their own, and a weight is written beside its master.

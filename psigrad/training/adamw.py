@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from psigrad.native.halves import Half
+from psigrad.native.halves import Half, Halves
 from psigrad.native.kernels import kernels
 from psigrad.training.checkpoint import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def steps_natively(dtype: torch.dtype, device: str) -> bool:
+    """Whether weights of that type there can be `halves` of an `AdamW`. The kernels are asked for last: they may have to be
+    compiled.
+    """
+    return dtype == torch.bfloat16 and device == "cpu" and not isinstance(kernels(), str)
 
 
 class AdamW:
@@ -93,9 +100,12 @@ class AdamW:
             maximize=False,
         )
 
+    def squared_norm_of_halves(self) -> float:
+        """Σ g² over the gradients of `halves`."""
+        gradients = [p.grad for p in self.halves.values() if p.grad is not None]
+        return _native().squared_norm(gradients) if gradients else 0.0
+
     def _step_halves(self, names: list[str], lr: float, shrink: float) -> None:
-        native = kernels()
-        assert not isinstance(native, str), "else nothing is given as halves"
         steps = [self.state[name]["step"] for name in names]
         torch._foreach_add_(steps, 1)
         found = []
@@ -104,7 +114,7 @@ class AdamW:
             assert stored.grad is not None
             decay = self.weight_decay if stored.dim() > 1 else 0.0
             found.append(Half(self.parameters[name], stored, stored.grad.contiguous(), *moments, int(step), decay))
-        native.halves.step(found, lr, self.betas, self.eps, 1 / shrink)
+        _native().step(found, lr, self.betas, self.eps, 1 / shrink)
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and step counts as "exp_avg.<name>" and so on."""
@@ -130,3 +140,9 @@ class AdamW:
         # fused, torch counts steps on the parameter's device
         moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in _MOMENTS}
         return {"step": torch.zeros((), device=p.device), **moments}
+
+
+def _native() -> Halves:
+    native = kernels()
+    assert not isinstance(native, str), "else nothing is given as halves"
+    return native.halves

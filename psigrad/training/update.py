@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.models.gradients import Sums, in_place
-from psigrad.native.halves import suits
-from psigrad.native.kernels import kernels
-from psigrad.training.adamw import AdamW
+from psigrad.training.adamw import AdamW, steps_natively
 
 # Consecutive steps without a finite gradient after which the run stops.
 MAX_NONFINITE = 3
@@ -52,8 +50,7 @@ class Optimizer:
         half = (torch.bfloat16, torch.float16)
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
         halves = {name: p for name, p in self.parameters.items() if self.masters[name] is not p}
-        self._native = kernels()
-        stepped = {} if isinstance(self._native, str) else {name: p for name, p in halves.items() if suits(p)}
+        stepped = {n: p for n, p in halves.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
         self._copied = [(p, self.masters[name]) for name, p in halves.items() if name not in stepped]
         betas = (optim.adam_beta1, optim.adam_beta2)
         self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
@@ -83,9 +80,7 @@ class Optimizer:
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
         stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
-        halves = [p.grad for p in self.adamw.halves.values() if p.grad is not None]
-        if halves and not isinstance(self._native, str):
-            squares.append(self._native.halves.squared_norm(halves))
+        squares += [self.adamw.squared_norm_of_halves()] if self.adamw.halves else []
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def apply(self, norm: float, lr: float) -> None:

@@ -17,7 +17,6 @@ from psigrad.errors import UserError
 from psigrad.models import language_model, logprobs, tiny
 from psigrad.models.backbone import Lora
 from psigrad.models.packing import Groups
-from psigrad.native.halves import suits
 from psigrad.recipes import plan
 from psigrad.recipes.plan import command, memory, show
 from psigrad.recipes.plan.activations import Terms, terms
@@ -26,6 +25,7 @@ from psigrad.recipes.plan.shape import counted
 from psigrad.recipes.plan.work import work_of
 from psigrad.rollout import embedded
 from psigrad.rollout.types import Completion, Request, SamplingParams, Trajectory
+from psigrad.training.adamw import steps_natively
 from psigrad.training.learn import micro_batches
 from psigrad.training.update import Optimizer
 
@@ -121,7 +121,7 @@ def test_recomputing_layers_keeps_their_inputs_and_one_layer():
 @pytest.mark.parametrize("native", [True, False], ids=["stepped by the kernels", "by PyTorch"])
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("float32", 4), ("bfloat16", 4)])
 def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, rank, native, monkeypatch):
-    monkeypatch.setattr("psigrad.training.update.suits", suits if native else lambda weight: False)
+    monkeypatch.setattr("psigrad.training.update.steps_natively", steps_natively if native else lambda dtype, device: False)
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
     shape = counted(hf.config)
     lora = Lora(rank) if rank else None

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.native.halves import suits
 from psigrad.training import checkpoint
-from psigrad.training.adamw import AdamW
+from psigrad.training.adamw import AdamW, steps_natively
 from psigrad.training.checkpoint import CheckpointError
 from psigrad.training.update import Optimizer
 
@@ -187,7 +186,7 @@ HALVES = {"a.weight": (70, 300), "b.weight": (3, 5), "a.bias": (33,), "b.bias": 
 
 
 def half_optimizer(monkeypatch, native: bool, *, max_grad_norm: float = 1.0) -> tuple[Optimizer, dict[str, nn.Parameter]]:
-    monkeypatch.setattr("psigrad.training.update.suits", suits if native else lambda weight: False)
+    monkeypatch.setattr("psigrad.training.update.steps_natively", steps_natively if native else lambda dtype, device: False)
     draw = torch.Generator().manual_seed(0)
     weights = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for name, shape in HALVES.items()}
     made = Optimizer(weights, Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm))
@@ -256,3 +255,11 @@ def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
     half_steps(optimizer, weights)
     assert all(p._version > before[n][0] and optimizer.masters[n]._version > before[n][1] for n, p in weights.items())
     assert all(m.grad is None for m in optimizer.masters.values()), "no float32 copy of the gradient is made"
+
+
+def test_the_kernels_are_not_asked_for_where_no_weight_is_bfloat16(monkeypatch):
+    """They may have to be compiled, which takes seconds."""
+    monkeypatch.setattr("psigrad.training.adamw.kernels", lambda: pytest.fail("nobody needs them"))
+    for kind in (torch.float32, torch.float16):
+        weight = nn.Parameter(torch.ones(3, 3, dtype=kind))
+        Optimizer({"w": weight}, Optim()).step([lambda weight=weight: weight.float().sum()], 0.1)

@@ -18,7 +18,6 @@ from psigrad.data.templates import example, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models import bare
 from psigrad.models.backbone import DTYPES
-from psigrad.native.kernels import kernels
 from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky
 from psigrad.recipes import setup
@@ -37,6 +36,7 @@ from psigrad.recipes.plan.memory import (
 )
 from psigrad.recipes.plan.shape import Shape, config_of, shape_of
 from psigrad.recipes.plan.work import GUESSED, Config, Cost, Lengths, Work, cost_of, work_of
+from psigrad.training.adamw import steps_natively
 
 # A prediction is within this share of the measured peak; a run that is this near the memory's end is not said to fit.
 MARGIN = 0.15
@@ -162,7 +162,7 @@ def _is_bare(config: Config, local: bool) -> bool:
 
 def _copies(config: Config, machine: Machine) -> bool:
     """Whether half-precision gradients are copied before they are applied."""
-    return machine.device != "cpu" or config.model.dtype != "bfloat16" or isinstance(kernels(), str)
+    return not steps_natively(DTYPES[config.model.dtype], machine.device)
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
