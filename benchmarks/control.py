@@ -64,7 +64,7 @@ SOONEST: dict[str, dict[str, Any]] = {
 
 def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
     """psigrad's method with the settings."""
-    from psigrad.recipes import control
+    from psigrad.control import training as control
 
     values = {"n_envs": 1 if algorithm == "dqn" else 8, "total_timesteps": ENDLESS, **given, "tuned": False}
     if values.get("batch_size") == values["n_envs"] * values.get("n_steps", 0):
@@ -73,7 +73,7 @@ def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
         values |= {"optimizer": "rmsprop"}
     if algorithm == "dqn":
         values |= {"activation": "relu", "max_grad_norm": 10.0}
-    from psigrad.recipes.setup import prepare_torch
+    from psigrad.training.session import prepare_torch
 
     made = control.settings(algorithm, "CartPole-v1", {**values, "seed": seed, "threads": 1})
     prepare_torch(made.run)  # as `psigrad control` does
@@ -147,8 +147,8 @@ def speed(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dic
 
 def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
     """Seconds and steps to the first evaluation of 475 or more."""
-    from psigrad.rollout import vector
-    from psigrad.rollout.collect import play
+    from psigrad.control import vector
+    from psigrad.control.rollouts import play
 
     envs, found = vector.make("CartPole-v1", 100), {"seconds": math.inf, "steps": math.inf}
     trained = since = 0.0
@@ -179,8 +179,8 @@ def agree(algorithm: str) -> float:
     named = method.network.towers.named()
     found: list[torch.Tensor] = []
     method.optimizer.step = lambda gradient, rate: found.append(gradient.clone()) or 0.0
-    from psigrad.rollout import vector
-    from psigrad.rollout.collect import Collector
+    from psigrad.control import vector
+    from psigrad.control.rollouts import Collector
 
     method.collector = Collector(vector.make("CartPole-v1", 8, "serial"), method.collector.normalizer)
     method.restart()

@@ -29,7 +29,7 @@ from pathlib import Path
 from psigrad.config import Run
 from psigrad.recipes import demo, online, setup
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
-setup.prepare_torch(Run())
+session.prepare_torch(Run())
 files = demo.prepare(folder, seed, False)
 online.run(demo.reinforcing(folder / "sft" / "model", files, folder / "grpo_bfloat16", seed, max_steps=int(sys.argv[3]),
                             progress=False, dtype="bfloat16"))

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from psigrad import flags
+from psigrad.cli import flags
 from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 
 PAGE = Path(__file__).parent / "settings.md"

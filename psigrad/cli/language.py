@@ -8,7 +8,6 @@ from typing import Any
 
 from psigrad.cli.common import finished
 from psigrad.errors import UserError
-from psigrad.recipes.quick import quick_imports
 
 
 def train(name: str) -> Callable[[list[str]], int]:
@@ -17,16 +16,15 @@ def train(name: str) -> Callable[[list[str]], int]:
     def run(arguments: list[str]) -> int:
         from importlib import import_module
 
-        from psigrad import flags
+        from psigrad.cli import flags
 
         method = flags.METHODS[name]
         config = flags.parse(method.settings, name, arguments, defaults=method.sets)
         for setting in {"algorithm", "loss"} & set(method.sets):
             agree(name, getattr(config, setting), setting)
-        with quick_imports():
-            from psigrad.recipes.plan import command
+        from psigrad.planning import plan as command
 
-            recipe = import_module(f"psigrad.recipes.{method.recipe}")
+        recipe = import_module(f"psigrad.recipes.{method.recipe}")
         command.warn(config)
         return finished(recipe.run(config))
 
@@ -35,7 +33,7 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 def score(arguments: list[str]) -> int:
     """Write what a reward model says of every row."""
-    from psigrad import flags
+    from psigrad.cli import flags
 
     defaults = {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"}
     given = flags.plain("score", arguments, defaults)
@@ -54,7 +52,7 @@ def score(arguments: list[str]) -> int:
 
 def sample(arguments: list[str]) -> int:
     """Write completions of a model as a dataset."""
-    from psigrad import flags
+    from psigrad.cli import flags
     from psigrad.config import SampleConfig
 
     config = flags.parse(SampleConfig, "sample", arguments)
@@ -68,7 +66,7 @@ def sample(arguments: list[str]) -> int:
 
 def pairs(arguments: list[str]) -> int:
     """Write the pairs of rankings or ratings."""
-    from psigrad import flags
+    from psigrad.cli import flags
 
     given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "scale": 10, "tie": 0.0})
     from psigrad.recipes import sample
@@ -80,10 +78,10 @@ def pairs(arguments: list[str]) -> int:
 
 def plan(arguments: list[str]) -> int:
     """Print what a run will take."""
-    from psigrad import flags
+    from psigrad.cli import flags
 
     config, asked = flags.planned(arguments)
-    from psigrad.recipes.plan import command
+    from psigrad.planning import plan as command
 
     print(command.run(config, asked))
     return 0
@@ -91,11 +89,11 @@ def plan(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """Print what training steps take."""
-    from psigrad import flags
+    from psigrad.cli import flags
     from psigrad.config import BenchConfig
 
     config = flags.parse(BenchConfig, "bench", arguments)
-    from psigrad.recipes.bench import command
+    from psigrad.bench import timing as command
 
     print(command.run(config))
     return 0
@@ -103,12 +101,12 @@ def bench(arguments: list[str]) -> int:
 
 def compare(arguments: list[str]) -> int:
     """Train by several methods and draw the comparison."""
-    from psigrad import flags
+    from psigrad.cli import flags
     from psigrad.config import OnlineConfig
 
     methods, given, rest = flags.listed(arguments, "--seeds", "--pairs")
     config = flags.parse(OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest)
-    from psigrad.recipes import compare
+    from psigrad.experiments import comparison as compare
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
     page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
@@ -118,7 +116,7 @@ def compare(arguments: list[str]) -> int:
 
 def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
-    from psigrad import flags
+    from psigrad.cli import flags
 
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in flags.METHODS:
@@ -130,7 +128,7 @@ def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
 
 def evaluate(arguments: list[str]) -> int:
     """Sample held-out prompts and print their scores."""
-    from psigrad import flags
+    from psigrad.cli import flags
     from psigrad.config import EvalConfig
 
     config = flags.parse(EvalConfig, "eval", arguments)
@@ -145,10 +143,9 @@ def evaluate(arguments: list[str]) -> int:
 
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
-    from psigrad import flags
+    from psigrad.cli import flags
 
     settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
-    with quick_imports():
-        from psigrad.recipes import demo
+    from psigrad.recipes import demo
 
     return finished(demo.run(**settings))

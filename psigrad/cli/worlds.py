@@ -26,7 +26,7 @@ def report(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
         return 0
-    from psigrad import flags
+    from psigrad.cli import flags
 
     folders, output = flags.names_and_output("report", arguments)
     if not folders:
@@ -54,8 +54,7 @@ def grid(arguments: list[str]) -> int:
     """Solve a grid world in the terminal."""
     from dataclasses import asdict
 
-    from psigrad import flags
-    from psigrad.recipes import grid
+    from psigrad.cli import flags, grid
 
     grid.run(grid.GridSettings(**flags.plain("grid", arguments, asdict(grid.GridSettings()))))
     return 0
@@ -63,8 +62,8 @@ def grid(arguments: list[str]) -> int:
 
 def experiment(arguments: list[str]) -> int:
     """Run an experiment."""
-    from psigrad import flags
-    from psigrad.recipes import experiment
+    from psigrad.cli import flags
+    from psigrad.experiments import run as experiment
 
     usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
     if not arguments or arguments[0].startswith("-"):
@@ -86,13 +85,13 @@ def studio(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(f"{usage}\n\nThe web application: grid world, runs, labelling desk, chat. It binds this machine only.")
         return 0
-    from psigrad import flags
+    from psigrad.cli import flags
 
     folders, listed, rest = flags.listed(arguments, "--checkpoint", "--allow-host")
     given = flags.plain("studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": ""})
     if len(folders) > 1:
         raise UserError(f"studio got {len(folders)} folders and takes one; the usage is {usage}.")
-    from psigrad.studio import serve
+    from psigrad_studio import serve
 
     chat = {"checkpoints": listed["--checkpoint"], "model_memory": given["model_memory"]}
     labels = {"database": given["database"], "allow_host": listed["--allow-host"]}
@@ -102,15 +101,15 @@ def studio(arguments: list[str]) -> int:
 
 def control(arguments: list[str]) -> int:
     """Train on a Gymnasium environment."""
-    from psigrad import flags
+    from psigrad.cli import flags
     from psigrad.config import ControlConfig
-    from psigrad.recipes import tuned
+    from psigrad.control import hyperparameters as tuned
 
     # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
     first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
     rest, command = arguments[len(first) :], "control [ALGORITHM]"
     asked = flags.parse(ControlConfig, command, rest, defaults=first)
-    from psigrad.recipes import control
+    from psigrad.control import training as control
 
     known = tuned.settings_for(control.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}

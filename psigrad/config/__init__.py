@@ -5,10 +5,10 @@ A string under a field is its help text on the command line. Names are those of 
 
 from __future__ import annotations
 
-from psigrad.config.control import ControlConfig, Dqn, Network, Trpo
+from psigrad.config.gymnasium import ControlConfig, Dqn, Network, Trpo
 from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.sections import Data, Evaluation, Model, Optim, Reward, Run, Sampling
-from psigrad.config.tools import BenchConfig, PlanConfig
+from psigrad.config.tooling import BenchConfig, PlanConfig
 
 __all__ = [
     "BenchConfig",

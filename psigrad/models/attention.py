@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from psigrad.models.panels import Panels
+from psigrad.models.fused.packed_weights import PackedWeights
 from psigrad.native.kernels import Heads, Kernels, Slots, Spans
 
 
@@ -41,7 +41,7 @@ class FusedLayout(Protocol):
     """
 
     @property
-    def panels(self) -> Panels | None: ...
+    def panels(self) -> PackedWeights | None: ...
 
     @property
     def slots(self) -> Slots | None: ...

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError
 from psigrad.models import attention
-from psigrad.models.bare import Bare
-from psigrad.models.fused import Decoder
-from psigrad.models.fused_layer import Unlike
-from psigrad.models.kept import Kept, Known
+from psigrad.models.fused.activation_cache import ActivationCache, CacheHit
+from psigrad.models.fused.decoder import Decoder
+from psigrad.models.fused.layer import Unsupported
+from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.packing import ForwardInputs, Groups
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Pretrained(ABC):
     what is packed attends by FlexAttention.
     """
 
-    network: PreTrainedModel | Bare
+    network: PreTrainedModel | WeightsOnly
     tokenizer: PreTrainedTokenizerBase
     adapter: nn.Module | None = None
     why_padded: str = ""
@@ -66,7 +66,7 @@ class Pretrained(ABC):
     @property
     def hf(self) -> PreTrainedModel:
         """transformers' model: the `network` from now on."""
-        if isinstance(self.network, Bare):
+        if isinstance(self.network, WeightsOnly):
             with torch.inference_mode(False):  # who samples may ask first
                 hf = self.network.as_transformers()
             mode = hf.training
@@ -95,8 +95,8 @@ class Pretrained(ABC):
         input_ids: Tensor,
         position_ids: Tensor,
         layout: attention.Layout | attention.FusedLayout,
-        keep: Kept | None = None,
-        known: Known | None = None,
+        keep: ActivationCache | None = None,
+        known: CacheHit | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, S, E] where `layout` says who attends to whom, or [M, E] of the tokens `wanted`, places in the B·S;
@@ -141,7 +141,7 @@ class Pretrained(ABC):
 
         The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
         """
-        if isinstance(self.network, Bare) and lora is None:
+        if isinstance(self.network, WeightsOnly) and lora is None:
             self.decoder = Decoder(self.network, gradient_checkpointing)
         else:
             self._prepare(self.hf, task, lora, adapter, gradient_checkpointing)
@@ -220,7 +220,7 @@ def recompute_activations(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def merged(network: PreTrainedModel | Bare, adapter: nn.Module | None) -> Any:
+def merged(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:
     """The whole model, with a copy of its adapter merged in."""
     return network if adapter is None else copy.deepcopy(adapter).merge_and_unload()
 
@@ -287,9 +287,9 @@ def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
     hf = model.hf
     try:
         decoder = Decoder(hf, recompute)
-    except Unlike as reason:
+    except Unsupported as reason:
         return None, str(reason)
-    with torch.no_grad(), _stirred(decoder):
+    with torch.no_grad(), _perturbed(decoder):
         own = model.probe(packed=True)
         model.decoder = decoder
         gap = float((model.probe(packed=True) - own).abs().max())
@@ -299,7 +299,7 @@ def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
 
 
 @contextlib.contextmanager
-def _stirred(decoder: Decoder) -> Iterator[None]:
+def _perturbed(decoder: Decoder) -> Iterator[None]:
     """Fresh adapters add nothing, their B being 0: here they do, so that a probe sees them."""
     fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
     generator = torch.Generator().manual_seed(0)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError
-from psigrad.models import bare
 from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
-from psigrad.models.bare import Bare
-from psigrad.models.kept import Kept
+from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused.activation_cache import ActivationCache
+from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import Evaluation
@@ -39,7 +39,7 @@ class LanguageModel(Pretrained):
     """
 
     value_head: nn.Linear | None = None
-    kept: Kept | None = None
+    kept: ActivationCache | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -58,7 +58,7 @@ class LanguageModel(Pretrained):
         return tuple(sorted(known))
 
     @property
-    def keeping(self) -> Kept | None:
+    def keeping(self) -> ActivationCache | None:
         """`kept`, while what the fused decoder computes is what trains: not with the adapter switched off."""
         trains = self.decoder is not None and (self.adapter is None or self.decoder.adapted)
         return self.kept if trains else None
@@ -213,7 +213,7 @@ def load(
 
 
 def prepare(
-    network: PreTrainedModel | Bare,
+    network: PreTrainedModel | WeightsOnly,
     tokenizer: PreTrainedTokenizerBase,
     *,
     lora: Lora | None = None,

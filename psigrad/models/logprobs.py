@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from psigrad.models import gradients
-from psigrad.models.kept import Said
+from psigrad.models.fused.activation_cache import CachedLogProbs
 from psigrad.native.kernels import multiply
 
 # Logits of one chunk: 2^24 floats are 64 MiB.
@@ -228,7 +228,7 @@ def token_stats(
     vocabulary: int,
     wanted: Wanted,
     reference_hidden: Tensor | None = None,
-    said: Said | None = None,
+    said: CachedLogProbs | None = None,
 ) -> TokenStats:
     """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
 

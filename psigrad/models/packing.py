@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from psigrad.models.attention import PackedLayout
-from psigrad.models.kept import Known
+from psigrad.models.fused.activation_cache import CacheHit
 
 Ids = Sequence[int]
 
@@ -82,7 +82,7 @@ class ForwardInputs:
     layout: PackedLayout | None = None
     attention_mask: Tensor | None = None
     prefix_ends: Tensor | None = None
-    known: Known | None = None
+    known: CacheHit | None = None
     """Layers that need not be run, where they were kept."""
 
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError
-from psigrad.models import bare
 from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
-from psigrad.models.bare import Bare
+from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.packing import ForwardInputs, Groups, Ids, Rows, pack, pad
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _by_transformers(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, li
 
 
 def prepare(
-    network: PreTrainedModel | Bare,
+    network: PreTrainedModel | WeightsOnly,
     tokenizer: PreTrainedTokenizerBase,
     *,
     lora: Lora | None = None,

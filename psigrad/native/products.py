@@ -18,7 +18,7 @@ _WIDEST = 64  # rows of a panel on any processor
 
 
 @dataclass(frozen=True)
-class Turned:
+class TurnedMatrix:
     """A matrix [N, K] as `Products.through` reads it: in panels of as many of its rows side by side as a tile of sums is wide,
     the last filled up with 0; bfloat16 in pairs of neighbours.
     """
@@ -62,20 +62,20 @@ class Products:
             return out
         return self.of(x, weight.t(), out, base)
 
-    def turned(self, weight: Tensor) -> Turned:
+    def turned(self, weight: Tensor) -> TurnedMatrix:
         """A matrix that `can_turn`, for `through`."""
         height, width = weight.shape
         panels = weight.new_empty(-(-height // _WIDEST) * _WIDEST * width)
         words = width * weight.element_size() // 4
         self._call.turned(panels.data_ptr(), weight.data_ptr(), height, words, torch.get_num_threads())
-        return Turned(panels, (height, width))
+        return TurnedMatrix(panels, (height, width))
 
     def can_turn(self, weight: Tensor) -> bool:
         """Whether a matrix [N, K] can be turned and it is worth it: of float32, or of an even number of columns in bfloat16."""
         pairs = self.halves and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
         return (pairs or weight.dtype == torch.float32) and weight.is_contiguous()
 
-    def through(self, x: Tensor, weight: Turned, out: Tensor, base: Tensor | None = None) -> Tensor:
+    def through(self, x: Tensor, weight: TurnedMatrix, out: Tensor, base: Tensor | None = None) -> Tensor:
         """As `linear`, for x, out and base of the matrix' type and contiguous in their rows: where one matrix meets some rows
         again and again. A row's numbers do not depend on the others. Raises `ValueError` where they do not fit.
         """

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
+from psigrad.config.load import load, resolve_names
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preference_catalog import names as preference_losses
-from psigrad.recipes.load import load, resolve_names
 
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 

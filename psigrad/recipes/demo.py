@@ -20,8 +20,9 @@ from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Op
 from psigrad.data import tasks
 from psigrad.models import tiny
 from psigrad.recipes import evaluate, online, setup, sft
-from psigrad.recipes.setup import Result
+from psigrad.training import session
 from psigrad.training.progress import bar
+from psigrad.training.session import Result
 
 TASK = "spell_backward"
 WRONG_SHARE = 0.6
@@ -39,7 +40,7 @@ def run(
     Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call.
     """
     start, folder = time.perf_counter(), Path(output_dir)
-    setup.prepare_torch(Run())
+    session.prepare_torch(Run())
     files = prepare(folder, seed, progress)
     tuned = sft.run(
         SFTConfig(

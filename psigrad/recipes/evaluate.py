@@ -10,9 +10,10 @@ from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
-from psigrad.recipes.judges import Judge, evaluator_for, judge_for
+from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Trajectory
+from psigrad.training import session
 from psigrad.training.collect import score
 from psigrad.training.evaluate import Evaluator, figures_of
 
@@ -49,7 +50,7 @@ def run(config: EvalConfig) -> Report:
 
 def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
-    setup.prepare_torch(config.run)
+    session.prepare_torch(config.run)
     setup.check_sampling(config.sampling)
     model = setup.load_model(config.model, config.run, None)
     episodes = episodes_for(config)

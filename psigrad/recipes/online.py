@@ -19,11 +19,11 @@ from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.preference_catalog import OnlinePreference, resolve_online
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
-from psigrad.recipes.judges import evaluator_for, judge_for
-from psigrad.recipes.setup import Result
+from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.rewards import resolve
-from psigrad.training import loop, rehearsal
+from psigrad.training import loop, rehearsal, session
 from psigrad.training.online import Critic, Online
+from psigrad.training.session import Result
 from psigrad.training.state import Learner, State
 
 
@@ -35,8 +35,8 @@ def run(config: OnlineConfig) -> Result:
     """
     algorithm = method(config)
     check(config, algorithm)
-    with setup.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
-        found = setup.newest_checkpoint(journal)
+    with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
+        found = session.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
         episodes = episodes_for(config)
         rows, held = rows_for(config, episodes)
@@ -56,7 +56,7 @@ def run(config: OnlineConfig) -> Result:
         policy = Learner(model, setup.optimizer_of(model, config))
         learners = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         fresh = State(algorithm=algorithm.initial_state())
-        begun = setup.begin(config, journal, learners, setup.identity(model.tokenizer, rows), found, fresh)
+        begun = session.begin(config, journal, learners, setup.identity(model.tokenizer, rows), found, fresh)
         job = Online(
             config=config,
             algorithm=algorithm,
@@ -146,7 +146,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> C
     made = scalar_model.load(
         str(found / "critic") if found is not None else config.critic or config.model.path,
         dtype=config.model.dtype,
-        device=setup.device(config.run),
+        device=session.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
         fresh_head="zero" if found is None else "refuse",
     )

@@ -25,14 +25,14 @@ from psigrad.models.packing import Ids
 from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky, Preference
 from psigrad.recipes import setup
-from psigrad.recipes.judges import evaluator_for, judge_for
-from psigrad.recipes.setup import Result
-from psigrad.training import offline, rehearsal
+from psigrad.recipes.scorers import evaluator_for, judge_for
+from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
-from psigrad.training.lessons import Lesson
-from psigrad.training.lessons.preference import Judging, Preferring, mismatched, reference_logps
 from psigrad.training.offline import Generated, Offline
+from psigrad.training.session import Result
 from psigrad.training.state import Learner, State
+from psigrad.training.tasks import Task
+from psigrad.training.tasks.preference import KTOTask, PreferenceTask, mismatched, reference_logps
 
 
 def run(config: PreferenceConfig) -> Result:
@@ -43,13 +43,13 @@ def run(config: PreferenceConfig) -> Result:
     """
     loss = preference_catalog.resolve(config.loss)
     setup.check_sampling(config.sampling)
-    with setup.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
-        found = setup.newest_checkpoint(journal)
+    with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
+        found = session.newest_checkpoint(journal)
         rows, held = setup.read_rows(config, "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference")
         model = setup.load_model(config.model, config.run, found)
         reference = _reference(config, loss, model, found)
-        lesson = _lesson(config, loss, model, reference, rows, journal)
-        held_out = _lesson(config, loss, model, reference, held, journal) if held else None
+        task = _task(config, loss, model, reference, rows, journal)
+        held_out = _task(config, loss, model, reference, held, journal) if held else None
         generated = None
         if held and (config.reward or config.reward_model or config.evaluation.metric):
             functions = (config.evaluation.metric,) if config.evaluation.metric else None
@@ -58,13 +58,13 @@ def run(config: PreferenceConfig) -> Result:
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
             generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
         learner = Learner(model, setup.optimizer_of(model, config))
-        begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
+        begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(
             config=config,
-            lesson=lesson,
+            task=task,
             held_out=held_out,
             optimizer=learner.optimizer,
-            total_steps=config.run.max_steps or math.ceil(len(lesson) / config.batch_size),
+            total_steps=config.run.max_steps or math.ceil(len(task) / config.batch_size),
             journal=journal,
             generated=generated,
         )
@@ -94,26 +94,26 @@ def _reference(
     return setup.load_model(replace(config.model, lora_rank=0), config.run, None).frozen_copy()
 
 
-def _lesson(
+def _task(
     config: PreferenceConfig,
     loss: Preference | KahnemanTversky,
     model: LanguageModel,
     reference: LanguageModel | None,
     rows: Sequence[Row],
     journal: Journal,
-) -> Lesson:
+) -> Task:
     """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
     if isinstance(loss, KahnemanTversky):
         judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, config.max_length)
         setup.refuse_none(config, len(judged), left, journal)
         answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
-        return Judging(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers))
+        return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers))
     made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, config.max_length)
     setup.refuse_none(config, len(made), left, journal)
     if not loss.needs_reference:
-        return Preferring(model, loss, made)
+        return PreferenceTask(model, loss, made)
     known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made])
-    return Preferring(model, loss, made, known)
+    return PreferenceTask(model, loss, made, known)
 
 
 def _logps(

@@ -15,14 +15,14 @@ from psigrad.errors import UserError
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import setup
-from psigrad.recipes.setup import Result
-from psigrad.training import offline, rehearsal
+from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
-from psigrad.training.lessons import Lesson
-from psigrad.training.lessons.reward import Comparing, Stepping
 from psigrad.training.offline import Offline
 from psigrad.training.scoring import score_all
+from psigrad.training.session import Result
 from psigrad.training.state import Learner, State
+from psigrad.training.tasks import Task
+from psigrad.training.tasks.reward import ProcessRewardTask, RewardTask
 
 
 def run(config: RewardConfig) -> Result:
@@ -31,8 +31,8 @@ def run(config: RewardConfig) -> Result:
     `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Goes on from the newest checkpoint
     of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
-    with setup.open_run(config, "reward") as journal:
-        found = setup.newest_checkpoint(journal)
+    with session.open_run(config, "reward") as journal:
+        found = session.newest_checkpoint(journal)
         model = setup.load_scalar_model(config.model, config.run, found)
         if config.process and not model.per_token:
             raise UserError(
@@ -41,15 +41,15 @@ def run(config: RewardConfig) -> Result:
         if config.process:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
         rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
-        lesson = _lesson(config, model, rows, journal)
+        task = _task(config, model, rows, journal)
         learner = Learner(model, setup.optimizer_of(model, config))
-        begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
+        begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(
             config=config,
-            lesson=lesson,
-            held_out=_lesson(config, model, held, journal) if held else None,
+            task=task,
+            held_out=_task(config, model, held, journal) if held else None,
             optimizer=learner.optimizer,
-            total_steps=config.run.max_steps or math.ceil(len(lesson) / config.batch_size),
+            total_steps=config.run.max_steps or math.ceil(len(task) / config.batch_size),
             journal=journal,
         )
         if config.optim.rehearse:
@@ -58,17 +58,17 @@ def run(config: RewardConfig) -> Result:
         return setup.finish(config, journal, model)
 
 
-def _lesson(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Lesson:
+def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:
     """The rows as tokens; those above max_length are left out and counted."""
     if config.process:
         solutions, left = pairs.within(
             [pairs.steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, config.max_length
         )
         setup.refuse_none(config, len(solutions), left, journal)
-        return Stepping(model, solutions)
+        return ProcessRewardTask(model, solutions)
     made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, config.max_length)
     setup.refuse_none(config, len(made), left, journal)
-    return Comparing(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
+    return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
 
 
 def score(
@@ -79,7 +79,7 @@ def score(
     `rows` is a file, folder or hub dataset, or rows from Python. Raises `UserError` where `model` has no trained scalar head.
     """
     config = RewardConfig(model=Model(path=model), data=Data(dataset=rows, split=split), run=Run(device=device))
-    setup.prepare_torch(config.run)
+    session.prepare_torch(config.run)
     loaded = setup.load_trained_scalar_model(config.model, config.run)
     read = setup.read_dataset(config, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
     texts = [example(loaded.tokenizer, row).ids for row in read.rows]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from settings to a model on disk."""
+"""SFTTask fine-tuning from settings to a model on disk."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from psigrad.config import SFTConfig
 from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.recipes import setup
-from psigrad.recipes.judges import evaluator_for, judge_for
-from psigrad.recipes.setup import Result
-from psigrad.training import offline, rehearsal
-from psigrad.training.lessons.supervised import Supervised
+from psigrad.recipes.scorers import evaluator_for, judge_for
+from psigrad.training import offline, rehearsal, session
 from psigrad.training.offline import Generated, Offline
+from psigrad.training.session import Result
 from psigrad.training.state import Learner, State
+from psigrad.training.tasks.supervised import SFTTask
 
 
 def run(config: SFTConfig) -> Result:
@@ -23,8 +23,8 @@ def run(config: SFTConfig) -> Result:
 
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
-    with setup.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
-        found = setup.newest_checkpoint(journal)
+    with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
+        found = session.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
         rows, held = setup.read_rows(config, "sft")
         examples = [example(model.tokenizer, row, config.max_length) for row in rows]
@@ -39,11 +39,11 @@ def run(config: SFTConfig) -> Result:
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
             generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
         learner = Learner(model, setup.optimizer_of(model, config))
-        begun = setup.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
+        begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(
             config=config,
-            lesson=Supervised(model, examples),
-            held_out=Supervised(model, [example(model.tokenizer, row, config.max_length) for row in held]) if held else None,
+            task=SFTTask(model, examples),
+            held_out=SFTTask(model, [example(model.tokenizer, row, config.max_length) for row in held]) if held else None,
             optimizer=learner.optimizer,
             total_steps=config.run.max_steps or math.ceil(len(examples) / config.batch_size),
             journal=journal,

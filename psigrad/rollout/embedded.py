@@ -10,7 +10,7 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.models.attention import PackedLayout
-from psigrad.models.kept import Kept, Written
+from psigrad.models.fused.activation_cache import ActivationCache, CachedCompletion
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, on_device, pack
 from psigrad.rollout.cache import KVCache
@@ -166,7 +166,7 @@ class _Batch:
         hidden = self.model.forward(last[:, None], step.positions[:, None], step, keep)
         self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
 
-    def _keep(self) -> Kept | None:
+    def _keep(self) -> ActivationCache | None:
         """Where this forward pass is to be kept, while there is room."""
         return self.kept if self.kept is not None and self.kept.open else None
 
@@ -179,7 +179,7 @@ class _Batch:
         for r, request in enumerate(self.requests):
             start, members = self.prompt_rows[r], range(self.firsts[r], self.firsts[r + 1])
             own = [
-                Written(tuple(self.ids[i, :n].tolist()), rows[i, : max(n - 1, 0)], logps[i, :n])
+                CachedCompletion(tuple(self.ids[i, :n].tolist()), rows[i, : max(n - 1, 0)], logps[i, :n])
                 for i, n in zip(members, self.counts[members].tolist(), strict=True)
             ]
             self.kept.name(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)

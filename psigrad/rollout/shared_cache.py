@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psigrad.models.attention import Attending, PackedLayout
-from psigrad.models.panels import WORTH_TURNING, Panels
+from psigrad.models.fused.packed_weights import WORTH_TURNING, PackedWeights
 from psigrad.native.kernels import Heads, Slots, table_sizes
 from psigrad.rollout.cache import GROWTH
 
@@ -56,7 +56,7 @@ class SharedCache:
     def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
         """`longest` is what a slot may come to hold behind its prompt, in tokens."""
         self.longest, self.layers, self.heads = longest, layers, heads
-        self.panels = Panels()
+        self.panels = PackedWeights()
         self.own = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
         self.prompts: dict[int, Prompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
@@ -137,7 +137,7 @@ class SharedPrefill:
     tables: Tensor
     starts: Tensor
     lengths: Tensor
-    panels: Panels | None
+    panels: PackedWeights | None
     slots = None
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,18 +19,9 @@ from psigrad.tabular.bellman import (
     uniform_policy,
 )
 from psigrad.tabular.classics import cliff_walking, forest, random_walk, shortest_path_4x4, teleport_5x5, windy_gridworld
-from psigrad.tabular.control import (
-    Learned,
-    double_q_learning,
-    expected_sarsa,
-    monte_carlo_control,
-    q_learning,
-    sarsa,
-)
 from psigrad.tabular.grid import ACTIONS, ARROWS, GridWorld
+from psigrad.tabular.gymnasium_models import from_gymnasium, from_outcomes
 from psigrad.tabular.mdp import MDP, discounted_return
-from psigrad.tabular.models import from_gymnasium, from_outcomes
-from psigrad.tabular.paths import Paths, all_paths, sample_paths
 from psigrad.tabular.prediction import (
     batch_monte_carlo,
     batch_td,
@@ -52,6 +43,15 @@ from psigrad.tabular.solvers import (
     value_iteration,
 )
 from psigrad.tabular.sweeps import Sweep
+from psigrad.tabular.td_control import (
+    Learned,
+    double_q_learning,
+    expected_sarsa,
+    monte_carlo_control,
+    q_learning,
+    sarsa,
+)
+from psigrad.tabular.trajectories import Paths, all_paths, sample_paths
 from psigrad.tabular.unbounded import UnboundedGrid
 
 __all__ = [

@@ -7,8 +7,8 @@ from numpy.typing import ArrayLike
 from scipy import sparse
 from scipy.sparse import linalg
 
-from psigrad.tabular.endings import closed_classes
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
+from psigrad.tabular.termination import closed_classes
 
 __all__ = [
     "advantages",

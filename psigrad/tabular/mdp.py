@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 
-from psigrad.tabular.endings import hopeless_states
+from psigrad.tabular.termination import hopeless_states
 
 __all__ = ["MDP", "BoolArray", "FloatArray", "IntArray", "Matrix", "discounted_return"]
 

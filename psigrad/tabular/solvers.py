@@ -29,9 +29,9 @@ from psigrad.tabular.bellman import (
     policy_model,
     q_values,
 )
-from psigrad.tabular.endings import safe_policy
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
 from psigrad.tabular.sweeps import Sweep, change_bounds, is_finished, residual_bounds, rounding
+from psigrad.tabular.termination import safe_policy
 
 __all__ = [
     "Solution",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad import seeds
-from psigrad.models.kept import Kept
+from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preference_catalog import OnlinePreference
 from psigrad.rewards import check_unscored
@@ -92,7 +92,7 @@ def _keeping(run: Online) -> Iterator[None]:
     """What sampling computes is kept for the update."""
     limit = 0.0 if run.config.model.gradient_checkpointing else run.config.keep_activations_gb * 1e9
     if limit and run.episodes is None:  # an episode's tokens are sampled turn by turn
-        run.model.kept = Kept(limit)
+        run.model.kept = ActivationCache(limit)
     try:
         yield
     finally:

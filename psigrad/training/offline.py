@@ -1,4 +1,4 @@
-"""Training on recorded data, the offline kin of loop.py: SFT, reward models and the preference family are lessons of it."""
+"""Training on recorded data, the offline kin of loop.py: SFT, reward models and the preference family are tasks of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from psigrad.rollout.types import Sampler
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Clock, Journal
-from psigrad.training.lessons import Lesson, Share
 from psigrad.training.state import State
+from psigrad.training.tasks import Share, Task
 from psigrad.training.update import Optimizer, learning_rate
 
 
@@ -50,8 +50,8 @@ class Offline:
     """The parts of one offline run; `held_out` has the rows that are not trained on."""
 
     config: Settings
-    lesson: Lesson
-    held_out: Lesson | None
+    task: Task
+    held_out: Task | None
     optimizer: Optimizer
     total_steps: int
     journal: Journal
@@ -61,7 +61,7 @@ class Offline:
 def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     return cycle(
-        run.lesson.name,
+        run.task.name,
         state,
         run.total_steps,
         lambda s: step(run, s),
@@ -76,18 +76,18 @@ def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
 def step(run: Offline, state: State) -> tuple[State, str]:
     """One optimiser step on `batch_size` rows."""
     config, clock = run.config, Clock()
-    rows = batch_at(state.step, config.batch_size, len(run.lesson), config.run.seed)
+    rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
     lr = learning_rate(config.optim, state.step, run.total_steps)
     figures: dict[str, float] = {}
     with clock("time/update"):
-        shares = run.lesson.shares(rows, config.micro_batch_tokens)
+        shares = run.task.shares(rows, config.micro_batch_tokens)
         norm = run.optimizer.step([lambda share=share: _counted(share, figures) for share in shares], lr)
-    number, tokens = state.step + 1, run.lesson.tokens(rows)
+    number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
         **figures,
         "learning_rate": lr,
         "num_tokens": state.tokens + tokens,
-        "epoch": number * config.batch_size / len(run.lesson),
+        "epoch": number * config.batch_size / len(run.task),
         "updates": int(norm is not None),
     }
     if norm is not None:

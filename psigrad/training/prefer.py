@@ -13,10 +13,10 @@ from psigrad.errors import UserError
 from psigrad.objective.preference import Preference
 from psigrad.rollout.types import Trajectory
 from psigrad.training.learn import Tally, Update
-from psigrad.training.lessons import Share
-from psigrad.training.lessons.preference import Preferring, reference_logps
 from psigrad.training.online import Online
 from psigrad.training.state import State
+from psigrad.training.tasks import Share
+from psigrad.training.tasks.preference import PreferenceTask, reference_logps
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ def update(run: Online, loss: Preference, groups: Sequence[Sequence[Trajectory]]
             raise UserError(f"{loss.name} reads a reference model and none was loaded.")
         answers = [[p.chosen, p.rejected] for p in picked.pairs]
         reference = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
-    lesson = Preferring(run.model, loss, picked.pairs, reference)
+    task = PreferenceTask(run.model, loss, picked.pairs, reference)
     tally = Tally()
     for iteration in range(config.num_iterations):
         for rows in _minibatches(run, len(picked.pairs), state.step, iteration):
             tally.steps += 1
-            shares = lesson.shares(rows, config.micro_batch_tokens)
+            shares = task.shares(rows, config.micro_batch_tokens)
             norm = run.optimizer.step([lambda share=share, tally=tally: _counted(share, tally) for share in shares], lr)
             tally.stepped(None if norm is None else [norm])
     signs = torch.zeros(picked.rows)

@@ -44,10 +44,10 @@ def online(run: Online) -> None:
 
 def offline(run: Offline) -> None:
     """The fullest micro-batch of a step on the longest rows."""
-    lesson = run.lesson
-    longest = sorted(range(len(lesson)), key=lambda i: -lesson.tokens([i]))[: run.config.batch_size]
+    task = run.task
+    longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):
-        first = lesson.shares(longest, run.config.micro_batch_tokens)[0]  # the longest row stands in the first
+        first = task.shares(longest, run.config.micro_batch_tokens)[0]  # the longest row stands in the first
         first().value.backward()
 
 

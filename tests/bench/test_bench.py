@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from psigrad import cli
+from psigrad.bench import side_by_side as compare
+from psigrad.bench import workload
+from psigrad.bench.inputs import prepare, rows, tokenizer
+from psigrad.bench.workload import Workload, read
 from psigrad.errors import UserError
 from psigrad.models import tiny
-from psigrad.recipes.bench import compare, workload
-from psigrad.recipes.bench.material import prepare, rows, tokenizer
-from psigrad.recipes.bench.workload import Workload, read
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]

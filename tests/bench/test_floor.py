@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from psigrad.recipes.bench import material
-from psigrad.recipes.bench.floor import floor
-from psigrad.recipes.bench.workload import Workload
-from psigrad.recipes.plan.hardware import Machine
+from psigrad.bench import inputs as material
+from psigrad.bench.floor import floor
+from psigrad.bench.workload import Workload
+from psigrad.planning.hardware import Machine
 
 ONLINE = Workload("w", "", hidden=128, layers=3, prompts=4, generations=4, prompt_tokens=4, completion_tokens=12)
 RATE = Machine("cpu", 1 << 30, peak=1e9, bandwidth=1e15)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from control_worlds import Chain, Counter
 
+from psigrad.control import training as control
+from psigrad.control.replay import Replay
 from psigrad.objective import q_learning
-from psigrad.recipes import control
-from psigrad.rollout.replay import Replay
 
 
 def build(env, **given):

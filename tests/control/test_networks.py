@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from psigrad.models import networks
-from psigrad.models.actor_critic import ActorCritic
-from psigrad.models.distributions import Categorical, Noise, Normal
-from psigrad.models.networks import Towers
+from psigrad.control import networks
+from psigrad.control.actor_critic import ActorCritic
+from psigrad.control.distributions import Categorical, Noise, Normal
+from psigrad.control.networks import Towers
 
 
 def towers(activation: str, extra: int = 0) -> Towers:

@@ -12,11 +12,12 @@ from control_worlds import Chain, Counter, Target
 from gymnasium import spaces
 
 from psigrad.config import ControlConfig, Run
+from psigrad.control import methods as control_catalog
+from psigrad.control import training as control
+from psigrad.control.on_policy import shown
 from psigrad.errors import UserError
-from psigrad.objective import Evaluation, catalog, control_catalog
+from psigrad.objective import Evaluation, catalog
 from psigrad.objective.aggregate import sequence_mean, sequence_sum
-from psigrad.recipes import control
-from psigrad.training.control.on_policy import shown
 
 
 def method(algorithm, env=Chain, **given):

@@ -17,10 +17,10 @@ from tiny_jobs import forked
 
 from psigrad import cli
 from psigrad.control import DQN, PPO, Agent, CheckpointCallback, EvalCallback, evaluate_policy
+from psigrad.control import training as control
+from psigrad.control.rollouts import Collector
 from psigrad.errors import UserError
 from psigrad.objective import catalog
-from psigrad.recipes import control
-from psigrad.rollout.collect import Collector
 from psigrad.training import run_folder
 
 SMALL = {"eval_episodes": 4, "eval_steps": 2, "report": False, "progress": False, "save_steps": 2, "log_interval": 1}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from control_worlds import Chain, Target
 
+from psigrad.control import training as control
 from psigrad.objective import trust_region
-from psigrad.recipes import control
 
 
 def spd(n: int, seed: int = 0) -> torch.Tensor:

@@ -9,10 +9,10 @@ from control_worlds import Counter, Target
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from psigrad.control import vector
+from psigrad.control.rollouts import Collector, play
+from psigrad.control.vector import Environments, Normalizer
 from psigrad.errors import UserError
-from psigrad.rollout import vector
-from psigrad.rollout.collect import Collector, play
-from psigrad.rollout.vector import Environments, Normalizer
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 

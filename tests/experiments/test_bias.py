@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.recipes.experiments import bias, problems
-from psigrad.recipes.experiments.bias import Target, World
+from psigrad.experiments import bias, problems
+from psigrad.experiments.bias import Target, World
 from psigrad.tabular import all_paths, evaluate, lambda_returns, n_step_returns, sample_paths, softmax_policy
 
 TARGETS = [Target(n=1), Target(n=3), Target(n=50), Target(lam=0.0), Target(lam=0.7), Target(lam=1.0)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from psigrad.experiments import clip as clips
+from psigrad.experiments.clip import Silence, pushes, silences, surrogates
 from psigrad.objective.surrogate import clip, dual_clip, truncated_weight
-from psigrad.recipes.experiments import clip as clips
-from psigrad.recipes.experiments.clip import Silence, pushes, silences, surrogates
 
 NAMED = {one.name: one.surrogate for one in surrogates()}
 DIFFERENTIABLE = [name for name in NAMED if name != "CISPO"]

@@ -12,10 +12,10 @@ from dataclasses import asdict
 import pytest
 
 from psigrad import cli
-from psigrad.recipes import experiment
-from psigrad.recipes.experiments import clip
-from psigrad.recipes.experiments.settings import BiasSettings, ClipSettings, PsiSettings
-from psigrad.recipes.load import load
+from psigrad.config.load import load
+from psigrad.experiments import clip
+from psigrad.experiments import run as experiment
+from psigrad.experiments.settings import BiasSettings, ClipSettings, PsiSettings
 
 SMALL = {
     "psi": ["--seeds", "2", "--episodes", "64", "--batch", "4"],

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from psigrad.recipes.experiments import bias, clip, problems, psi, tables
-from psigrad.recipes.experiments.interval import Interval
-from psigrad.recipes.experiments.settings import BiasSettings, ClipSettings, PsiSettings
+from psigrad.experiments import bias, clip, problems, psi, tables
+from psigrad.experiments.interval import Interval
+from psigrad.experiments.settings import BiasSettings, ClipSettings, PsiSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "experiments.md").read_text()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from psigrad.experiments import problems, psi
 from psigrad.objective import Evaluation
-from psigrad.recipes.experiments import problems, psi
 from psigrad.tabular import all_paths, evaluate, sample_paths, softmax_policy
 
 

@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
+from psigrad.experiments import problems, psi
+from psigrad.experiments.interval import interval
+from psigrad.experiments.psi import Form
 from psigrad.objective.advantage import batch_mean, leave_one_out, moving_average, reward_to_go
-from psigrad.recipes.experiments import problems, psi
-from psigrad.recipes.experiments.interval import interval
-from psigrad.recipes.experiments.psi import Form
 from psigrad.tabular import all_paths, sample_paths
 
 FORMS = psi.forms(1.0)

@@ -1,4 +1,4 @@
-"""Bare weights against transformers' own models: numbers, names, sharing, files, and when they are not used."""
+"""WeightsOnly weights against transformers' own models: numbers, names, sharing, files, and when they are not used."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from transformers import (
 
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model, tiny
-from psigrad.models.bare import Bare
+from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.gradients import in_place
 from psigrad.models.packing import Groups
-from psigrad.recipes.plan.shape import counted
+from psigrad.planning.shape import counted
 
 
 @pytest.fixture(params=[(name, tied) for name in CONFIGS for tied in (False, True)], ids=lambda p: f"{p[0]}, tied: {p[1]}")
@@ -37,7 +37,7 @@ def stored(request, tmp_path, tokenizer):
 def test_log_probs_are_those_of_transformers(stored):
     folder, _ = stored
     model = language_model.load(str(folder))
-    assert isinstance(model.network, Bare)
+    assert isinstance(model.network, WeightsOnly)
     ours = model.evaluate(some_groups()).logp
     theirs = model.evaluate(some_groups(), packed=False).logp
     assert model.network is model.hf and not model.why_padded
@@ -85,7 +85,7 @@ def test_generation_settings_are_kept_wherever_they_stand(file, tmp_path, tokeni
     }
     (tmp_path / file).write_text(json.dumps(settings))
     model, theirs = language_model.load(str(tmp_path)), AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(model.network, Bare)
+    assert isinstance(model.network, WeightsOnly)
     assert model.eos_token_ids == (0, 9)
     model.save(tmp_path / "bare")
     assert model.hf.generation_config.to_dict() == theirs.generation_config.to_dict()
@@ -102,7 +102,7 @@ def test_an_adapter_in_the_folder_is_not_overlooked(tmp_path, tokenizer):
     adapted = peft.get_peft_model(hf, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     adapted.save_pretrained(tmp_path)
     model = language_model.load(str(tmp_path))
-    assert not isinstance(model.network, Bare)
+    assert not isinstance(model.network, WeightsOnly)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.allclose(model.hf(input_ids=ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-5)
 
@@ -129,10 +129,10 @@ def test_a_model_that_cannot_be_put_around_the_parameters_stays_as_it_was(tmp_pa
     def fail(self):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(Bare, "as_transformers", fail)
+    monkeypatch.setattr(WeightsOnly, "as_transformers", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         _ = model.hf
-    assert isinstance(model.network, Bare) and model.decoder is not None
+    assert isinstance(model.network, WeightsOnly) and model.decoder is not None
 
 
 def test_a_padding_token_beyond_the_embedding_is_no_hindrance(tmp_path, tokenizer):
@@ -165,8 +165,8 @@ def test_files_are_those_that_transformers_writes(stored, tmp_path):
     folder, _ = stored
     model = language_model.load(str(folder))
     model.save(tmp_path / "bare")
-    assert isinstance(model.network, Bare)
-    assert not isinstance(model.hf, Bare)
+    assert isinstance(model.network, WeightsOnly)
+    assert not isinstance(model.hf, WeightsOnly)
     model.save(tmp_path / "theirs")
     names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "bare").iterdir())
@@ -201,7 +201,7 @@ def test_a_count_from_the_configuration_is_that_of_transformers(stored):
 def test_bfloat16_is_read_as_bfloat16(tmp_path, tokenizer):
     hf = written(tmp_path, CONFIGS["qwen3"], tokenizer)
     model = language_model.load(str(tmp_path), dtype="bfloat16")
-    assert isinstance(model.network, Bare)
+    assert isinstance(model.network, WeightsOnly)
     assert all(torch.equal(p, q.bfloat16()) for p, q in zip(model.network.parameters(), hf.parameters(), strict=True))
     model.save(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -213,7 +213,7 @@ def test_recomputing_layers_changes_no_gradient(tmp_path, tokenizer):
 
     def gradient(recompute):
         model = language_model.load(str(tmp_path), gradient_checkpointing=recompute)
-        assert isinstance(model.network, Bare)
+        assert isinstance(model.network, WeightsOnly)
         return torch.autograd.grad(model.evaluate(some_groups()).logp.sum(), list(model.trainable().values()))
 
     assert all(torch.equal(a, b) for a, b in zip(gradient(False), gradient(True), strict=True))
@@ -223,11 +223,11 @@ def test_recomputing_layers_changes_no_gradient(tmp_path, tokenizer):
 def test_a_scalar_model_scores_as_transformers_does(name, tmp_path, tokenizer):
     written(tmp_path, CONFIGS[name], tokenizer, AutoModelForSequenceClassification, num_labels=1)
     model = scalar_model.load(str(tmp_path), fresh_head="refuse")
-    assert isinstance(model.network, Bare)
+    assert isinstance(model.network, WeightsOnly)
     ours = model.scores(some_groups()).detach()
     model.save(tmp_path / "bare")
     assert torch.allclose(ours, model.scores(some_groups(), packed=False).detach(), atol=2e-5, rtol=0)
-    assert not isinstance(model.network, Bare)
+    assert not isinstance(model.network, WeightsOnly)
     model.save(tmp_path / "theirs")
     names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "bare").iterdir())
@@ -240,7 +240,7 @@ def test_a_fresh_score_is_the_one_that_transformers_draws(tmp_path, tokenizer):
     ours = scalar_model.load(str(tmp_path)).network
     torch.manual_seed(7)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
-    assert isinstance(ours, Bare)
+    assert isinstance(ours, WeightsOnly)
     assert torch.equal(ours.score.weight, theirs.score.weight) and ours.score.weight.std() > 0
     assert not scalar_model.load(str(tmp_path), fresh_head="zero").network.score.weight.any()
     with pytest.raises(UserError, match=r"without a trained scalar head \(score.weight is missing\)"):
@@ -253,7 +253,7 @@ def test_weights_in_several_files_are_read(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "parts")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
     model = language_model.load(str(tmp_path / "parts"))
-    assert isinstance(model.network, Bare)
+    assert isinstance(model.network, WeightsOnly)
     assert all(torch.equal(p, q) for p, q in zip(model.network.parameters(), hf.parameters(), strict=True))
 
 

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Co
 from transformers.utils import hub
 
 from psigrad.errors import UserError
-from psigrad.models import bare, language_model, scalar_model
-from psigrad.models.bare import Bare
+from psigrad.models import language_model, scalar_model
+from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused.weights_only import WeightsOnly
 
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OTHERS = {
@@ -62,7 +63,7 @@ def test_transformers_reads_what_bare_weights_do_not_describe(name, tmp_path, to
     hf = written(tmp_path, OTHERS[name], tokenizer)
     assert not bare.known(hf.config)
     model = language_model.load(str(tmp_path))
-    assert not isinstance(model.network, Bare)
+    assert not isinstance(model.network, WeightsOnly)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.allclose(model.hf(input_ids=ids).logits, hf.eval()(input_ids=ids).logits, atol=1e-5)
 
@@ -78,7 +79,7 @@ def test_every_layers_window_is_its_own(tmp_path, tokenizer):
     )
     written(tmp_path, config, tokenizer)
     model = language_model.load(str(tmp_path))
-    assert isinstance(model.network, Bare) and model.decoder is not None
+    assert isinstance(model.network, WeightsOnly) and model.decoder is not None
     assert [layer.window for layer in model.decoder.layers] == [3, 0]
     ours = model.evaluate(some_groups()).logp
     assert torch.allclose(ours, model.evaluate(some_groups(), packed=False).logp, atol=2e-5, rtol=0)
@@ -102,7 +103,7 @@ def test_files_that_are_not_as_expected_are_left_to_transformers(change, tmp_pat
     written(tmp_path, CONFIGS["qwen3"], tokenizer, tie_word_embeddings=True)
     changed(tmp_path, change)
     model = language_model.load(str(tmp_path))
-    assert not isinstance(model.network, Bare)
+    assert not isinstance(model.network, WeightsOnly)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(model.network.parameters(), theirs.parameters(), strict=True))
 
@@ -147,6 +148,6 @@ def test_an_adapter_in_the_hubs_cache_is_left_to_transformers(asked, monkeypatch
 def test_lora_goes_around_transformers_modules(tmp_path, tokenizer):
     written(tmp_path, CONFIGS["qwen3"], tokenizer)
     model = language_model.load(str(tmp_path), lora=language_model.Lora(2))
-    assert not isinstance(model.network, Bare) and model.adapter is not None
+    assert not isinstance(model.network, WeightsOnly) and model.adapter is not None
     late = language_model.prepare(language_model.load(str(tmp_path)).network, model.tokenizer, lora=language_model.Lora(2))
     assert list(late.trainable()) == list(model.trainable())

@@ -13,7 +13,7 @@ from fused_models import CONFIGS, adapted, made
 from transformers import AutoModelForSequenceClassification
 
 from psigrad.models import scalar_model
-from psigrad.models.fused_layer import Ends
+from psigrad.models.fused.layer import RowSelection
 from psigrad.models.packing import Groups, Rows, pack
 from psigrad.native.kernels import Kernels
 
@@ -89,9 +89,9 @@ def test_negative_control_rows_of_other_tokens_are_noticed(wrong, tokenizer, mon
         "leave": ("among", lambda self, dx, tokens: dx.new_zeros(60, dx.shape[1])),
     }
     name, instead = methods[wrong]
-    plain = getattr(Ends, name)
+    plain = getattr(RowSelection, name)
     monkeypatch.setattr(
-        Ends, name, lambda self, dx, n: instead(self, dx, n) if getattr(self, wrong) is not None else plain(self, dx, n)
+        RowSelection, name, lambda self, dx, n: instead(self, dx, n) if getattr(self, wrong) is not None else plain(self, dx, n)
     )
     _, our_gradient = run(model, forward, rows)
     weights = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1)).double()
@@ -102,7 +102,7 @@ def test_a_sum_over_many_equal_tokens_is_rounded_once():
     kinds = torch.arange(6000) % 3
     dx = torch.rand(6000, 4, generator=torch.Generator().manual_seed(2)).bfloat16()
     exact = torch.stack([dx[kinds == k].double().sum(0) for k in range(3)])
-    ours = Ends(enter=kinds).summed(dx, 3)
+    ours = RowSelection(enter=kinds).summed(dx, 3)
     assert ours.dtype == torch.bfloat16
     assert torch.allclose(ours.double(), exact, rtol=2**-8)
     one_by_one = sum(dx[kinds == 0].unbind())

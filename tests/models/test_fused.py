@@ -12,8 +12,8 @@ from fused_models import COMMON, CONFIGS, both, made, some_groups, some_rows
 from transformers import GemmaConfig
 
 from psigrad.models import scalar_model
-from psigrad.models.fused import Decoder
-from psigrad.models.fused_layer import compute_dtype
+from psigrad.models.fused.decoder import Decoder
+from psigrad.models.fused.layer import compute_dtype
 from psigrad.native.build import library
 from psigrad.native.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.rollout.embedded import EmbeddedSampler
@@ -68,7 +68,7 @@ def test_a_scalar_model_is_fused_too(tokenizer):
 
 @pytest.mark.parametrize("native", [False, True], ids=["multiplied in float32", "multiplied in bfloat16"])
 def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, native, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: native)
+    monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda: native)
     exact = made(CONFIGS["qwen3 of equal heads"], tokenizer)
     model = made(CONFIGS["qwen3 of equal heads"], tokenizer, torch.bfloat16)
     assert model.decoder is not None and model.decoder.dtype == (torch.bfloat16 if native else torch.float32)
@@ -86,7 +86,7 @@ def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, nativ
 
 
 def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda: False)
     model = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     before = model.evaluate(some_groups()).logp.detach()
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_the_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch, forgetful
 
 def test_the_type_of_the_products_follows_the_processor(monkeypatch):
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda fast=fast: fast)
         assert compute_dtype(torch.bfloat16) == expected
         assert compute_dtype(torch.float32) == torch.float32
 

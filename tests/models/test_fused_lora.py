@@ -7,8 +7,8 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
 
-from psigrad.models.fused import Decoder
-from psigrad.models.fused_layer import Unlike
+from psigrad.models.fused.decoder import Decoder
+from psigrad.models.fused.layer import Unsupported
 from psigrad.models.language_model import Lora, prepare
 
 
@@ -52,7 +52,7 @@ def test_lora_under_activation_checkpointing_gives_the_same_gradient_bit_for_bit
 
 
 def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda: False)
     model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     weights = model.decoder.layers[0].weights
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
 
 
 def test_the_probe_sees_what_fresh_adapters_would_do(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer.Share.add", lambda self, y, x: None)
+    monkeypatch.setattr("psigrad.models.fused.layer.LoraDelta.add", lambda self, y, x: None)
     model = prepare(made(CONFIGS["qwen3"], tokenizer).hf, tokenizer, lora=Lora(3))
     assert model.decoder is None and "differs" in model.why_unfused
     assert all(not bool(p.any()) for name, p in model.trainable().items() if "lora_B" in name), "as fresh as before"
@@ -79,7 +79,7 @@ def test_an_adapter_that_was_merged_is_refused(tokenizer):
 
 def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkeypatch):
     """The control: merged into bfloat16 weights, what is below their rounding would be lost."""
-    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda: False)
     model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     assert model.decoder is not None, model.why_unfused
     layer = model.decoder.layers[0]
@@ -106,5 +106,5 @@ def test_dropout_is_left_to_peft(tokenizer):
 def test_variants_of_lora_are_left_to_peft(settings, reason, tokenizer):
     model = made(CONFIGS["llama"], tokenizer)
     peft.get_peft_model(model.hf, peft.LoraConfig(target_modules=["q_proj"], **settings))
-    with pytest.raises(Unlike, match=reason):
+    with pytest.raises(Unsupported, match=reason):
         Decoder(model.hf)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
-from psigrad.models import fused, kept, logprobs
-from psigrad.models.blocks import Block, Parts
-from psigrad.models.kept import SLAB, Kept
+from psigrad.models import logprobs
+from psigrad.models.fused import activation_cache as kept
+from psigrad.models.fused import decoder as fused
+from psigrad.models.fused.activation_cache import SLAB, ActivationCache
+from psigrad.models.fused.blocks import Block, Parts
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups
 from psigrad.native.kernels import kernels
@@ -43,7 +45,7 @@ def model(request, tokenizer):
 
 def sampled(model, requests=REQUESTS, limit=1e9, **settings) -> Groups:
     """Completions of the requests, their activations kept."""
-    model.kept = Kept(limit)
+    model.kept = ActivationCache(limit)
     params = SamplingParams(max_tokens=20, stop_token_ids=tuple(range(60)))
     groups = EmbeddedSampler(model, **settings).sample(list(requests), params)
     drawn = Groups([r.prompt_ids for r in requests], [[c.ids for c in group] for group in groups])
@@ -235,13 +237,13 @@ def test_two_calls_of_the_sampler_add_up(model):
 
 def test_copies_of_one_layer_at_a_time_lie_beside_what_was_kept(model, monkeypatch):
     groups, gathered = sampled(model), []
-    original = kept.Known._gathered
+    original = kept.CacheHit._gathered
 
     def noted(self, wanted):
         gathered.append([(layer, part) for layer, part, _ in wanted])
         return original(self, wanted)
 
-    monkeypatch.setattr(kept.Known, "_gathered", noted)
+    monkeypatch.setattr(kept.CacheHit, "_gathered", noted)
     passed_on = []
     through = fused._Through.apply
     monkeypatch.setattr(fused._Through, "apply", lambda *given: passed_on.append(through(*given)) or passed_on[-1])
@@ -311,7 +313,7 @@ def test_what_is_no_such_part_is_refused(wrong):
 def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
     """Passes of many sizes lie apart, and small ones in between; those of a slab or less are computed in place."""
     draw = torch.Generator().manual_seed(3)
-    table, expected = Kept(float("inf")), {}
+    table, expected = ActivationCache(float("inf")), {}
     for count in [700, 200, 150, 40, 256, 1, 300, *torch.randint(1, 120, (40,), generator=draw).tolist()]:
         start, layers = table.start(count), random_layers(count)
         expected[start] = layers
@@ -324,7 +326,7 @@ def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert table.rows == sum(end - start for start, end in spans) > 0.9 * SLAB * len(table.slabs)
     everything = torch.arange(SLAB * len(table.slabs))
-    known = kept.Known(table.slabs, everything, kept.Said(torch.zeros(0), 1.0, (0, 0)))
+    known = kept.CacheHit(table.slabs, everything, kept.CachedLogProbs(torch.zeros(0), 1.0, (0, 0)))
     found = [known._gathered([(i, part, everything) for part in range(3)]) for i in range(2)]
     for start, layers in expected.items():
         for whole, layer in zip(found, layers, strict=True):
@@ -332,7 +334,7 @@ def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
 
 
 def test_more_rows_than_a_slab_holds_have_no_room_in_place():
-    table = Kept(float("inf"))
+    table = ActivationCache(float("inf"))
     assert table.room(SLAB + 1, PARTS) is None and not table.slabs, "nothing is made for them"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
 
-from psigrad.models.panels import WORTH_TURNING, Panels
+from psigrad.models.fused.packed_weights import WORTH_TURNING, PackedWeights
 from psigrad.native.kernels import kernels
 from psigrad.native.products import Products
 from psigrad.rollout.embedded import EmbeddedSampler
@@ -108,7 +108,7 @@ def test_few_sequences_and_large_models_are_decoded_without(model, turnings, mon
     whole = drawn(model)
     turnings.clear()
     few = drawn(model, max_batch=WORTH_TURNING - 3)
-    monkeypatch.setattr(Panels.__init__, "__defaults__", (100,))
+    monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
     large = drawn(model)
     assert not turnings
     assert [c.ids for c in whole] == [c.ids for c in few] == [c.ids for c in large]
@@ -118,7 +118,7 @@ def test_panels_take_no_more_than_their_limit(tokenizer):
     model = made(CONFIGS["llama"], tokenizer)
     layers = model.decoder.layers
     size = 4 * sum(w.numel() for w in layers[0].weights.given[:7])
-    panels = Panels(limit=size)
+    panels = PackedWeights(limit=size)
     first, second = (layer.unpacked(True, panels, rows=64).turned for layer in layers)
     assert first is not None and second is None and panels.bytes == size
     assert layers[0].unpacked(True, panels, rows=1).turned is first, "what is there serves few rows too"
@@ -126,7 +126,7 @@ def test_panels_take_no_more_than_their_limit(tokenizer):
 
 def test_a_changed_weight_is_turned_again(tokenizer, turnings):
     model = made(CONFIGS["llama"], tokenizer)
-    layer, panels = model.decoder.layers[0], Panels()
+    layer, panels = model.decoder.layers[0], PackedWeights()
     before = layer.unpacked(True, panels, rows=64).turned
     assert layer.unpacked(True, panels, rows=64).turned is before and len(turnings) == 4
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_a_bfloat16_product_through_panels_is_rounded_once(rows, base):
 def test_bfloat16_matrices_are_turned_where_the_kernels_multiply_them(tokenizer, turnings, monkeypatch):
     products = kernels().products
     for native, halves in ((True, True), (True, False), (False, True)):
-        monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda native=native: native)
+        monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda native=native: native)
         monkeypatch.setattr(products, "halves", halves)
         turnings.clear()
         drawn(made(CONFIGS["qwen3"], tokenizer, torch.bfloat16))

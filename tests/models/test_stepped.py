@@ -7,9 +7,9 @@ import torch
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
 from transformers import LlamaConfig
 
-from psigrad.models.fused import Decoder
-from psigrad.models.fused_layer import Layer
-from psigrad.models.kept import Kept
+from psigrad.models.fused.activation_cache import ActivationCache
+from psigrad.models.fused.decoder import Decoder
+from psigrad.models.fused.layer import Layer
 from psigrad.native.kernels import Kernels, kernels
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
@@ -36,7 +36,7 @@ def steps(monkeypatch):
 
 def drawn(model, *, keep=False, max_batch=256):
     """Completions, and the rows that were kept: of each slab and layer all parts."""
-    model.kept = Kept(float("inf")) if keep else None
+    model.kept = ActivationCache(float("inf")) if keep else None
     found = [c for group in EmbeddedSampler(model, max_batch).sample(REQUESTS, LONG) for c in group]
     slabs = enumerate(model.kept.slabs if keep else [])
     return found, [x[: model.kept._taken[i]] for i, slab in slabs for layer in slab.layers() for x in layer]
@@ -47,7 +47,7 @@ def drawn(model, *, keep=False, max_batch=256):
 @pytest.mark.parametrize("max_batch", [256, 9])
 @pytest.mark.parametrize("name", PLAIN)
 def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):
-    monkeypatch.setattr("psigrad.models.fused_layer.fast_bfloat16", lambda: True)
+    monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda: True)
     monkeypatch.setattr(kernels().products, "halves", True)
     model = made(PLAIN[name], tokenizer, kind)
     assert model.decoder.dtype == kind

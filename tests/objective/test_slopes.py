@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from psigrad.objective import Batch, Evaluation, control_catalog, resolve
+from psigrad.control import methods as control_catalog
+from psigrad.objective import Batch, Evaluation, resolve
 from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus

@@ -12,17 +12,18 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from psigrad import cli
+from psigrad import planning as plan
 from psigrad.config import Data, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
 from psigrad.models import language_model, logprobs, tiny
 from psigrad.models.backbone import Lora
 from psigrad.models.packing import Groups
-from psigrad.recipes import plan
-from psigrad.recipes.plan import command, memory, show
-from psigrad.recipes.plan.activations import Terms, terms
-from psigrad.recipes.plan.memory import REFILLED, SLACK, Part, cache_bytes, recomputed_gradients
-from psigrad.recipes.plan.shape import counted
-from psigrad.recipes.plan.work import work_of
+from psigrad.planning import memory, show
+from psigrad.planning import plan as command
+from psigrad.planning.activations import Terms, terms
+from psigrad.planning.memory import REFILLED, SLACK, Part, cache_bytes, recomputed_gradients
+from psigrad.planning.shape import counted
+from psigrad.planning.work import work_of
 from psigrad.rollout import embedded
 from psigrad.rollout.types import Completion, Request, SamplingParams, Trajectory
 from psigrad.training.adamw import steps_natively
@@ -331,7 +332,7 @@ def test_a_gpu_that_is_not_here_needs_its_memory(monkeypatch):
 
 
 def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
-    from psigrad.recipes.plan import hardware
+    from psigrad.planning import hardware
 
     assert command.warning(settings(folder)) == ""
     monkeypatch.setattr(hardware, "installed", lambda: 420 << 20)

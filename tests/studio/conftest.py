@@ -8,7 +8,7 @@ import pytest
 from browser import chromium
 from playwright.sync_api import Browser
 
-from psigrad.studio.labels import secret
+from psigrad_studio.labels import secret
 
 
 @pytest.fixture(scope="module")

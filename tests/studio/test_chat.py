@@ -27,13 +27,13 @@ from psigrad.errors import UserError
 from psigrad.models import language_model
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
-from psigrad.studio import duels, serve
-from psigrad.studio.checkpoints import find
-from psigrad.studio.labels import export, people, projects
-from psigrad.studio.labels.database import connect
-from psigrad.studio.models import LONGEST_LINE, Models
-from psigrad.studio.security import Refused
-from psigrad.studio.talk import Answer, Question, abilities, converse
+from psigrad_studio import duels, serve
+from psigrad_studio.checkpoints import find
+from psigrad_studio.labels import export, people, projects
+from psigrad_studio.labels.database import connect
+from psigrad_studio.models import LONGEST_LINE, Models
+from psigrad_studio.security import Refused
+from psigrad_studio.talk import Answer, Question, abilities, converse
 
 torch.set_num_threads(1)
 PLAIN, TALKING, SILENT = "chat/plain, final model", "chat/talking, step 7", "chat/silent, final model"
@@ -236,7 +236,7 @@ def test_the_studio_answers_others_while_a_model_writes(studio):
 
 
 def _fake(name: str, size: int = 10):
-    from psigrad.studio.checkpoints import Checkpoint
+    from psigrad_studio.checkpoints import Checkpoint
 
     return Checkpoint(id=name, name=name, folder=Path(name), bytes=size, stamp=0)
 

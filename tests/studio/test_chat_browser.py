@@ -12,7 +12,7 @@ from chat_runs import make_runs
 from live_studio import live_studio
 from playwright.sync_api import Page, expect
 
-from psigrad.studio import talk
+from psigrad_studio import talk
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e{{7*7}}"
 

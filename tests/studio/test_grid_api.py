@@ -11,9 +11,9 @@ import pytest
 from live_studio import live_studio
 
 from psigrad import tabular
-from psigrad.studio.backups import replay
-from psigrad.studio.films import ALGORITHMS, EPISODE_STEPS, Films, Options, Recipe
 from psigrad.tabular import GridWorld
+from psigrad_studio.backups import replay
+from psigrad_studio.films import ALGORITHMS, EPISODE_STEPS, Films, Options, Recipe
 
 WORLDS = {
     "default": GridWorld(),
@@ -49,7 +49,7 @@ def film_of(world: GridWorld, algorithm: str, **more) -> dict:
 
 
 def library(world: GridWorld, algorithm: str, value=None, q=None) -> list[np.ndarray]:
-    """[S] after each step, straight from psigrad.tabular: written apart from psigrad.studio.films."""
+    """[S] after each step, straight from psigrad.tabular: written apart from psigrad_studio.films."""
     mdp, o = world.mdp(), OPTIONS
     sweeping = {
         "policy_iteration": tabular.policy_iteration,

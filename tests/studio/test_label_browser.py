@@ -12,7 +12,7 @@ from live_desk import PASSWORD, Guest, bring, guest, invite, project, told
 from live_studio import live_studio, until
 from playwright.sync_api import Page, expect
 
-from psigrad.studio.desk import sampling
+from psigrad_studio.desk import sampling
 
 NASTY = [
     "<img src=x onerror=\"document.title='broken'\">",

@@ -21,9 +21,9 @@ import private_postgres
 import pytest
 from sqlalchemy import select
 
-from psigrad.studio.labels import checks, database, intake, invites, people, projects, secret
-from psigrad.studio.labels.projects import Settings
-from psigrad.studio.labels.schema import Vote
+from psigrad_studio.labels import checks, database, intake, invites, people, projects, secret
+from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.schema import Vote
 
 CHOICES = ("left", "right", "tie", "both_bad")
 
@@ -204,7 +204,7 @@ def test_negative_control_a_lost_and_an_unknown_answer_are_noticed(tmp_path):
     project = projects.create(db, owner, Settings("control"))
     with pytest.raises(AssertionError, match="is gone"):
         check(db, project, [Labeller(None, project, "", 0, {"k": "vote"}, {"k": 1})])
-    from psigrad.studio.labels import desk
+    from psigrad_studio.labels import desk
 
     intake.add_rows(db, owner, project, [{"prompt": "q", "completions": ["x", "y"]}])
     desk.vote(db, owner, desk.next_task(db, owner, project).assignment, desk.Answer(choice="left"), "a key for it")

@@ -10,13 +10,13 @@ import pytest
 from live_desk import guest, project, told
 from live_studio import live_studio, until
 
-from psigrad import flags
+from psigrad.cli import flags
 from psigrad.config import SampleConfig
 from psigrad.errors import UserError
-from psigrad.studio.checkpoints import Checkpoint
-from psigrad.studio.desk.sampling import Job, SampleForm, Sampling, _command, _prompts
-from psigrad.studio.labels.intake import Added
-from psigrad.studio.labels.refusals import Conflict
+from psigrad_studio.checkpoints import Checkpoint
+from psigrad_studio.desk.sampling import Job, SampleForm, Sampling, _command, _prompts
+from psigrad_studio.labels.intake import Added
+from psigrad_studio.labels.refusals import Conflict
 
 ECHO = "import sys; a = sys.argv; open(a[a.index('--output') + 1], 'w').write(open(a[a.index('--dataset') + 1]).read())"
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]

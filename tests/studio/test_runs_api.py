@@ -15,9 +15,9 @@ import pytest
 from live_studio import live_studio, until
 from run_folders import GIF, TOKENS, append, figures, make_run, rollout
 
-from psigrad.studio.labels import people, projects
-from psigrad.studio.runs import catalogue
 from psigrad.training.run_folder import RunFolder, to_line
+from psigrad_studio.labels import people, projects
+from psigrad_studio.runs import catalogue
 
 FORMS = {
     "/api/runs/curves": {"runs": []},
@@ -211,7 +211,7 @@ def test_two_completions_go_to_the_labelling_desk_with_their_lineage(studio, ids
     assert projects.progress(store.db, person, answer["project"]).tasks == 1
     from sqlalchemy import select
 
-    from psigrad.studio.labels.schema import Origin
+    from psigrad_studio.labels.schema import Origin
 
     with store.db.session(write=False) as session:
         origins = session.scalars(select(Origin)).all()

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from run_folders import append, figures, make_run, rollout, words
 
-from psigrad.studio.runs.catalogue import Catalogue
-from psigrad.studio.runs.curves import thinned
-from psigrad.studio.runs.files import Tail, opened
-from psigrad.studio.runs.history import History
-from psigrad.studio.runs.rollouts import Rollouts, Wanted, _parsed_brief, brief_of
-from psigrad.studio.runs.shelf import Shelf
-from psigrad.studio.runs.tokens import texts_of, token_table, tokenizer_of
-from psigrad.studio.runs.why import explained
 from psigrad.training.run_folder import RunFolder, to_line
+from psigrad_studio.runs.catalogue import Catalogue
+from psigrad_studio.runs.curves import thinned
+from psigrad_studio.runs.files import Tail, opened
+from psigrad_studio.runs.history import History
+from psigrad_studio.runs.rollouts import Rollouts, Wanted, _parsed_brief, brief_of
+from psigrad_studio.runs.shelf import Shelf
+from psigrad_studio.runs.tokens import texts_of, token_table, tokenizer_of
+from psigrad_studio.runs.why import explained
 
 
 def lines(tail: Tail) -> list[bytes]:

@@ -21,8 +21,8 @@ import pytest
 from hostile import METHODS, corpus, honest, routes
 from live_studio import LiveStudio, live_studio, until
 
-from psigrad.studio.door import ONE_TIME_SECONDS, Door
-from psigrad.studio.security import HEADERS, Bucket, Guard, Refused
+from psigrad_studio.door import ONE_TIME_SECONDS, Door
+from psigrad_studio.security import HEADERS, Bucket, Guard, Refused
 
 STATIC = Path(__file__).parents[2] / "psigrad" / "studio" / "static"
 WORLD = {
@@ -403,7 +403,7 @@ def _seconds_of_a_visit(studio: LiveStudio) -> float:
 
 
 def _elsewhere(port: int, key: str) -> LiveStudio:
-    from psigrad.studio.settings import StudioSettings
+    from psigrad_studio.settings import StudioSettings
 
     studio = LiveStudio(StudioSettings(port=port, key=key), Door(key, 1.0), None)
     studio.enter()

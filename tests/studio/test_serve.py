@@ -15,8 +15,8 @@ import pytest
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad.studio import serve
-from psigrad.studio.settings import StudioSettings
+from psigrad_studio import serve
+from psigrad_studio.settings import StudioSettings
 
 
 def test_it_prints_an_address_that_opens_and_stops_on_ctrl_c(tmp_path):

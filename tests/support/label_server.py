@@ -15,10 +15,10 @@ import threading
 import uuid
 from pathlib import Path
 
-from psigrad.studio.labels import database, desk
-from psigrad.studio.labels.desk import Answer
-from psigrad.studio.labels.people import Person
-from psigrad.studio.labels.refusals import Busy, Conflict
+from psigrad_studio.labels import database, desk
+from psigrad_studio.labels.desk import Answer
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Busy, Conflict
 
 
 class Ledger:

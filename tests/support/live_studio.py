@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from psigrad.studio.app import create_app
-from psigrad.studio.door import Door
-from psigrad.studio.http import server
-from psigrad.studio.serve import listen
-from psigrad.studio.settings import StudioSettings
+from psigrad_studio.app import create_app
+from psigrad_studio.door import Door
+from psigrad_studio.http import server
+from psigrad_studio.serve import listen
+from psigrad_studio.settings import StudioSettings
 
 
 @dataclass

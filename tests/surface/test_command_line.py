@@ -19,11 +19,11 @@ import datasets
 import pytest
 
 import psigrad
-from psigrad import cli, flags
-from psigrad.cli import language
+from psigrad import cli
+from psigrad.cli import flags, language
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.load import load, resolve_names, to_dict
 from psigrad.errors import UserError
-from psigrad.recipes.load import load, resolve_names, to_dict
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig]

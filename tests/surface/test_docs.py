@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from psigrad import cli, flags
+from psigrad import cli
+from psigrad.cli import flags
 from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.load import flat_names
 from psigrad.objective import preference_catalog
 from psigrad.objective.catalog import names, resolve
 from psigrad.objective.explain import label
-from psigrad.recipes.load import flat_names
 from psigrad.rewards import builtin
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from psigrad import cli
+from psigrad.cli import grid
+from psigrad.cli.grid import METHODS, GridSettings
 from psigrad.errors import UserError
-from psigrad.recipes import grid
-from psigrad.recipes.grid import METHODS, GridSettings
 from psigrad.tabular import evaluate, solve
 
 

@@ -14,21 +14,22 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "psigrad"
 # From top to bottom: a room may import from those behind it.
 ROOMS = (
-    *("cli", "flags", "studio", "control", "recipes", "report", "training", "rollout", "rewards", "models", "native", "data"),
-    *("objective", "tabular"),
+    *("cli", "bench", "experiments", "planning", "recipes", "control", "report", "training", "rollout", "rewards", "models"),
+    *("native", "data", "config", "objective", "tabular"),
 )
-LEAVES = ("config", "errors", "seeds")
+LEAVES = ("errors", "seeds")
 ALONE = ("objective", "tabular")
-# report/ reads run folders, and nothing else of the library.
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
-ALLOWED["recipes"] |= {"tabular"}
-ALLOWED["studio"] |= {"tabular"}
+for room in ("cli", "experiments"):
+    ALLOWED[room] |= {"tabular"}
+# report/ reads run folders, and nothing else of the library.
 ALLOWED |= {
     "native": {"native"},
-    "report": {"report", *LEAVES},
+    "report": {"report", "config", *LEAVES},
+    "config": {"config", "objective", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},
-    "rewards": {"rewards", *LEAVES},
+    "rewards": {"rewards", "config", *LEAVES},
 }
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}}

@@ -12,8 +12,8 @@ from tiny_jobs import online_config
 from psigrad import cli
 from psigrad.config import Evaluation
 from psigrad.errors import UserError
-from psigrad.recipes import compare
-from psigrad.recipes.compare import Comparison, interval, settings_of, table
+from psigrad.experiments import comparison as compare
+from psigrad.experiments.comparison import Comparison, interval, settings_of, table
 from psigrad.report import compare as page
 
 

@@ -12,7 +12,7 @@ from tiny_jobs import episodes_config, online_config
 
 from psigrad.errors import UserError
 from psigrad.models import tiny
-from psigrad.models.kept import Kept
+from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.training import learn, loop
@@ -25,14 +25,14 @@ def weights(folder):
 @pytest.fixture
 def found(monkeypatch):
     """Whether each forward pass with gradient found its activations."""
-    seen, find = [], Kept.find
+    seen, find = [], ActivationCache.find
 
     def watched(self, *given):
         known = find(self, *given)
         seen.append(known is not None)
         return known
 
-    monkeypatch.setattr(Kept, "find", watched)
+    monkeypatch.setattr(ActivationCache, "find", watched)
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Offline lessons: any split is the same step, references come once and from the right model, and learning happens."""
+"""Offline tasks: any split is the same step, references come once and from the right model, and learning happens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from psigrad.models.packing import Rows
 from psigrad.objective.preference_catalog import names, resolve
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import preference, reward
-from psigrad.training.lessons import preference as lesson_module
-from psigrad.training.lessons.preference import Judging, Preferring, answer_logps, mismatched, reference_logps
-from psigrad.training.lessons.reward import Comparing, Stepping
+from psigrad.training.tasks import preference as task_module
+from psigrad.training.tasks.preference import KTOTask, PreferenceTask, answer_logps, mismatched, reference_logps
+from psigrad.training.tasks.reward import ProcessRewardTask, RewardTask
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,12 @@ def made_pairs(job, tokenizer, n: int = 7):
     return [pairs.pair(tokenizer, validate(row, "preference", "x")) for row in read(job, "pairs")[:n]]
 
 
-def step(lesson, parameters, budget: int):
+def step(task, parameters, budget: int):
     """Loss, terms and gradient of one step on all rows."""
     for p in parameters:
         p.grad = None
     total, terms = 0.0, {}
-    for share in lesson.shares(range(len(lesson)), budget):
+    for share in task.shares(range(len(task)), budget):
         loss = share()
         loss.value.backward()
         total += float(loss.value.detach())
@@ -53,37 +53,37 @@ def step(lesson, parameters, budget: int):
     return total, terms, torch.cat([p.grad.flatten() for p in parameters])
 
 
-def lesson_of(kind: str, job, model, apart: float = 0.0):
-    """The lesson and who learns. The reference of a pair lies `apart` from the policy: where the two are one, rounding decides
+def task_of(kind: str, job, model, apart: float = 0.0):
+    """The task and who learns. The reference of a pair lies `apart` from the policy: where the two are one, rounding decides
     which answer it prefers.
     """
     if kind == "reward":
         scalar = scalar_model.load(str(job / "base"))
-        return Comparing(scalar, BradleyTerry(0.01), made_pairs(job, scalar.tokenizer)), scalar
+        return RewardTask(scalar, BradleyTerry(0.01), made_pairs(job, scalar.tokenizer)), scalar
     if kind == "process":
         scalar = scalar_model.load(str(job / "base"))
         rows = [
             {"prompt": "say a:", "completions": ["a b", "c", "d e f"][: k + 1], "labels": [1, 0, 0.5][: k + 1]} for k in range(3)
         ]
-        return Stepping(scalar, [pairs.steps(scalar.tokenizer, validate(r, "stepwise", "x")) for r in rows]), scalar
+        return ProcessRewardTask(scalar, [pairs.steps(scalar.tokenizer, validate(r, "stepwise", "x")) for r in rows]), scalar
     if kind == "kto":
         rows = [pairs.judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")[:7]]
         answers = [[row.answer, mismatched(rows, i)] for i, row in enumerate(rows)]
-        return Judging(model, resolve("kto"), rows, reference_logps(model, [r.prompt for r in rows], answers, 64)), model
+        return KTOTask(model, resolve("kto"), rows, reference_logps(model, [r.prompt for r in rows], answers, 64)), model
     made = made_pairs(job, model.tokenizer)
     known = reference_logps(model, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 64)
     known = [[chosen - apart * (-1) ** i, rejected] for i, (chosen, rejected) in enumerate(known)]
-    return Preferring(model, resolve(kind), made, known), model
+    return PreferenceTask(model, resolve(kind), made, known), model
 
 
 @pytest.mark.parametrize("kind", [*names(), "reward", "process"])
 def test_any_split_into_forward_passes_is_the_same_step(kind, job, model):
-    lesson, learner = lesson_of(kind, job, model, apart=0.1)
+    task, learner = task_of(kind, job, model, apart=0.1)
     parameters = list(learner.trainable().values())
-    whole = step(lesson, parameters, 1 << 20)
+    whole = step(task, parameters, 1 << 20)
     assert float(whole[2].abs().max()) > 1e-6
     for budget in (12, 30):
-        part = step(lesson, parameters, budget)
+        part = step(task, parameters, budget)
         assert part[0] == pytest.approx(whole[0], abs=1e-5)
         assert part[1] == pytest.approx(whole[1], abs=1e-4)
         assert float((part[2] - whole[2]).abs().max()) < 1e-4 * float(whole[2].abs().max())
@@ -98,8 +98,8 @@ def test_answers_that_share_a_prompt_have_the_log_probs_of_texts_that_do_not(job
 
 
 def test_at_the_start_policy_is_reference_and_dpo_is_log_2(job, model):
-    lesson, _ = lesson_of("dpo", job, model)
-    figures = lesson.held_out(100)
+    task, _ = task_of("dpo", job, model)
+    figures = task.held_out(100)
     assert figures["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert figures["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
@@ -173,7 +173,7 @@ def test_a_process_reward_model_learns_which_steps_are_right(job, tmp_path):
 def test_the_reference_is_computed_once_and_found_by_content(job, tmp_path, monkeypatch):
     monkeypatch.setenv("PSIGRAD_CACHE", str(tmp_path / "cache"))
     calls = []
-    monkeypatch.setattr(preference, "reference_logps", lambda *a: calls.append(1) or lesson_module.reference_logps(*a))
+    monkeypatch.setattr(preference, "reference_logps", lambda *a: calls.append(1) or task_module.reference_logps(*a))
     config = replace(preference_config(job, tmp_path / "one", max_steps=2), cache_reference=True)
     first = preference.run(config)
     assert len(calls) == 2, "training and held-out rows"

@@ -22,9 +22,9 @@ from psigrad.recipes.online import method
 from psigrad.rewards import Failed, Samples, Scored, Unscored
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import loop, prefer
-from psigrad.training.lessons.reward import step_values
 from psigrad.training.scoring import Mixture, ModelScorer, step_ends
 from psigrad.training.state import State
+from psigrad.training.tasks.reward import step_values
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from psigrad.data.templates import CHATML
 from psigrad.models import language_model, scalar_model, tiny
 from psigrad.objective.preference_catalog import resolve
 from psigrad.objective.reward_model import BradleyTerry
-from psigrad.training.lessons.preference import Judging, Preferring, mismatched, reference_logps
-from psigrad.training.lessons.reward import Comparing
+from psigrad.training.tasks.preference import KTOTask, PreferenceTask, mismatched, reference_logps
+from psigrad.training.tasks.reward import RewardTask
 
 WORDS = ["one", "two", "three four", "five six seven", "eight", "nine ten"]
 
@@ -85,11 +85,11 @@ def peer_loss(trainer, model):
     return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def our_loss(lesson, model, budget):
+def our_loss(task, model, budget):
     """The same from our shares; a small budget splits the step into many forward passes."""
     model.zero_grad()
     total = 0.0
-    for share in lesson.shares(range(len(lesson)), budget):
+    for share in task.shares(range(len(task)), budget):
         loss = share()
         loss.value.backward()
         total += float(loss.value.detach())
@@ -143,7 +143,7 @@ def test_preference_losses_and_gradients_are_trls(name, conversational, tokenize
         made = [pairs.Pair(p.prompt, *(pairs.Answer(a.ids, [True] * len(a.ids)) for a in (p.chosen, p.rejected))) for p in made]
         known = reference_logps(reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 100)
     loss = resolve({"preset": "dpo", "link": name} if name in LINKS else name)
-    close(our_loss(Preferring(model, loss, made, known), hf, budget=60), peer)
+    close(our_loss(PreferenceTask(model, loss, made, known), hf, budget=60), peer)
 
 
 def test_negative_control_another_beta_is_noticed(tokenizer, hf, tmp_path):
@@ -158,7 +158,7 @@ def test_negative_control_another_beta_is_noticed(tokenizer, hf, tmp_path):
     peer = peer_loss(trainer, moved(hf))
     made = [pairs.pair(tokenizer, validate(row, "preference", "row")) for row in rows()]
     known = reference_logps(reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 100)
-    ours = our_loss(Preferring(language_model.prepare(hf, tokenizer), resolve("dpo"), made, known), hf, budget=60)
+    ours = our_loss(PreferenceTask(language_model.prepare(hf, tokenizer), resolve("dpo"), made, known), hf, budget=60)
     with pytest.raises(AssertionError):
         close(ours, peer)
 
@@ -181,7 +181,7 @@ def test_the_reward_loss_and_its_gradient_are_trls(settings, tokenizer, hf, tmp_
     trainer.model.set_attn_implementation("sdpa")
     peer = peer_loss(trainer, trainer.model)
     made = [pairs.pair(tokenizer, validate(row, "preference", "row")) for row in given]
-    close(our_loss(Comparing(model, BradleyTerry(coefficient or 0.0), made), model.hf, budget=60), peer)
+    close(our_loss(RewardTask(model, BradleyTerry(coefficient or 0.0), made), model.hf, budget=60), peer)
 
 
 def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
@@ -202,4 +202,4 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
     answers = [[row.answer, mismatched(made, i)] for i, row in enumerate(made)]
     known = reference_logps(reference, [row.prompt for row in made], answers, 100)
     loss = resolve({"preset": "kto", "desirable_weight": 1.5})
-    close(our_loss(Judging(language_model.prepare(hf, tokenizer), loss, made, known), hf, budget=60), peer)
+    close(our_loss(KTOTask(language_model.prepare(hf, tokenizer), loss, made, known), hf, budget=60), peer)

@@ -15,11 +15,11 @@ import private_postgres
 import pytest
 from sqlalchemy import create_engine, text
 
-from psigrad.studio.labels import database, desk, intake, people, projects, secret
-from psigrad.studio.labels.desk import Answer
-from psigrad.studio.labels.invites import accept, invite
-from psigrad.studio.labels.people import Person
-from psigrad.studio.labels.projects import Settings
+from psigrad_studio.labels import database, desk, intake, people, projects, secret
+from psigrad_studio.labels.desk import Answer
+from psigrad_studio.labels.invites import accept, invite
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.projects import Settings
 
 DATABASES = os.environ.get("PSIGRAD_TEST_DATABASES", "sqlite,postgresql").split(",")
 _numbers = itertools.count()

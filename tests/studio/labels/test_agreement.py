@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scipy.stats import beta
 
-from psigrad.studio.labels import agreement
+from psigrad_studio.labels import agreement
 
 N = np.nan
 # Krippendorff 2011, "Computing Krippendorff's alpha-reliability", section D: four observers, twelve units, five categories.

@@ -15,9 +15,9 @@ import label_server
 import pytest
 from sqlalchemy import select
 
-from psigrad.studio.labels import checks, database, intake, invites, people, projects
-from psigrad.studio.labels.projects import Settings
-from psigrad.studio.labels.schema import Vote
+from psigrad_studio.labels import checks, database, intake, invites, people, projects
+from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.schema import Vote
 
 
 def prepare(db, labellers: int, tasks: int, overlap: int) -> tuple[int, list[int]]:

@@ -11,10 +11,10 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import IntegrityError
 
-from psigrad.studio.labels import database, people, projects
-from psigrad.studio.labels.projects import Settings
-from psigrad.studio.labels.refusals import Busy
-from psigrad.studio.labels.schema import LoginFailure, Project
+from psigrad_studio.labels import database, people, projects
+from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.refusals import Busy
+from psigrad_studio.labels.schema import LoginFailure, Project
 
 
 @pytest.fixture

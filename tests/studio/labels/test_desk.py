@@ -8,10 +8,10 @@ import pytest
 from scipy.stats import binomtest
 from sqlalchemy import func, select
 
-from psigrad.studio.labels import checks, database, desk, intake, people, projects
-from psigrad.studio.labels.desk import Answer
-from psigrad.studio.labels.refusals import Conflict, Forbidden, Missing, Refusal
-from psigrad.studio.labels.schema import Assignment, Completion, Item, Seat, Vote
+from psigrad_studio.labels import checks, database, desk, intake, people, projects
+from psigrad_studio.labels.desk import Answer
+from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal
+from psigrad_studio.labels.schema import Assignment, Completion, Item, Seat, Vote
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from datasets import Dataset
 
 from psigrad.data import preferences
 from psigrad.data.rows import validate
-from psigrad.studio.labels import export, intake, material
-from psigrad.studio.labels.refusals import Refusal
+from psigrad_studio.labels import export, intake, material
+from psigrad_studio.labels.refusals import Refusal
 
 TALK = [{"role": "user", "content": "hello"}]
 

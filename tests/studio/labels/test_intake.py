@@ -9,11 +9,11 @@ from sqlalchemy import func, select
 
 from psigrad.data.rows import RowError
 from psigrad.errors import UserError
-from psigrad.studio.labels import intake, material
-from psigrad.studio.labels.intake import Added, Making
-from psigrad.studio.labels.refusals import Forbidden, Refusal
-from psigrad.studio.labels.schema import Completion, Item, Origin, Prompt, Seat, Task
 from psigrad.training.run_folder import RunFolder, to_line
+from psigrad_studio.labels import intake, material
+from psigrad_studio.labels.intake import Added, Making
+from psigrad_studio.labels.refusals import Forbidden, Refusal
+from psigrad_studio.labels.schema import Completion, Item, Origin, Prompt, Seat, Task
 
 TALK = [{"role": "user", "content": "hello"}]
 

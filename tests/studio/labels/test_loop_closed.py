@@ -9,7 +9,7 @@ from tiny_jobs import make_job, online_config, preference_config, reward_config
 
 from psigrad.config import Data
 from psigrad.recipes import online, preference, reward
-from psigrad.studio.labels import desk, export, intake
+from psigrad_studio.labels import desk, export, intake
 
 
 def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):

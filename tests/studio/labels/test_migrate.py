@@ -11,8 +11,8 @@ from sqlalchemy import Column, MetaData, Text, inspect, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from psigrad.errors import UserError
-from psigrad.studio.labels import database, migrate
-from psigrad.studio.labels.schema import Base
+from psigrad_studio.labels import database, migrate
+from psigrad_studio.labels.schema import Base
 
 
 def described(connection):

@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from psigrad.studio.labels import desk
-from psigrad.studio.labels.schema import Base
+from psigrad_studio.labels import desk
+from psigrad_studio.labels.schema import Base
 
 PAGE = (Path(__file__).parents[3] / "docs" / "labelling.md").read_text()
 

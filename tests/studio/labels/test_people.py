@@ -8,11 +8,11 @@ import threading
 import pytest
 from sqlalchemy import select, text
 
-from psigrad.studio.labels import desk, export, intake, invites, people, projects, results, secret
-from psigrad.studio.labels.people import HOUR, Person
-from psigrad.studio.labels.projects import Settings
-from psigrad.studio.labels.refusals import Conflict, Forbidden, Missing, Refusal, TooMany, Unknown
-from psigrad.studio.labels.schema import Audit
+from psigrad_studio.labels import desk, export, intake, invites, people, projects, results, secret
+from psigrad_studio.labels.people import HOUR, Person
+from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal, TooMany, Unknown
+from psigrad_studio.labels.schema import Audit
 
 PASSWORD = "correct horse battery"
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from psigrad.studio.labels.ranking import Undetermined, bradley_terry
+from psigrad_studio.labels.ranking import Undetermined, bradley_terry
 
 
 def drawn(random, strengths, eta, n):

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from psigrad.studio.labels import agreement, intake, results
-from psigrad.studio.labels.refusals import Conflict, Refusal
+from psigrad_studio.labels import agreement, intake, results
+from psigrad_studio.labels.refusals import Conflict, Refusal
 
 
 def label_all(made, person, answer):

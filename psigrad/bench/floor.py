@@ -1,0 +1,72 @@
+"""The fewest seconds that a step could take here: its arithmetic at the rate of this machine's matrix products, and no weight or
+cached number read faster than memory delivers it. What a phase takes beyond its floor is what could still be won.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from psigrad.bench.workload import Workload
+from psigrad.models.backbone import DTYPES
+from psigrad.models.fused.layer import compute_dtype
+from psigrad.planning.hardware import Machine, machine
+from psigrad.planning.memory import recomputed_gradients
+from psigrad.planning.shape import counted
+from psigrad.planning.work import Cost, Lengths, Work, cost_of
+
+
+def rates(dtype: str, threads: int, device: str) -> Machine:
+    """This machine's rates, in the type that is multiplied in."""
+    used = compute_dtype(DTYPES[dtype]) if device == "cpu" else DTYPES[dtype]
+    name = next(name for name, kind in DTYPES.items() if kind is used)
+    before = torch.get_num_threads()
+    try:
+        return machine(device, name, threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine) -> dict[str, float]:
+    """Seconds by phase of a step on the model under `folder` with `tokens` completion tokens; offline, tokens of all rows."""
+    spent = cost(work, folder, tokens, dtype)
+    found = {"forward-backward": spent.training / rate.peak}
+    if work.online:
+        found["sample"] = max(spent.sampling / rate.peak, spent.read / rate.bandwidth)
+        if spent.passes:
+            found["log-probs"] = spent.passes / rate.peak
+    return found
+
+
+def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
+    """The FLOPs of a step, and the bytes that decoding reads."""
+    shape = counted(AutoConfig.from_pretrained(folder / "model"))
+    online = work.online
+    members = work.generations if online else 1 if work.kind == "sft" else 2
+    prompts = 0 if online else work.prompts * work.prompt_tokens  # offline they are counted among the tokens
+    completion = round((tokens - prompts) / (work.prompts * members))
+    longest = work.completion_tokens if online else completion
+    done = Work(
+        rows=work.prompts,
+        members=members,
+        trained=members,
+        lengths=Lengths(work.prompt_tokens, completion, work.prompt_tokens, longest),
+        passes=work.iterations,
+        minibatches=1,
+        budget=4096,
+        samples=online,
+        slots=work.prompts * members,
+        steps=0,
+        dataset=0,
+        reference=work.beta > 0,
+        critic=work.kind == "ppo",
+        keeps=float(online and not work.gradient_checkpointing),
+    )
+    width = DTYPES[dtype].itemsize
+    cached = 2.0 * width * shape.layers * shape.key * (tokens + work.prompts * work.prompt_tokens)
+    weights = width * (shape.matrices + shape.head)
+    again = work.gradient_checkpointing and dtype == "float32" and recomputed_gradients(done, shape, True, head=True)[0] > 0
+    spent = cost_of(done, shape, frozen=False, recompute=work.gradient_checkpointing, weight_bytes=weights, cache_bytes=cached)
+    return spent.with_head_again(done, shape) if again else spent

@@ -1,0 +1,41 @@
+"""One side of the comparison in a process of its own.
+
+Its arguments are ours|trl FOLDER DTYPE THREADS DEVICE START, where START is the time of day at which the process was begun.
+Talks in lines: "check" answers with loss and gradient norm on the fixed batch, "step" runs one optimiser step and answers with
+its seconds by phase, tokens and peak memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from psigrad.bench.phases import Parent
+
+
+def main(who: str, folder: str, dtype: str, threads: str, device: str, start: str) -> None:
+    """Build the side, then answer requests until the parent hangs up."""
+    answers = os.dup(1)  # whatever the libraries print goes to stderr
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    import torch
+
+    if who == "ours":
+        from psigrad.bench import worker as side
+    else:
+        from psigrad.bench import trl_worker as side
+
+    torch.set_num_threads(int(threads) or len(os.sched_getaffinity(0)))
+    take_steps, check = side.build(Path(folder), dtype, device)
+    parent = Parent(answers, check, device)
+    parent.say({"ready": time.time() - float(start)})
+    take_steps(parent)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,51 @@
+"""`psigrad bench`: a user's own model, timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from psigrad.bench.inputs import prepare
+from psigrad.bench.side_by_side import alone, beside, table
+from psigrad.bench.workload import Workload
+from psigrad.config import BenchConfig
+from psigrad.errors import UserError
+
+
+def run(asked: BenchConfig) -> str:
+    """Time it. One JSON line goes to the file `asked.json` where it names one; returns the line and the table for people."""
+    if not asked.model:
+        raise UserError("No model was given; name a folder, a hub model or a configuration with --model.")
+    if asked.kind in ("grpo", "rloo") and asked.generations < 2:
+        raise UserError(
+            f"generations is {asked.generations} and {asked.kind.upper()} compares completions of one prompt; give at least 2."
+        )
+    if asked.device == "cpu" and (asked.attention == "flex" or asked.cuda_graphs):
+        raise UserError("attention=flex and cuda_graphs are for GPUs and device is cpu; leave them out or give --device cuda.")
+    name = Path(asked.model).name or asked.model
+    work = Workload(
+        name,
+        f"{asked.model}, {asked.prompts} prompts × {asked.generations}",
+        kind=asked.kind,
+        prompts=asked.prompts,
+        generations=asked.generations,
+        prompt_tokens=asked.prompt_tokens,
+        completion_tokens=asked.completion_tokens,
+        beta=asked.beta,
+        iterations=asked.iterations,
+        gradient_checkpointing=asked.gradient_checkpointing,
+        attention=asked.attention,
+        cuda_graphs=asked.cuda_graphs,
+        steps=asked.steps,
+    )
+
+    def make(work: Workload, folder: Path) -> None:
+        prepare(work, asked.model, folder)
+
+    measure = beside if asked.beside else alone
+    found = measure(work, asked.dtype, asked.threads, make=make, device=asked.device)
+    line = json.dumps(found)
+    if asked.json:
+        with open(asked.json, "a") as stream:
+            stream.write(line + "\n")
+    return line + "\n" + table([found])

@@ -1,0 +1,243 @@
+"""Command-line flags out of the settings themselves: one flag per field, its help the string under the field."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from psigrad.config import OnlineConfig, PlanConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.load import load, read_file, read_value
+from psigrad.errors import UserError, nearest
+
+T = TypeVar("T")
+# The one field whose flag has another name: `--model PATH` is what every user types.
+_RENAMED = {"model.path": "model"}
+# What an override looks like: a dotted name of a setting, and a value.
+_OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
+
+
+class Method(NamedTuple):
+    """A training method that is a command: its recipe's module, the class of its settings, and which of them it sets."""
+
+    recipe: str
+    settings: type[Any]
+    sets: Mapping[str, Any]
+
+
+_PPO = {"num_iterations": 4, "num_generations": 1}
+_CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "ppo_penalty")
+_ONLINE = (*_CLIPPED, "rloo", "reinforce", "reinforce_pp", "online_dpo", "raft")
+METHODS = {
+    "sft": Method("sft", SFTConfig, {}),
+    "reward": Method("reward", RewardConfig, {}),
+    **{name: Method("preference", PreferenceConfig, {"loss": name}) for name in ("dpo", "ipo", "simpo", "orpo", "kto")},
+    **{
+        name: Method("online", OnlineConfig, {"algorithm": name, **(_PPO if name in ("ppo", "ppo_penalty") else {})})
+        for name in _ONLINE
+    },
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises our one-sentence error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help` lists what there is.")
+
+
+def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> T:
+    """Settings from `--config FILE`, `a.b=c` overrides and flags.
+
+    Flags beat overrides, overrides beat the file, the file beats `defaults`, those beat the class's own. Prints help and exits on
+    --help. Raises `UserError` on anything unknown, with the nearest known name.
+    """
+    parser = _parser(cls, command)
+    # taken out first: a flag with several values would swallow an override that follows it
+    overrides = [text for text in arguments if _OVERRIDE.match(text)]
+    known, rest = parser.parse_known_args([text for text in arguments if not _OVERRIDE.match(text)])
+    _refuse(rest, parser, "an override like optim.learning_rate=1e-5")
+    given = vars(known)
+    config = given.pop("config")
+    types = {name: hint for name, hint, _ in _fields(cls)}
+    values = {name: _typed(value, types[name]) for name, value in given.items() if value is not None}
+    in_file = read_file(config) if config else {}
+    first = [f"{name}={value}" for name, value in (defaults or {}).items() if name not in in_file]
+    return load(cls, config, [*first, *overrides], values)
+
+
+def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of a command that has no settings class."""
+    parser = _Parser(prog=f"psigrad {command}", allow_abbrev=False)
+    for name, value in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
+        else:
+            parser.add_argument(flag, type=type(value), default=value, help=f"(default {value})")
+    known, rest = parser.parse_known_args(list(arguments))
+    _refuse(rest, parser, "a value of one")
+    return vars(known)
+
+
+def divided(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
+    """(settings of class `cls`, all other arguments), for a command that takes another's flags besides its own."""
+    parser = _Parser(prog=f"psigrad {command}", allow_abbrev=False, add_help=False, usage=argparse.SUPPRESS)
+    _add_flags(parser, cls, command)
+    known, rest = parser.parse_known_args(list(arguments))
+    if {"-h", "--help"} & set(rest):
+        print(parser.format_help())
+    types = {name: hint for name, hint, _ in _fields(cls)}
+    values = {name: _typed(value, types[name]) for name, value in vars(known).items() if value is not None}
+    return load(cls, flags=values), rest
+
+
+def planned(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
+    """(settings of the method that the first argument names, what its plan is told). Prints help and exits on --help."""
+    usage = "psigrad plan METHOD [--memory 24GB] [--prompt-length N] [--completion-length N] [--json] [METHOD's settings]"
+    name = next((text for text in arguments[:1] if not text.startswith("-")), "")
+    if not name and {"-h", "--help"} & set(arguments):
+        print(f"{usage}\n\nPeak memory, batch arithmetic and speed of a run, from the model's configuration alone.")
+        raise SystemExit(0)
+    if not name:
+        raise UserError(f"plan got no method; the usage is {usage}.")
+    if name not in METHODS:
+        raise UserError(f"There is no method {name!r}{nearest(name, METHODS) or '.'}")
+    asked, rest = divided(PlanConfig, f"plan {name}", arguments[1:])
+    return parse(METHODS[name].settings, f"plan {name}", rest, defaults=METHODS[name].sets), asked
+
+
+def listed(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """(leading names, the values behind each of the flags `lists`, all other arguments)."""
+    names: list[str] = []
+    found: dict[str, list[str]] = {name: [] for name in lists}
+    rest, current = [], names
+    for text in arguments:
+        if text in found:
+            current = found[text]
+        elif text.startswith("-") or _OVERRIDE.match(text):
+            rest.append(text)
+            current = rest
+        else:
+            current.append(text)
+    return names, found, rest
+
+
+def whole_number(flag: str, text: str) -> int:
+    """The number in one value of a flag."""
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{flag} has {text!r}; expected whole numbers.") from None
+
+
+def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Names, and the value of `--output`, of a command that takes nothing else."""
+    parser = _Parser(prog=f"psigrad {command}", allow_abbrev=False)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--output", metavar="FILE")
+    known, rest = parser.parse_known_args(list(arguments))
+    _refuse(rest, parser, "a name")
+    return known.names, known.output
+
+
+def _refuse(rest: Sequence[str], parser: _Parser, expected: str) -> None:
+    """A `UserError` for the first argument that the parser did not know."""
+    for text in rest:
+        if text.startswith("-"):
+            flags = [option for action in parser._actions for option in action.option_strings]
+            flag = text.split("=")[0]
+            raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{nearest(flag, flags) or '.'}")
+        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists what there is.")
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Text stays text where the setting is one; everything else is read as YAML: 1e-5, true, {part: clip}."""
+    if isinstance(value, list):
+        return [_typed(v, get_args(hint)[0]) for v in value]
+    return value if isinstance(value, bool) else read_value(value, hint)
+
+
+def _fields(cls: type[Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted name, type, default) of every setting."""
+    hints, found = get_type_hints(cls), []
+    blank = cls()
+    for f in dataclasses.fields(cls):
+        default = getattr(blank, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            found += [(f"{f.name}.{name}", hint, value) for name, hint, value in _of(default)]
+        else:
+            found.append((f.name, hints[f.name], default))
+    return found
+
+
+def _of(instance: Any) -> list[tuple[str, Any, Any]]:
+    hints = get_type_hints(type(instance))
+    return [(f.name, hints[f.name], getattr(instance, f.name)) for f in dataclasses.fields(instance)]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting: "optim.learning_rate" -> "--learning-rate"."""
+    return "--" + _RENAMED.get(name, name.rpartition(".")[2]).replace("_", "-")
+
+
+def _parser(cls: type[Any], command: str) -> _Parser:
+    parser = _Parser(
+        prog=f"psigrad {command}",
+        description=inspect.getdoc(cls),
+        epilog="Settings may also stand in a YAML file (--config) or be given by dotted name: optim.learning_rate=1e-5.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+        usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    _add_flags(parser, cls, command)
+    return parser
+
+
+def _add_flags(parser: _Parser, cls: type[Any], command: str) -> None:
+    """A flag for every setting, section by section."""
+    groups: dict[str, Any] = {}
+    for name, hint, default in _fields(cls):
+        section, _, leaf = name.rpartition(".")
+        group = groups.setdefault(section, parser.add_argument_group(section or command))
+        flag = flag_of(name)
+        text = (_help(cls, name) + _values(hint, default)).replace("%", "%%")
+        if hint is bool:
+            group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            many = {"nargs": "+"} if get_origin(hint) is tuple else {}
+            action = {"action": "extend"} if many else {}
+            group.add_argument(flag, dest=name, metavar=leaf.upper(), help=text, **many, **action)
+
+
+def _values(hint: Any, default: Any) -> str:
+    """What a setting may be, where that is one of a few words, and what it is unless it is given."""
+    words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
+    parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _help(cls: type[Any], name: str) -> str:
+    """The string under a field in the source of its class."""
+    for part in name.split(".")[:-1]:
+        cls = get_type_hints(cls)[part]
+    return _field_docs(cls).get(name.split(".")[-1], "")
+
+
+@cache
+def _field_docs(cls: type[Any]) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs

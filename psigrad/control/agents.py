@@ -1,0 +1,207 @@
+"""Agents of control as users of Stable-Baselines3 know them: `learn`, `predict`, `save`, `load`.
+
+    from psigrad.control import PPO
+    agent = PPO("CartPole-v1").learn(100_000)
+    action, _ = agent.predict(observation, deterministic=True)
+
+Every setting of `psigrad control` is a keyword: learning_rate, n_steps, net_arch, buffer_size, … Where settings are known that
+suit the algorithm on the environment they come first (`tuned=False` leaves them out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from psigrad.control import learning as loop
+from psigrad.control import training as recipe
+from psigrad.control import vector
+from psigrad.control.distributions import Array
+from psigrad.control.learning import Method
+from psigrad.control.rollouts import play
+from psigrad.errors import UserError
+from psigrad.training.progress import bar
+from psigrad.training.session import prepare_torch
+
+# Called after every line of figures; False ends `learn`.
+Callback = Callable[["Agent", Mapping[str, float]], bool | None]
+
+
+class Agent:
+    """A policy on a Gymnasium environment, trained by `algorithm`: any preset's name, a `PolicyGradient`, "trpo" or "dqn".
+
+    `env` is an id, a function that makes one, an environment, or a vector environment. Raises `UserError` on an unknown
+    setting, and where settings, algorithm and environment do not fit.
+    """
+
+    algorithm: ClassVar[Any] = None
+
+    def __init__(self, env: Any, *others: Any, algorithm: Any = None, **settings: Any) -> None:
+        if others or (isinstance(env, str) and env.endswith("Policy")):
+            raise UserError(f"{env!r} and {others} were given; psigrad takes the environment first, and settings by name.")
+        chosen = self.algorithm if algorithm is None else algorithm
+        if chosen is None:
+            raise UserError('No algorithm was given; for example Agent("CartPole-v1", algorithm="ppo").')
+        config = recipe.settings(chosen, env, {"threads": 1, **settings})
+        prepare_torch(config.run)
+        self._method: Method = recipe.build(config)
+        self._begun = False
+
+    @property
+    def settings(self) -> Any:
+        """The `ControlConfig` in force."""
+        return self._method.config
+
+    @property
+    def num_timesteps(self) -> int:
+        """Steps taken so far."""
+        return self._method.timesteps
+
+    def learn(
+        self, total_timesteps: int | None = None, callback: Callback | Sequence[Callback] = (), progress_bar: bool = False
+    ) -> Self:
+        """Take `total_timesteps` more steps (default: the setting). Schedules run over them.
+
+        Each callback is called with the agent and the figures of every `log_interval`-th rollout; returning False ends it.
+        """
+        method, callbacks = self._method, callback if isinstance(callback, Sequence) else [callback]
+        start = method.timesteps
+        goal = start + (total_timesteps or method.config.total_timesteps)
+        method.config = replace(method.config, total_timesteps=goal)
+        if not self._begun:
+            method.restart()
+            self._begun = True
+        with bar("steps", goal, shown=progress_bar, done=start) as advance:
+            while method.timesteps < goal:
+                before = method.timesteps
+                figures = loop.line(method)
+                advance(method.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
+                if [call for call in callbacks if call(self, {"timesteps": method.timesteps, **figures}) is False]:
+                    break
+        return self
+
+    def predict(self, observation: Any, deterministic: bool = False) -> tuple[Array, None]:
+        """Actions for one observation or a batch of them, as the environment takes them; the second part, a state, is None."""
+        envs = self._method.collector.envs
+        flat, single = envs.flat(observation)
+        network = self._method.network
+        noise = None if deterministic else network.distribution.noise(self._chance(), (len(flat),))
+        actions = envs.to_env(network.act(self._method.collector.normalizer.see(flat), noise))
+        return (actions[0] if single else actions), None
+
+    def save(self, path: str | Path) -> Path:
+        """The policy as a folder: `model.safetensors` and `config.json`. What `load` reads, and a run's `model/` holds."""
+        recipe.save_policy(Path(path), self._method)
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path, env: Any = None) -> Self:
+        """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser."""
+        agent = cls.__new__(cls)
+        agent._method, agent._begun = recipe.load_policy(Path(path), env), False
+        return agent
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._method.collector.envs.close()
+
+    def _chance(self) -> np.random.Generator:
+        if not hasattr(self, "_rng"):
+            self._rng = recipe.seeded(self._method.config.run.seed)
+        return self._rng
+
+
+def evaluate_policy(
+    agent: Agent, env: Any = None, n_eval_episodes: int = 100, deterministic: bool = True, seed: int = 0
+) -> tuple[float, float]:
+    """Mean and standard deviation of the return over at least `n_eval_episodes` whole episodes on fresh environments."""
+    config, method = agent.settings, agent._method
+    made = config.env if env is None else env
+    if not isinstance(made, str) and not callable(made):
+        raise UserError("The agent's environment is an object, which cannot be copied; name one to evaluate on: env=…")
+    envs = vector.make(made, min(n_eval_episodes, 16), config.vectorization, **config.env_kwargs)
+    rng = None if deterministic else recipe.seeded(seed)
+    returns, _ = play(envs, method.network.actor(rng, envs.count), n_eval_episodes, seed, method.collector.normalizer.see)
+    envs.close()
+    return float(np.mean(returns)), float(np.std(returns))
+
+
+class EvalCallback:
+    """Evaluates every `every` steps, keeps the best policy in `best`, and ends training once the mean return is `stop_at`."""
+
+    def __init__(
+        self, every: int = 10_000, n_eval_episodes: int = 20, best: str | Path | None = None, stop_at: float | None = None
+    ) -> None:
+        self.every, self.n_eval_episodes, self.best, self.stop_at = every, n_eval_episodes, best, stop_at
+        self.evaluations: list[tuple[int, float]] = []
+        self._next = every
+
+    def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
+        if agent.num_timesteps < self._next:
+            return True
+        self._next = agent.num_timesteps + self.every
+        mean, _ = evaluate_policy(agent, n_eval_episodes=self.n_eval_episodes)
+        if self.best is not None and all(mean > seen for _, seen in self.evaluations):
+            agent.save(self.best)
+        self.evaluations.append((agent.num_timesteps, mean))
+        return self.stop_at is None or mean < self.stop_at
+
+
+class CheckpointCallback:
+    """Saves the policy every `every` steps, into `folder/step-…`."""
+
+    def __init__(self, every: int, folder: str | Path) -> None:
+        self.every, self.folder = every, Path(folder)
+        self._next = every
+
+    def __call__(self, agent: Agent, figures: Mapping[str, float]) -> None:
+        if agent.num_timesteps >= self._next:
+            self._next = agent.num_timesteps + self.every
+            agent.save(self.folder / f"step-{agent.num_timesteps:08d}")
+
+
+class PPO(Agent):
+    """Proximal policy optimisation with the clipped surrogate (Schulman et al. 2017)."""
+
+    algorithm = "ppo"
+
+
+class A2C(Agent):
+    """Advantage actor-critic (Mnih et al. 2016)."""
+
+    algorithm = "a2c"
+
+
+class REINFORCE(Agent):
+    """REINFORCE with a learned baseline (Williams 1992)."""
+
+    algorithm = "reinforce"
+
+
+class TRPO(Agent):
+    """Trust region policy optimisation (Schulman et al. 2015)."""
+
+    algorithm = "trpo"
+
+
+class DQN(Agent):
+    """Deep Q-learning (Mnih et al. 2015); `double_q=True` for Double DQN."""
+
+    algorithm = "dqn"
+
+
+__all__ = [
+    "A2C",
+    "DQN",
+    "PPO",
+    "REINFORCE",
+    "TRPO",
+    "Agent",
+    "CheckpointCallback",
+    "EvalCallback",
+    "evaluate_policy",
+]

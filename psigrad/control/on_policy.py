@@ -1,0 +1,362 @@
+"""On-policy control: collect, advantages, passes over the rollout. The method is a `PolicyGradient`, the same that trains
+language models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad import seeds
+from psigrad.config import ControlConfig
+from psigrad.control.actor_critic import ActorCritic, Output, Passed, Recorded
+from psigrad.control.flat_optimizer import FlatOptimizer
+from psigrad.control.rollouts import Collector, Rollout
+from psigrad.errors import UserError
+from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals, ratio
+from psigrad.objective.advantage import needs_of
+from psigrad.objective.aggregate import fixed_length, sequence_sum, token_mean
+from psigrad.objective.penalty import adapted, kl_penalty
+from psigrad.objective.returns import discounted_sum, td_errors
+from psigrad.objective.slopes import Slopes, has_slopes, slopes
+from psigrad.objective.surrogate import clip
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A rollout as tensors: what the network is shown, and where its M steps lie in the batch's [N, T]."""
+
+    observation: Tensor
+    """[M + R, D] the chosen steps', then those behind the last step of the R rows that are bootstrapped."""
+    action: Tensor
+    """[M]"""
+    row: Tensor
+    """[M]"""
+    column: Tensor
+    """[M]"""
+    bootstrapped: Tensor
+    """[R] rows whose episode goes on behind their last step."""
+    shape: tuple[int, int]
+    """N, T"""
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether every row has T steps: then the batch is the flat steps in another shape."""
+        return len(self.row) == self.shape[0] * self.shape[1]
+
+    @property
+    def steps(self) -> int:
+        """M."""
+        return len(self.row)
+
+    def wide(self, x_M: Tensor) -> Tensor:
+        """[N, T] with gradient; 0 where there is no step."""
+        if self.full:
+            return x_M.view(self.shape)
+        return x_M.new_zeros(math.prod(self.shape)).index_copy(0, self._places, x_M).view(self.shape)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """[M] of each step in the batch's rows, one behind the other."""
+        return self.row * self.shape[1] + self.column
+
+
+@dataclass(frozen=True, eq=False)
+class Now:
+    """What the network says of some steps, with gradient where it is to learn from them."""
+
+    logp: Tensor
+    """[m]"""
+    entropy: Tensor | None
+    """[m]"""
+    learned: Tensor | None
+    """[C, m] what each critic says: V(s_t), or Q(s_t, a_t)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Steps that are trained on, with what the network is shown; `seen` where the loss needs them as whole rows."""
+
+    prepared: Prepared
+    observation: Tensor
+    action: Tensor
+    seen: Seen | None
+
+    def shuffled(self, rng: np.random.Generator, count: int) -> list[Parts]:
+        """All steps in `count` nearly equal shares, each once."""
+        order = torch.from_numpy(rng.permutation(len(self.action)))
+        mixed = Parts(self.prepared.select(order), self.observation[order], self.action[order], None)
+        bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
+        cuts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        return [Parts(mixed.prepared.select(c), mixed.observation[c], mixed.action[c], None) for c in cuts]
+
+
+@dataclass
+class OnPolicy:
+    """A policy gradient on E environments. What changes is here and in the network; `iterate` is one rollout and its updates."""
+
+    config: ControlConfig
+    algorithm: PolicyGradient
+    network: ActorCritic
+    optimizer: FlatOptimizer
+    collector: Collector
+    timesteps: int = 0
+    iterations: int = 0
+    state: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.state = self.state or self.algorithm.initial_state()
+        self._per_step = _per_step(self.algorithm)
+        one_critic = self.network.n_critics <= 1 and not self.network.of_actions
+        self._differentiable = one_critic and has_slopes(self.algorithm)
+        check(self.config, self.algorithm)
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        return min(1.0, self.timesteps / self.config.total_timesteps)
+
+    @property
+    def most_steps(self) -> float:
+        """The most steps that a rollout can have; whole episodes have no bound."""
+        return self.config.n_steps * self.collector.envs.count or math.inf
+
+    def restart(self) -> None:
+        """New episodes everywhere: at the start, and after every checkpoint, so that a run that goes on from one repeats nothing
+        of what the environments held in memory.
+        """
+        self.collector.restart(seeds.derive(self.config.run.seed, "environments", self.iterations))
+
+    def iterate(self, metrics: bool = True) -> dict[str, float]:
+        """One rollout and its updates; their figures where `metrics`."""
+        rollout = self._collect()
+        self.timesteps += len(rollout.row)
+        figures = self._learn(rollout, metrics)
+        self.iterations += 1
+        return figures
+
+    def _collect(self) -> Rollout:
+        seed = self.config.run.seed
+        rng = np.random.Generator(np.random.SFC64(seeds.derive(seed, "act", self.iterations)))
+
+        act = self.network.actor(rng, self.collector.envs.count)
+        if self.config.n_steps:
+            return self.collector.steps(act, self.config.n_steps)
+        fresh = seeds.derive(seed, "episodes", self.iterations)
+        return self.collector.episodes(act, self.config.n_episodes, fresh)
+
+    def _learn(self, rollout: Rollout, metrics: bool) -> dict[str, float]:
+        seen, algorithm = shown(rollout, self.algorithm.needs_critic), self._scheduled()
+        minibatches = round(seen.steps / self.config.batch_size) if self.config.batch_size else 1
+        minibatches = max(1, minibatches)
+        once = self._once(minibatches)
+        # steps that make up rows of unlike lengths have slopes one by one only
+        closed = self._differentiable and (seen.full or self._per_step or not once)
+        forward, now = self._pass(seen.observation, seen.action, closed, metrics)
+        prepared = self._prepared(algorithm, rollout, seen, forward.output, now, metrics)
+        totals = algorithm.totals(prepared)
+        rate = self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
+        if once:  # this one forward pass both measures and learns
+            whole = Parts(prepared, seen.observation, seen.action, seen) if seen.full else self._parts(prepared, seen)
+            known = slopes(algorithm, whole.prepared, totals) if closed else None
+            terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
+        else:
+            terms = self._passes(algorithm, self._parts(prepared, seen), totals, minibatches, rate, metrics)
+        if isinstance(algorithm.surrogate, kl_penalty):
+            self.state = adapted(algorithm.surrogate, self.state, terms["policy/approxkl_avg"])
+        return {**prepared.metrics, **terms, "learning_rate": rate} if metrics else {}
+
+    def _once(self, minibatches: int) -> bool:
+        """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""
+        return self.config.n_epochs * minibatches == 1 and not self.algorithm.keep
+
+    def _now(self, output: Output, action: Tensor, entropies: bool = True) -> Now:
+        """What the network says of the first len(action) states."""
+        steps, network = len(action), self.network
+        policy = output.policy[:steps]
+        logp = network.distribution.log_prob(policy, output.rest, action)
+        wanted = entropies and self.algorithm.needs_entropy
+        entropy = network.distribution.entropy(policy, output.rest) if wanted else None
+        learned = None
+        if output.values is not None:
+            learned = output.values[:, :steps]
+            if network.of_actions:
+                learned = learned.gather(2, action[None, :, None].expand(len(learned), -1, 1))[..., 0]
+        return Now(logp, entropy, learned)
+
+    def _prepared(
+        self, algorithm: PolicyGradient, rollout: Rollout, seen: Seen, output: Output, now: Now, metrics: bool
+    ) -> Prepared:
+        """The rollout as a batch, with its advantages."""
+        n_rows, wide = seen.shape[0], seen.wide
+        value = last = action_value = None
+        if output.values is not None:
+            value_all = self.network.state_value(output).detach()
+            value = wide(value_all[: seen.steps])
+            last = value_all[seen.steps :]
+            if len(last) < n_rows:
+                last = last.new_zeros(n_rows).index_put((seen.bootstrapped,), last)
+            if self.network.of_actions and now.learned is not None:
+                action_value = wide(now.learned.detach().mean(0))
+        batch = Batch(
+            mask=wide(torch.ones(seen.steps, dtype=torch.bool)),
+            reward=wide(torch.from_numpy(rollout.reward)),
+            logp_old=wide(now.logp.detach()),
+            # all episodes start from the same distribution of states: one group
+            group=torch.zeros(n_rows, dtype=torch.int64),
+            value=value,
+            action_value=action_value,
+            last_value=last,
+            truncated=torch.from_numpy(rollout.truncated),
+        )
+        prepared = algorithm.prepare(batch, self.state, metrics=metrics)
+        self.state = prepared.state
+        if action_value is not None:  # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
+            lam = 1.0 if self.config.gae_lambda is None else self.config.gae_lambda
+            ahead = discounted_sum(td_errors(batch, self.config.gamma), batch.mask, self.config.gamma * lam)
+            prepared = replace(prepared, returns=ahead + value)
+        return prepared
+
+    def _parts(self, prepared: Prepared, seen: Seen) -> Parts:
+        """The steps that are trained on, as the loss takes them."""
+        observation, action = seen.observation[: seen.steps], seen.action
+        if not self._per_step:
+            return Parts(prepared, observation, action, seen)
+        if self.algorithm.keep:
+            kept = prepared.keep[seen.row]
+            observation, action = observation[kept], action[kept]
+        return Parts(prepared.steps(), observation, action, None)
+
+    def _passes(
+        self, algorithm: PolicyGradient, whole: Parts, totals: Totals, minibatches: int, rate: float, metrics: bool
+    ) -> dict[str, float]:
+        """The passes over the rollout, each in shuffled minibatches; the terms of the last update."""
+        config, terms = self.config, {}
+        known: Slopes | None = None
+        adapts = isinstance(algorithm.surrogate, kl_penalty)
+        rng = np.random.Generator(np.random.SFC64(seeds.derive(config.run.seed, "minibatch", self.iterations)))
+        for epoch in range(config.n_epochs):
+            parts = [whole] if minibatches == 1 else whole.shuffled(rng, minibatches)
+            for i, part in enumerate(parts):
+                if minibatches > 1:
+                    totals = Totals(len(part.action), len(part.action), len(part.action))
+                last = epoch == config.n_epochs - 1 and i == len(parts) - 1
+                measured = config.target_kl is not None or (last and (metrics or adapts))
+                if self._differentiable and (minibatches > 1 or known is None):
+                    known = slopes(algorithm, part.prepared, totals)
+                passed = self._pass(part.observation, part.action, known is not None, measured)
+                terms = self._update(algorithm, part, totals, passed, rate, measured, known)
+                if config.target_kl is not None and terms.get("policy/approxkl_avg", 0.0) > 1.5 * config.target_kl:
+                    return terms
+        return terms
+
+    def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> tuple[Passed | Recorded, Now]:
+        """A forward pass: `closed` for a gradient in closed form, which reads entropies for `metrics` alone, else for autograd
+        to differentiate.
+        """
+        forward = self.network.pass_over(observation) if closed else self.network.record(observation)
+        return forward, self._now(forward.output, action, entropies=metrics or not closed)
+
+    def _update(
+        self,
+        algorithm: PolicyGradient,
+        part: Parts,
+        totals: Totals,
+        passed: tuple[Passed | Recorded, Now],
+        rate: float,
+        metrics: bool,
+        known: Slopes | None = None,
+    ) -> dict[str, float]:
+        """One optimiser step on these steps, counted by `totals`; where its `known` slopes are given, by them."""
+        forward, now = passed
+        mean = None
+        if now.learned is not None:
+            mean = now.learned.squeeze(0) if len(now.learned) == 1 else now.learned.mean(0)
+        wide = _column if part.seen is None else part.seen.wide
+        evaluation = Evaluation(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
+        terms: dict[str, Tensor] = {}
+        if isinstance(forward, Passed):
+            assert known is not None
+            gradient = _closed(known, forward, evaluation, part.action)
+            if metrics:
+                terms = algorithm.loss(part.prepared, evaluation, totals, self.state).terms
+        else:
+            loss = algorithm.loss(part.prepared, evaluation, totals, self.state, metrics=metrics)
+            value, terms = loss.value, loss.terms
+            if algorithm.critic is not None and now.learned is not None and len(now.learned) > 1:
+                # Σ_k (V_k − R)² / C = (V̄ − R)² + Var_k(V_k): the loss above fits the mean, this makes each critic fit by itself
+                value = value + 0.5 * algorithm.critic.coefficient * now.learned.var(0, correction=0).sum() / max(
+                    totals.tokens, 1
+                )
+            gradient = forward.backward(value)
+        norm = self.optimizer.step(gradient, rate)
+        return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
+
+    def _scheduled(self) -> PolicyGradient:
+        """The method as it is at this moment of the run."""
+        surrogate = self.algorithm.surrogate
+        if self.config.clip_range_schedule == "constant" or not isinstance(surrogate, clip):
+            return self.algorithm
+        left = 1 - self.progress
+        return replace(self.algorithm, surrogate=replace(surrogate, low=surrogate.low * left, high=surrogate.high * left))
+
+
+def shown(rollout: Rollout, bootstrap: bool) -> Seen:
+    """A rollout as tensors. Without `bootstrap` nothing behind a row's last step is looked at."""
+    alive = np.flatnonzero(~rollout.terminated) if bootstrap else np.zeros(0, np.int64)
+    observation = np.concatenate([rollout.observation, rollout.after[alive]]) if len(alive) else rollout.observation
+    return Seen(
+        observation=torch.from_numpy(observation),
+        action=torch.from_numpy(rollout.action),
+        row=torch.from_numpy(rollout.row),
+        column=torch.from_numpy(rollout.column),
+        bootstrapped=torch.from_numpy(alive),
+        shape=(len(rollout.terminated), int(rollout.column.max()) + 1),
+    )
+
+
+def check(config: ControlConfig, algorithm: PolicyGradient) -> None:
+    """Refuse settings that cannot work. Raises `UserError`."""
+    name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
+    minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
+    if config.n_steps and not reads & {"value", "action_value"}:
+        raise UserError(
+            f"{name} sums rewards to the end of the episode and n_steps is {config.n_steps}, which would cut episodes; set "
+            "n_steps=0 (whole episodes), or choose a method with a critic."
+        )
+    if minibatches and (algorithm.aggregate is not token_mean or not _per_step(algorithm)):
+        raise UserError(
+            f"batch_size is {config.batch_size} and {name} weighs whole episodes; set batch_size=0 (the whole rollout), or "
+            "choose a method whose aggregate is token_mean and whose ratio is none or token."
+        )
+    if config.n_epochs * (1 + minibatches) > 1 and algorithm.ratio is ratio.none:
+        raise UserError(f"{name} has no ratio, so it may see a rollout once; set n_epochs=1 and batch_size=0, or choose ppo.")
+    if isinstance(algorithm.surrogate, kl_penalty) and config.n_epochs * (1 + minibatches) == 1:
+        raise UserError(f"{name} adapts its penalty to how far several updates move the policy; set n_epochs above 1.")
+    if algorithm.min_group_size > config.n_envs * config.n_episodes:
+        raise UserError(f"{name} compares episodes of a rollout; set n_envs or n_episodes above 1.")
+    if "action_value" in reads and algorithm.critic is not None and algorithm.critic.clip is not None:
+        raise UserError(f"{name} has critics of actions and critic.clip is for values of states; set it to null.")
+
+
+def _per_step(algorithm: PolicyGradient) -> bool:
+    """Whether a step's share of the loss is the same on its own as within its episode."""
+    aggregate = algorithm.aggregate
+    fits = aggregate in (token_mean, sequence_sum) or isinstance(aggregate, fixed_length)
+    return fits and algorithm.ratio in (ratio.none, ratio.token)
+
+
+def _column(x: Tensor) -> Tensor:
+    return x[:, None]
+
+
+def _closed(known: Slopes, forward: Passed, evaluation: Evaluation, action: Tensor) -> Tensor:
+    """The gradient of the loss in closed form."""
+    values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
+    return forward.backward(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

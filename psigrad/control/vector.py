@@ -1,0 +1,282 @@
+"""Gymnasium environments stepped together, with every way of starting an episode again told apart.
+
+When an episode of a vector environment ends, Gymnasium may start the next one in the following step, whose action counts for
+nothing (`NEXT_STEP`, its default since 1.0), in the same step (`SAME_STEP`), or not at all until it is told to (`DISABLED`).
+Here all three give the same `Step`: what followed the action, whether the episode ended and how, and whether the policy chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from psigrad.control.distributions import Array, Categorical, Distribution, Normal
+from psigrad.errors import UserError
+
+# From this many copies on, one numpy program for all of them beats a Python loop over them.
+_WORTH_VECTORISING = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What one step of E environments gave."""
+
+    observation: Array
+    """[E, D] what the policy sees next: of a new episode, where one has begun."""
+    reward: Array
+    """[E] float32."""
+    terminated: Array
+    """[E] bool: the episode ended for good; what follows is worth 0."""
+    truncated: Array
+    """[E] bool: the episode was cut, by a time limit say; what would have followed is worth V of the last observation."""
+    chosen: Array
+    """[E] bool: False where the step only began a new episode and no action was heeded."""
+    last: dict[int, Array]
+    """The final observation [D] of each environment whose episode ended, where `observation` already shows the next one."""
+
+
+class Environments:
+    """E copies of an environment behind one interface: flat float32 observations in, actions of the distribution out."""
+
+    def __init__(self, vector: VectorEnv[Any, Any, Any] | Serial) -> None:
+        self._env = vector
+        self.count: int = vector.num_envs
+        self.mode = _mode(vector)
+        self.distribution, self.to_env = _actions(vector.single_action_space)
+        self._space = vector.single_observation_space
+        self.size, self._flatten = _observations(self._space)
+        self._resting = np.zeros(self.count, bool)
+        if isinstance(vector, VectorEnv) and type(vector.unwrapped.action_space) is spaces.MultiDiscrete:
+            vector.unwrapped.action_space = _Trusted(vector.unwrapped.action_space)
+
+    def reset(self, seed: int) -> Array:
+        """New episodes everywhere; the observations [E, D]."""
+        self._resting[:] = False
+        # Gymnasium gives environment i the seed `seed + i`
+        return self._flatten(self._env.reset(seed=seed % 2**31)[0])
+
+    def step(self, actions: Array) -> Step:
+        """Act in every environment."""
+        raw, reward, terminated, truncated, infos = self._env.step(self.to_env(actions))
+        observation, chosen = self._flatten(raw), ~self._resting
+        ended = terminated | truncated
+        last: dict[int, Array] = {}
+        if self.mode is AutoresetMode.NEXT_STEP:
+            self._resting = ended
+        elif ended.any():
+            where = ended.nonzero()[0]
+            if self.mode is AutoresetMode.SAME_STEP:
+                finals = self._flatten(np.stack([infos["final_obs"][i] for i in where]))
+                last = dict(zip(where.tolist(), finals, strict=True))
+            else:
+                last = {int(i): observation[i].copy() for i in where}
+                fresh = self._flatten(self._env.reset(options={"reset_mask": ended})[0])
+                observation = np.where(ended[:, None], fresh, observation)
+        return Step(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
+
+    def flat(self, observation: Any) -> tuple[Array, bool]:
+        """[E, D] of one observation (then True) or a batch of them, as the environment gives them. Raises `UserError` for
+        others.
+        """
+        given, shape = np.asarray(observation), self._space.shape or ()
+        if given.shape == shape:
+            return self._flatten(given[None]), True
+        if given.shape[1:] == shape and given.ndim == len(shape) + 1:
+            return self._flatten(given), False
+        raise UserError(f"The observation has shape {given.shape}; expected {shape}, or a batch of such.")
+
+    def close(self) -> None:
+        """Give back what the environments hold."""
+        self._env.close()
+
+
+class _Trusted(spaces.MultiDiscrete):
+    """A space that takes the policy's word for its own actions: Gymnasium's check of each was a twentieth of A2C's time."""
+
+    def __init__(self, space: spaces.MultiDiscrete) -> None:
+        super().__init__(space.nvec, dtype=space.dtype, start=space.start)
+
+    def contains(self, x: Any) -> bool:
+        """Always True."""
+        return True
+
+
+class Serial:
+    """Environments in a plain loop, each begun again in the step that ends it (`SAME_STEP`).
+
+    For a handful of cheap environments: Gymnasium's own `SyncVectorEnv` takes twice the time over copies and infos.
+    """
+
+    def __init__(self, envs: Sequence[gym.Env[Any, Any]]) -> None:
+        self.envs, self.num_envs = envs, len(envs)
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_observation_space = envs[0].observation_space
+        self.single_action_space = envs[0].action_space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
+        """As `VectorEnv.reset`."""
+        seeds = [None] * self.num_envs if seed is None else range(seed, seed + self.num_envs)
+        return np.stack([env.reset(seed=s)[0] for env, s in zip(self.envs, seeds, strict=True)]), {}
+
+    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
+        """As `VectorEnv.step`."""
+        n = self.num_envs
+        reward, terminated, truncated = np.empty(n, np.float32), np.empty(n, bool), np.empty(n, bool)
+        seen, finals = [], {}
+        for i, env in enumerate(self.envs):
+            observation, reward[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                finals[i] = observation
+                observation = env.reset()[0]
+            seen.append(observation)
+        return np.stack(seen), reward, terminated, truncated, {"final_obs": finals}
+
+    def close(self) -> None:
+        """Close every environment."""
+        for env in self.envs:
+            env.close()
+
+
+Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Callable[[], gym.Env[Any, Any]]
+
+
+def make(env: Made, count: int = 1, vectorization: str = "auto", **kwargs: Any) -> Environments:
+    """`count` copies of an environment: a registered id, a function that makes one, a single environment, or a vector
+    environment.
+
+    `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". Raises `UserError` for an
+    unknown id, a package that is missing, or spaces that no policy here can handle.
+    """
+    if isinstance(env, VectorEnv):
+        return Environments(env)
+    if isinstance(env, gym.Env):
+        if count != 1:
+            raise UserError(
+                f"One environment object was given and {count} are wanted; give a function that makes one, or n_envs=1."
+            )
+        return Environments(Serial([env]))
+    if callable(env):
+        return Environments(Serial([env() for _ in range(count)]))
+    try:
+        spec = gym.spec(env)
+        if vectorization == "auto":
+            whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING
+            vectorization = "vector_entry_point" if whole else "serial"
+        if vectorization == "serial":
+            return Environments(Serial([gym.make(env, **kwargs) for _ in range(count)]))
+        return Environments(gym.make_vec(env, count, vectorization_mode=vectorization, **kwargs))
+    except gym.error.DependencyNotInstalled as error:
+        raise UserError(f"{env} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'") from error
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        said = str(error).strip().rstrip(".")
+        raise UserError(
+            f"The environment {env!r} cannot be made: {said}; give an id that Gymnasium knows, as CartPole-v1."
+        ) from error
+
+
+def _mode(vector: Any) -> AutoresetMode:
+    mode = vector.metadata.get("autoreset_mode")
+    try:
+        # wrappers of Gymnasium's own may leave a plain string
+        return AutoresetMode(mode) if isinstance(mode, str) else AutoresetMode(mode.value)
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"The vector environment's metadata has autoreset_mode={mode!r}; expected one of Gymnasium's AutoresetMode: without "
+            "it nobody can tell which steps the policy chose."
+        ) from error
+
+
+def _actions(space: spaces.Space[Any]) -> tuple[Distribution, Callable[[Array], Array]]:
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return Categorical(int(space.n)), (lambda a: a + start) if start else (lambda a: a)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        low, high, shape = space.low.reshape(-1), space.high.reshape(-1), space.shape
+        return Normal(len(low)), lambda a: np.clip(a, low, high).reshape(-1, *shape).astype(space.dtype, copy=False)
+    raise UserError(f"The action space is {space}; expected Discrete or a Box of real numbers; wrap the environment.")
+
+
+def _observations(space: spaces.Space[Any]) -> tuple[int, Callable[[Array], Array]]:
+    if isinstance(space, spaces.Discrete):
+        eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
+        return int(space.n), lambda o: eye[np.asarray(o) - start]
+    if isinstance(space, spaces.Box) and len(space.shape) < 3:
+        size = int(np.prod(space.shape))
+        return size, lambda o: np.ascontiguousarray(o, dtype=np.float32).reshape(len(o), size)
+    raise UserError(
+        f"The observation space is {space}; expected Discrete or a Box of one or two dimensions (the networks here see numbers, "
+        "not images); wrap the environment, with gymnasium.wrappers.FlattenObservation for example."
+    )
+
+
+class Normalizer:
+    """Observations less their running mean over their running deviation, and rewards over that of the discounted return.
+
+    The figures change between rollouts only, so that a rollout's every step was seen through the same glasses.
+    Source: Andrychowicz et al. 2021, arXiv:2006.05990; the `VecNormalize` of Stable-Baselines.
+    """
+
+    _CLIP = 10.0
+
+    def __init__(self, size: int, count: int, gamma: float, observations: bool, rewards: bool) -> None:
+        self.observations, self.rewards, self.gamma = observations, rewards, gamma
+        self.mean, self.var, self.seen = np.zeros(size), np.ones(size), 1e-4
+        self.return_var, self.return_mean, self.returns_seen = 1.0, 0.0, 1e-4
+        self._running = np.zeros(count)
+
+    def see(self, observation: Array) -> Array:
+        """Observations [..., D] as the network is shown them."""
+        if not self.observations:
+            return observation
+        z = (observation - self.mean.astype(np.float32)) / np.sqrt(self.var + 1e-8).astype(np.float32)
+        return np.clip(z, -self._CLIP, self._CLIP).astype(np.float32, copy=False)
+
+    def scaled(self, reward: Array) -> Array:
+        """Rewards as the algorithm is shown them."""
+        return np.clip(reward / np.float32(np.sqrt(self.return_var + 1e-8)), -self._CLIP, self._CLIP) if self.rewards else reward
+
+    def learn_observations(self, observations: Array) -> None:
+        """Take in the observations [M, D] of a rollout."""
+        if self.observations and len(observations):
+            self.mean, self.var, self.seen = _merged(self.mean, self.var, self.seen, observations)
+
+    def learn_rewards(self, reward: Array, ended: Array) -> None:
+        """Take in the rewards and ends [T, E] of a rollout."""
+        if not self.rewards:
+            return
+        returns = np.empty(reward.shape)
+        for t in range(len(reward)):
+            self._running = self.gamma * self._running + reward[t]
+            returns[t] = self._running
+            self._running = np.where(ended[t], 0.0, self._running)
+        mean, var, seen = np.array([self.return_mean]), np.array([self.return_var]), self.returns_seen
+        mean, var, self.returns_seen = _merged(mean, var, seen, returns.reshape(-1, 1))
+        self.return_mean, self.return_var = float(mean[0]), float(var[0])
+
+    def restart(self) -> None:
+        """New episodes have begun everywhere."""
+        self._running[:] = 0
+
+    def state(self) -> dict[str, list[float]]:
+        """What must survive a stop."""
+        returns = [self.return_mean, self.return_var, self.returns_seen]
+        return {"mean": self.mean.tolist(), "var": self.var.tolist(), "seen": [self.seen], "returns": returns}
+
+    def restore(self, state: Mapping[str, list[float]]) -> None:
+        """The inverse of `state`."""
+        self.mean, self.var, self.seen = np.array(state["mean"]), np.array(state["var"]), state["seen"][0]
+        self.return_mean, self.return_var, self.returns_seen = state["returns"]
+
+
+def _merged(mean: Array, var: Array, seen: float, x: Array) -> tuple[Array, Array, float]:
+    """Mean, variance and count of two sets together (Chan et al. 1979)."""
+    n, total = len(x), seen + len(x)
+    delta = x.mean(0, dtype=np.float64) - mean
+    spread = var * seen + x.var(0, dtype=np.float64) * n + delta**2 * seen * n / total
+    return mean + delta * n / total, spread / total, total

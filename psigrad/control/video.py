@@ -1,0 +1,55 @@
+"""An episode as an animated picture."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import gymnasium as gym
+from PIL import Image
+
+from psigrad import seeds
+from psigrad.control.learning import Method
+from psigrad.control.vector import Environments, Serial
+from psigrad.errors import UserError
+
+# A GIF shows no more than 50 pictures a second, and a page wants no more than a megabyte.
+_MOST_FRAMES, _WIDTH = 250, 300
+
+
+def record(method: Method, path: Path) -> Path:
+    """One episode of the policy's likeliest actions as a GIF. Raises `UserError` where the environment draws no pictures."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
+    config = method.config
+    if not isinstance(config.env, str):
+        raise UserError("A film needs the environment's id; this one was given as an object.")
+    try:
+        env = gym.make(config.env, render_mode="rgb_array", **config.env_kwargs)
+        frames = _frames(env, method)
+    except gym.error.Error as error:
+        said = str(error).strip().rstrip(".")
+        raise UserError(
+            f"{config.env} cannot be drawn: {said}; run: pip install 'psigrad[control]', or leave video out."
+        ) from error
+    fps = env.metadata.get("render_fps") or 30
+    stride = max(1, -(-len(frames) // _MOST_FRAMES))
+    kept = frames[::stride]
+    kept[0].save(path, save_all=True, append_images=kept[1:], duration=max(20, round(1000 * stride / fps)), loop=0, optimize=True)
+    return path
+
+
+def _frames(env: gym.Env[object, object], method: Method) -> list[Image.Image]:
+    envs, see = Environments(Serial([env])), method.collector.normalizer.see
+    observation = envs.reset(seeds.derive(method.config.run.seed, "film"))
+    frames = [_picture(env)]
+    while True:
+        step = envs.step(method.network.act(see(observation)))
+        if (step.terminated | step.truncated)[0]:
+            return frames
+        frames.append(_picture(env))
+        observation = step.observation
+
+
+def _picture(env: gym.Env[object, object]) -> Image.Image:
+    picture = Image.fromarray(env.render())
+    return picture.resize((_WIDTH, round(picture.height * _WIDTH / picture.width))).quantize(64)

@@ -1,0 +1,323 @@
+"""Bias and variance of the policy-gradient estimate, for each form of Ψ, against the exact gradient of a small process.
+
+Every form is a `PolicyGradient` with another psi and the same other parts: −log π weighted by Ψ, summed over the steps of an
+episode, averaged over a batch. Its exact mean and variance come from the enumeration of all episodes; the figures of sampled
+batches stand beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.experiments import problems
+from psigrad.experiments.interval import Interval, interval
+from psigrad.experiments.problems import Critic
+from psigrad.experiments.settings import PsiSettings
+from psigrad.objective import Batch, PolicyGradient, Prepared, aggregate, ratio
+from psigrad.objective.advantage import (
+    Psi,
+    StatefulPsi,
+    action_advantage,
+    action_value,
+    batch_mean,
+    gae,
+    k_step,
+    leave_one_out,
+    moving_average,
+    needs_of,
+    reward_to_go,
+    td_residual,
+    total_return,
+)
+from psigrad.objective.critic import value_loss
+from psigrad.objective.stats import group_sum
+from psigrad.objective.surrogate import score
+from psigrad.tabular import MDP, Paths, all_paths, evaluate, q_values, sample_paths, softmax_policy
+from psigrad.tabular.mdp import FloatArray
+
+EXACT, ROUGH = "exact", "rough"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `run` found."""
+
+    settings: PsiSettings
+    gradient_length: float
+    """‖∇J‖."""
+    rows: tuple[Row, ...]
+
+
+def run(settings: PsiSettings) -> Result:
+    """Every form of Ψ on `line_walk`. Raises `UserError` for settings that make no sense."""
+    s = settings
+    check(s)
+    given = problem(problems.line_walk(gamma=s.discount, at_the_end=s.at_the_end), critic_error=s.critic_error)
+    found = rows(given, forms(s.discount), seeds=s.seeds, episodes=s.episodes, batch_size=s.batch)
+    return Result(s, float(np.linalg.norm(given.gradient)), tuple(found))
+
+
+def check(s: PsiSettings) -> None:
+    """Refuse settings that make no sense."""
+    if s.seeds < 1:
+        raise UserError(f"seeds is {s.seeds}; expected at least 1; intervals need at least 2.")
+    if s.batch < 2:
+        raise UserError(f"batch is {s.batch}; expected at least 2 episodes, so that they can be compared with each other.")
+    if s.episodes < 2 * s.batch:
+        raise UserError(f"episodes is {s.episodes}; expected at least two batches of {s.batch}; give more --episodes.")
+    if not 0 < s.discount <= 1:
+        raise UserError(f"discount is {s.discount:g}; expected a number above 0 and at most 1.")
+    if not 0 <= s.critic_error < math.inf:
+        raise UserError(f"critic_error is {s.critic_error:g}; expected a standard deviation of at least 0.")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One choice of Ψ: what people call it, the part of the library, and how good its critic is."""
+
+    name: str
+    psi: Psi
+    critic: str = ""
+    """"", "exact" (the true V and Q) or "rough"."""
+
+    @property
+    def method(self) -> PolicyGradient:
+        """The method with this Ψ."""
+        critic = value_loss() if "value" in needs_of(self.psi) else None
+        return PolicyGradient(self.psi, ratio.none, score, aggregate.sequence_sum, critic=critic, name=self.name)
+
+
+def minus_action_value(batch: Batch) -> Tensor:
+    """G_t − Q(s_t, a_t): a baseline that looks at the action, which no baseline may. The expected gradient is 0.
+
+    Formula: A_t = G_t − Q(s_t, a_t)
+    """
+    return reward_to_go()(batch) - action_value(batch)
+
+
+@dataclass(frozen=True)
+class reward_to_go_minus_others:
+    """The reward to go minus that of the other episodes of the group at the same step: a baseline for each step without a critic.
+
+    Formula: A_t = G_t − (1/(K−1))·Σ_{j≠i} G_{j,t}
+    """
+
+    gamma: float = 1.0
+    """Discount per step."""
+    needs: ClassVar[frozenset[str]] = frozenset({"group"})
+
+    def __call__(self, batch: Batch) -> Tensor:
+        to_go = reward_to_go(self.gamma)(batch)
+        sums = torch.stack([group_sum(column, batch.group) for column in to_go.T], dim=1)
+        steps = torch.stack([group_sum(column, batch.group) for column in batch.mask.to(to_go.dtype).T], dim=1)
+        return to_go - (sums - to_go) / (steps - 1).clamp(min=1)
+
+
+def forms(gamma: float) -> list[Form]:
+    """The forms of Ψ that are compared, the plainest first."""
+    plain = [
+        Form("total return R", total_return(gamma)),
+        Form("R − moving average", moving_average()),
+        Form("R − batch mean", batch_mean),
+        Form("R − others' mean", leave_one_out),
+        Form("reward to go G", reward_to_go(gamma)),
+        Form("G − others' mean", reward_to_go_minus_others(gamma)),
+    ]
+    with_critic: list[tuple[str, Psi]] = [
+        ("G − V", gae(gamma, 1.0)),
+        ("GAE, λ = 0.9", gae(gamma, 0.9)),
+        ("GAE, λ = 0.5", gae(gamma, 0.5)),
+        ("2 steps, then V", k_step(2, gamma)),
+        ("TD residual", td_residual(gamma)),
+        ("Q", action_value),
+        ("A = Q − V", action_advantage),
+    ]
+    found = [Form(name, psi, critic) for critic in (EXACT, ROUGH) for name, psi in with_critic]
+    return [*plain, *found, Form("G − Q (wrong)", minus_action_value, EXACT)]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A process, a softmax policy and its critics, with everything exact that the figures are held against."""
+
+    mdp: MDP
+    policy: FloatArray
+    critics: dict[str, Critic | None]
+
+    @property
+    def gradient(self) -> FloatArray:
+        """[S·A]: the exact gradient over θ."""
+        return problems.exact_gradient(self.mdp, self.policy).ravel()
+
+
+def problem(mdp: MDP, *, critic_error: float = 1.0, theta_spread: float = 0.5) -> Problem:
+    """A process with a policy and critics; draws are fixed.
+
+    θ is normal with deviation `theta_spread`. The rough critic is V plus normal noise of deviation `critic_error`, and its Q is
+    what one step and that V say: Q̂(s, a) = E[r + γ·V̂(s')].
+    """
+    rng = np.random.default_rng(0)
+    policy = softmax_policy(theta_spread * rng.normal(size=(mdp.n_states, mdp.n_actions)), 1.0)
+    value = evaluate(mdp, policy)
+    rough = np.where(mdp.is_terminal, 0.0, value + critic_error * rng.normal(size=mdp.n_states))
+    critics = {"": None, EXACT: Critic(value, q_values(mdp, value)), ROUGH: Critic(rough, q_values(mdp, rough))}
+    return Problem(mdp, policy, critics)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one form. Biases are in units of the length of the exact gradient, variances of a single episode."""
+
+    name: str
+    critic: str
+    exact_bias: float
+    """‖E ĝ − ∇J‖ / ‖∇J‖, by enumeration."""
+    exact_along: float
+    """⟨E ĝ, ∇J⟩ / ‖∇J‖² − 1: the part of the bias along the gradient, by enumeration."""
+    along: Interval
+    """The same, sampled."""
+    p: float | None
+    """Probability of a sampled mean this far from ∇J, over all parameters, if there is no bias; None: too few batches."""
+    exact_variance: float
+    """Batch size × trace of the covariance of ĝ, exact."""
+    variance: Interval
+    """The same, sampled."""
+    error: float
+    """√E‖ĝ − ∇J‖² / ‖∇J‖ of one batch, exact: bias and variance together."""
+
+
+def moments(form: Form, given: Problem, batch_size: int, batches: int) -> tuple[FloatArray, float]:
+    """E ĝ [S·A] and batch size × tr Cov ĝ, exact, for the mean over `batch_size` episodes.
+
+    Forms that look at one episode at a time are enumerated. Those that compare episodes follow from moments of one episode, since
+    their ĝ is made of sample covariances of a return and a score (`_compared`, `_averaged`).
+    """
+    paths, p = all_paths(given.mdp, given.policy)
+    if isinstance(form.psi, moving_average):
+        return _averaged(form.psi.decay, given, paths, p, batch_size, batches)
+    if isinstance(form.psi, reward_to_go_minus_others):
+        to_go = reward_to_go(form.psi.gamma)(problems.batch_of(paths, given.policy)).numpy()
+        return _compared(to_go, [np.eye(to_go.shape[1])[t] for t in range(to_go.shape[1])], given, paths, p, batch_size)
+    if form.psi in (batch_mean, leave_one_out):
+        mean, variance = _compared(paths.rewards.sum(1, keepdims=True), [np.ones(1)], given, paths, p, batch_size)
+        shrink = (batch_size - 1) / batch_size if form.psi is batch_mean else 1.0
+        return shrink * mean, shrink**2 * variance
+    g = _of_each(form, given, paths)
+    mean = p @ g
+    return mean, float(p @ ((g - mean) ** 2).sum(1))
+
+
+def _compared(
+    x: FloatArray, steps: Sequence[FloatArray], given: Problem, paths: Paths, p: FloatArray, n: int
+) -> tuple[FloatArray, float]:
+    """Moments of ĝ = Σ_t c(x_t, s_t), with c the sample covariance over n episodes, x [N, t] returns and s_t scores (E s_t = 0).
+
+    `steps[t]` says which steps the score s_t is the sum of. Of four numbers of an episode,
+
+        n·Cov(c(x, y), c(z, w)) = E[x̃ỹz̃w̃] − σ_xy·σ_zw + (σ_xz·σ_yw + σ_xw·σ_yz) / (n − 1)
+
+    x̃ = x − E x. The mean of the other episodes as a baseline gives exactly ĝ; the batch mean gives (n − 1)/n of it.
+    """
+    centred = x - p @ x
+    scores = [problems.gradients(paths.mask * weight, paths, given.policy, 1) for weight in steps]
+    whole = np.sum([centred[:, t, None] * s for t, s in enumerate(scores)], axis=0)
+    mean = p @ whole
+    variance = p @ (whole**2).sum(1) - mean @ mean
+    for t, s in enumerate(scores):
+        for u, other in enumerate(scores):
+            same = (p * centred[:, t]) @ centred[:, u] * (p @ (s * other).sum(1))
+            crossed = ((p * centred[:, t]) @ other) @ ((p * centred[:, u]) @ s)
+            variance += (same + crossed) / (n - 1)
+    return mean, float(variance)
+
+
+def _averaged(decay: float, given: Problem, paths: Paths, p: FloatArray, n: int, batches: int) -> tuple[FloatArray, float]:
+    """Moments of ĝ = mean of (R − b)·S, with b independent of the batch; the variance is the mean over the batches."""
+    reward, s = paths.rewards.sum(1), problems.gradients(paths.mask.astype(np.float64), paths, given.policy, 1)
+    square, mu, mean = (s**2).sum(1), float(p @ reward), (p * reward) @ s
+    first, second = _average_moments(decay, mu, float(p @ (reward - mu) ** 2) / n, batches)
+    raw = p @ (reward**2 * square) - 2 * first * (p @ (reward * square)) + second * (p @ square)
+    return mean, float(raw - mean @ mean)
+
+
+def _average_moments(decay: float, mu: float, spread: float, batches: int) -> tuple[float, float]:
+    """Mean over the batches of E b and E b², of a moving average b of batch means with expectation mu and variance spread."""
+    k = np.arange(1, batches)
+    weights_squared = (1 - decay) ** 2 * (1 - decay ** (2 * k)) / (1 - decay**2) / (1 - decay**k) ** 2
+    return mu * (batches - 1) / batches, float((mu**2 + spread * weights_squared).sum() / batches)
+
+
+def _of_each(form: Form, given: Problem, paths: Paths) -> FloatArray:
+    """[N, S·A]: ĝ of each episode by itself."""
+    method, batch = form.method, problems.batch_of(paths, given.policy, given.critics[form.critic])
+    prepared = method.prepare(batch, method.initial_state(), metrics=False)
+    return problems.gradients(problems.step_weights(method, prepared, 1), paths, given.policy, 1)
+
+
+def estimates(form: Form, given: Problem, paths: Paths, batch_size: int) -> FloatArray:
+    """[N / batch_size, S·A]: ĝ of each batch, by the method's own `prepare` and `loss`."""
+    groups = np.arange(len(paths.lengths)) // batch_size
+    method, batch = form.method, problems.batch_of(paths, given.policy, given.critics[form.critic], groups)
+    prepared = method.prepare(batch, method.initial_state(), metrics=False)
+    if form.psi is batch_mean or isinstance(form.psi, StatefulPsi):
+        prepared = replace(prepared, advantage=_in_batches(method, batch, batch_size))
+    return problems.gradients(problems.step_weights(method, prepared, batch_size), paths, given.policy, batch_size)
+
+
+def _in_batches(method: PolicyGradient, batch: Batch, size: int) -> Tensor:
+    """[N, T]: the advantages of batches that come one after the other, the state handed on."""
+    state, parts = method.initial_state(), []
+    for first in range(0, len(batch.mask), size):
+        prepared: Prepared = method.prepare(batch.select(torch.arange(first, first + size)), state, metrics=False)
+        state = prepared.state
+        parts.append(prepared.advantage)
+    return torch.cat(parts)
+
+
+def rows(given: Problem, chosen: Sequence[Form], *, seeds: int, episodes: int, batch_size: int) -> list[Row]:
+    """One row for each form; every seed plays `episodes` episodes of its own, the same ones for every form."""
+    batches = episodes // batch_size
+    played = [sample_paths(given.mdp, given.policy, batches * batch_size, seed=seed) for seed in range(seeds)]
+    return [_row(form, given, played, batch_size) for form in chosen]
+
+
+def _row(form: Form, given: Problem, played: Sequence[Paths], size: int) -> Row:
+    truth = given.gradient
+    length = float(np.linalg.norm(truth))
+    found = [estimates(form, given, paths, size) for paths in played]
+    mean, variance = moments(form, given, size, len(found[0]))
+    return Row(
+        name=form.name,
+        critic=form.critic,
+        exact_bias=float(np.linalg.norm(mean - truth)) / length,
+        exact_along=float(mean @ truth) / length**2 - 1,
+        along=interval([float(g.mean(0) @ truth) / length**2 - 1 for g in found]),
+        p=no_bias(np.concatenate(found), truth),
+        exact_variance=variance,
+        variance=interval([size * float(g.var(0, ddof=1).sum()) for g in found]),
+        error=math.sqrt(float(((mean - truth) ** 2).sum()) + variance / size) / length,
+    )
+
+
+def no_bias(found: FloatArray, truth: FloatArray) -> float | None:
+    """p of the hypothesis E ĝ = truth, of independent estimates [n, d], by Hotelling's T²; None where n is too small for d.
+
+    T² = n·(ḡ − truth)ᵀ·Cov⁺·(ḡ − truth), and T²·(n − r) / (r·(n − 1)) is F(r, n − r), with r the rank of Cov.
+    """
+    away, n = found.mean(0) - truth, len(found)
+    values, vectors = np.linalg.eigh(np.cov(found.T))
+    kept = values > 1e-9 * values.max()
+    rank = int(kept.sum())
+    if n <= rank + 1:
+        return None
+    t2 = n * float((((vectors[:, kept].T @ away) ** 2) / values[kept]).sum())
+    return float(stats.f.sf(t2 * (n - rank) / (rank * (n - 1)), rank, n - rank))

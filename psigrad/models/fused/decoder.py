@@ -1,0 +1,246 @@
+"""The decoder of Llama's kin (Llama, Mistral, Qwen2, Qwen3) on a CPU: large matrix products by PyTorch, all else by our kernels.
+
+transformers' own modules are the oracle and the fallback: a model of another kind, on another device or in float64 runs through
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from psigrad.models import gradients
+from psigrad.models.attention import FusedLayout, PackedLayout
+from psigrad.models.fused.activation_cache import ActivationCache, CacheHit, Version, versions
+from psigrad.models.fused.blocks import Block, Parts
+from psigrad.models.fused.layer import Layer, RowSelection, Unsupported
+from psigrad.models.fused.packed_weights import PackedWeights
+from psigrad.models.fused.weights_only import Backbone, WeightsOnly
+from psigrad.native.kernels import Heads, Kernels, kernels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+
+
+_WHOLE = RowSelection()
+
+
+class _Through(torch.autograd.Function):
+    """A layer, with its gradient by hand.
+
+    Where its activations are known they are read in the backward pass, and what is handed on to the next layer is but a place in
+    autograd's chain: NaN, lest anybody compute with it. With `recompute` they are made again there; torch's own checkpoint would
+    import the compiler first, which takes two seconds and forty megabytes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: Layer,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: PackedLayout,
+        adapted: bool,
+        ends: RowSelection,
+        known: CacheHit | None,
+        recompute: bool,
+        *weights: Tensor,
+    ) -> Tensor:
+        if known is None:
+            y, parts = layer.forward(x, angles, layout, adapted, ends)
+            parts = () if recompute else parts
+        elif layer.index == known.last:
+            y, parts = known.output(layer.index, ends.leave), ()
+        else:
+            y, parts = x.new_full((1,), torch.nan).expand(layout.rows, x.shape[1]), ()
+        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.ends, ctx.known = layer, angles, layout, adapted, ends, known
+        ctx.recompute, ctx.parts = recompute and known is None, len(parts)
+        ctx.save_for_backward(x, *parts, *weights)  # the weights only so that a change in place is noticed
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
+        if ctx.known is not None:
+            own, parts = ctx.known.behind(ctx.layer.index, ctx.ends.leave)
+            x = x if own is None else own
+        elif ctx.recompute:
+            parts = list(ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.ends)[1])
+        learns, given = ctx.needs_input_grad[8:], (ctx.angles, ctx.layout, ctx.adapted)
+        # what autograd has saved may be asked for again
+        spend = ctx.known is not None or ctx.recompute
+        dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, *given, learns, ctx.ends, spend)
+        return None, dx, None, None, None, None, None, None, *dweights
+
+
+class _Norm(torch.autograd.Function):
+    """The last norm."""
+
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.native, ctx.eps = native, eps
+        ctx.save_for_backward(x, weight)
+        return native.rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), ctx.eps)
+        return None, dx, dw, None
+
+
+class Decoder:
+    """A whole decoder, from token ids to hidden states. Raises `Unsupported` where the model is of another kind.
+
+    With `recompute` a layer keeps only its input for the backward pass and runs forward again there (gradient checkpointing).
+    """
+
+    def __init__(self, network: PreTrainedModel | WeightsOnly, recompute: bool = False) -> None:
+        native = kernels()
+        if isinstance(native, str):
+            raise Unsupported(native)
+        base: Any = network.base_model
+        config = network.config.get_text_config()
+        if not isinstance(base, Backbone) and type(base).__name__ not in KINDS:
+            raise Unsupported(f"{type(base).__name__} is none of {', '.join(KINDS)}")
+        if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
+            raise Unsupported(f"it is in {network.dtype} on {network.device}")
+        if config.hidden_act != "silu":
+            raise Unsupported(f"its activation is {config.hidden_act}")
+        first = base.layers[0].self_attn
+        dim = int(first.head_dim)
+        heads = Heads(
+            queries=first.q_proj.weight.shape[0] // dim if hasattr(first.q_proj, "weight") else 0,
+            keys=first.k_proj.weight.shape[0] // dim if hasattr(first.k_proj, "weight") else 0,
+            dim=dim,
+            eps=float(config.rms_norm_eps),
+            scale=float(first.scaling),
+        )
+        self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
+        self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
+        self.heads, self.dtype = heads, self.layers[0].weights.dtype
+        self.parts = Parts(len(self.layers), self.layers[0].kinds)
+        self.eps = float(base.norm.variance_epsilon)
+        self.parameters: list[nn.Parameter] = list(base.parameters())
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: FusedLayout,
+        keep: ActivationCache | None = None,
+        known: CacheHit | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, S, E], or [M, E] of the tokens `wanted`; ids and positions are [B, S]. Without gradient what the
+        layers computed goes to `keep`; layers that are `known` are not run.
+        """
+        ids, enter = input_ids.flatten(), None
+        if isinstance(layout, PackedLayout):  # a decoding step has too few rows for it
+            distinct, places = ids.unique(return_inverse=True)
+            if 2 * len(distinct) <= len(ids):
+                ids, enter = distinct, places
+        # what is kept may be asked for in whole
+        leave, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
+        ends = [_WHOLE] * len(self.layers)
+        if enter is not None:
+            ends[0] = replace(ends[0], enter=enter)
+        if leave is not None:
+            ends[-1] = replace(ends[-1], leave=leave)
+        x = self._embedded(ids).to(self.dtype)
+        cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
+        angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
+        adapted = self.adapted
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
+            assert isinstance(layout, PackedLayout)
+            for layer, at in zip(self.layers, ends, strict=True):
+                x = _Through.apply(layer, x, angles, layout, adapted, at, known, self.recompute, *layer.weights.given)
+            x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
+        else:
+            x = self._run(x, angles, layout, adapted, ends, keep) if known is None else known.output(known.last, leave)
+            x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
+        x = x.to(self.stored)
+        if back is not None:
+            return x.index_select(0, back)
+        return x.view(*input_ids.shape, -1) if wanted is None else x.index_select(0, wanted)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        table = self.base.embed_tokens
+        plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
+        # a small table's whole gradient is made faster
+        sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
+        if sums is not None:
+            return gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
+        rows: Tensor = table(input_ids)
+        return rows
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are at work; a LoRA model without them is the one it started from."""
+        return any(layer.adapted for layer in self.layers)
+
+    def _run(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: FusedLayout,
+        adapted: bool,
+        ends: Sequence[RowSelection],
+        keep: ActivationCache | None,
+    ) -> Tensor:
+        """The last layer's output, without gradient."""
+        now = versions(self.parameters) if keep is not None or layout.panels is not None else []
+        y = self._stepped(x, angles, layout, adapted, keep, now)
+        if y is not None:
+            return y
+        layers = []
+        for layer, at in zip(self.layers, ends, strict=True):
+            x, parts = layer.forward(x, angles, layout, adapted, at)
+            if keep is not None:
+                layers.append((x, *parts))
+        if keep is not None:
+            keep.add(len(x), self.parts, now, layers)
+        return x
+
+    def _stepped(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: FusedLayout,
+        adapted: bool,
+        keep: ActivationCache | None,
+        now: list[Version],
+    ) -> Tensor | None:
+        """What the layers make of a step of decoding, where the kernels can take it at once; None where it is another pass, or
+        there are adapters, biases, or matrices that were not turned. What is to be kept is computed where it will be kept.
+        """
+        panels, slots, rows = layout.panels, layout.slots, len(x)
+        if panels is None or slots is None or adapted or any(layer.biased for layer in self.layers):
+            return None
+        weights = panels.table(now, lambda: self._addresses(panels, rows))
+        if weights is None:
+            return None
+        room = None if keep is None else keep.room(rows, self.parts)
+        # where nothing is kept the layers take turns in one room
+        block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
+        made = block.addresses(start).expand(len(self.layers), -1).contiguous()
+        self.native.decode_layers(x, weights, made, self.parts.kinds[-1][0] // 2, slots, angles, self.heads, self.eps)
+        if keep is not None:
+            keep.add(rows, self.parts, now, None if room is not None else block.layers())
+        return block.part(block.parts.layers - 1, 0, start, rows)
+
+    def _addresses(self, panels: PackedWeights, rows: int) -> Tensor | None:
+        """Those of the weights as `Kernels.decode_layers` takes them; None where matrices can't be turned."""
+        found = [layer.addresses(panels, rows) for layer in self.layers]
+        known = [row for row in found if row is not None]
+        return torch.tensor(known) if len(known) == len(found) else None

@@ -1,0 +1,279 @@
+"""Peak memory, item by item."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from psigrad.models.fused.packed_weights import LIMIT, WORTH_TURNING
+from psigrad.models.gradients import HELD
+from psigrad.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
+from psigrad.native.processor import plain_bfloat16
+from psigrad.planning.activations import Terms
+from psigrad.planning.shape import Shape
+from psigrad.planning.work import Work
+
+# What a process at work holds beside models and tensors: Python, torch, of transformers configurations and tokenizers
+# (`models/bare.py`) or also its modules (on a GPU: the CUDA context and its libraries).
+BASELINE = {"bare": 310 << 20, "cpu": 430 << 20, "cuda": 600 << 20}
+# What the allocator holds beyond what is alive at the peak: this share of what comes and goes within a step, and so many blocks
+# of the size of a head that learns, under autograd and with the gradient in closed form. Measured on W0 to W4. With the settings
+# of `keep_freed_memory` glibc gives nothing back; autograd's gradients of every chunk are large, and rarely find a hole.
+# Where memory is short they are given back (`gradient_checkpointing`).
+SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
+BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
+# Copies of a chunk of logits that the backward pass of its log-probs holds at once, float32; with entropy two more.
+CHUNKS = 5
+KEPT = "kept from sampling"
+# Share of what sampling kept that a critic's larger blocks find room in, once it is let go. Set on PPO in four shapes.
+REFILLED = 0.25
+
+Phase = Literal["weights", "held", "sample", "train", "load"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one thing: weights, or what else is held from the first step on, or only while it samples, trains or loads."""
+
+    name: str
+    bytes: float
+    phase: Phase
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model in the run: who, its parameters, those that learn, bytes per weight, whether the optimiser is an 8-bit one, and how
+    many of the gradients are recomputed instead of stored.
+    """
+
+    name: str
+    parameters: int
+    learns: int
+    width: int
+    adapter: int = 0
+    eight_bit: bool = False
+    recomputed: int = 0
+    copied: bool = True
+    """Whether gradients of half-precision weights are copied to float32 before they are applied; the kernels read them as they
+    are.
+    """
+
+    def items(self) -> list[Item]:
+        """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
+        size = self.width * self.parameters + 4 * self.adapter
+        found = [Item(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
+        learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
+        if not learns:
+            return found
+        half = width < 4
+        stored = learns - self.recomputed
+        note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
+        found.append(Item(f"{self.name}: gradients", stored * (width + 4 * (half and self.copied)), "held", note))
+        moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
+        found.append(
+            Item(
+                f"{self.name}: optimizer", learns * (moments + 4 * half), "held", note + (" and float32 masters" if half else "")
+            )
+        )
+        return found
+
+
+def count(parameters: float) -> str:
+    """5.1 M, 8.19 B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit}"
+    return f"{parameters:.0f}"
+
+
+def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
+    """Keys and values of all slots at their longest; the fused decoder keeps a prompt's once for its group."""
+    length = work.lengths
+    prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
+    own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
+    # the fused decoder keeps prompts in float32, in the order in which it reads them
+    return policy.layers * 2 * policy.key * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
+
+
+def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
+    """What the largest forward pass of a model keeps for its backward pass, and what that holds besides."""
+    carried = work.micro_completions * work.lengths.prompt
+    return kept.kept(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
+
+
+def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
+    """Float32 parameters whose gradients gradient checkpointing makes again instead of storing them (`models/gradients.py`): of
+    the `head` and of the table of embeddings, which only the fused decoder leaves out; unless the tokens of an optimiser step
+    hold too much for it. Tied they are the head's. Equal tokens, which may share a row, are counted one by one.
+    """
+    room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
+    looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
+    closed = head and _is_closed(work, shape)
+    if head and shape.tied:
+        return shape.head * (closed and fused and predicted + looked_up <= room), 0
+    return shape.head * (closed and predicted <= room), shape.vocabulary * shape.hidden * (fused and looked_up <= room)
+
+
+def passing(
+    work: Work,
+    policy: Shape,
+    kept: Terms,
+    *,
+    width: int,
+    recompute: bool,
+    learns_head: bool,
+    critic: tuple[Shape, Terms] | None = None,
+) -> list[Item]:
+    """What comes and goes within a step; `critic` is one of its own."""
+    note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
+    activations, backward = forward_and_back(work, policy, kept, recompute)
+    held = None
+    if work.keeps and kept.fused:
+        size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
+        held = _kept(size, work.keeps)
+    there = held.bytes if held is not None and held.phase == "held" else 0.0
+    if there:
+        # either they are there, and copies of one layer; or, one step in twenty and in later passes, those of a forward pass
+        activations = max(activations - there, activations / policy.layers)
+        note += ", beside what was kept"
+    found = [
+        Item("activations", activations, "train", note),
+        Item("backward pass", backward, "train", "gradients of one layer's activations"),
+        _head(work, policy, width, learns_head),
+    ]
+    if kept.fused not in (0, width):
+        found.append(Item("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
+    if held is not None:
+        found.append(held)
+    if critic is not None:
+        # it learns when the policy has, and what that had kept is gone
+        more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
+        found += [Item("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
+    if work.samples:
+        slots = f"{work.slots} sequences"
+        found.append(Item("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
+        if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= WORTH_TURNING:
+            layer = kept.fused * policy.matrices // policy.layers
+            whole = min(policy.layers, LIMIT // layer)
+            found.append(Item("matrices turned", whole * layer, "sample", f"those of {whole} layers, as decoding reads them"))
+        # log-probs, and in float64 the probabilities and their cumulative sum
+        found.append(Item("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}"))
+    return found
+
+
+def _kept(size: float, limit: float) -> Item:
+    """What sampling computed: held until it has been learnt from, or let go as soon as it outgrows its limit."""
+    if size <= limit:
+        return Item(KEPT, size, "held", "so that training runs no forward pass of its own")
+    return Item(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
+
+
+def _backward(policy: Shape, tokens: int) -> float:
+    """Gradients that one layer's backward pass holds at once: those of its feed-forward part and of the residual stream."""
+    return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
+
+
+def _logits(work: Work, policy: Shape) -> int:
+    """Logits of the largest micro-batch."""
+    return min(work.micro_tokens, work.micro_completions * work.lengths.completion) * policy.vocabulary
+
+
+def _is_closed(work: Work, policy: Shape) -> bool:
+    """Whether the head's gradient is in closed form (`models/logprobs.py`)."""
+    return _logits(work, policy) > TILE_ELEMENTS and work.only_logps
+
+
+def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
+    """Bytes that the allocator holds beside a head that learns."""
+    return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
+
+
+def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
+    """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
+    whole, closed = _logits(work, policy), _is_closed(work, policy)
+    both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
+    limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
+    elements = min(whole, limit)
+    size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
+    if learns_head and not (closed and width == 4):
+        # the gradient on its way into the sum, and the sum itself where there is a gradient already
+        size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
+    return Item(
+        "head",
+        size,
+        "train",
+        f"{count(whole / policy.vocabulary)} targets × {policy.vocabulary}, at most {limit >> 20} Mi logits at once",
+    )
+
+
+def load_items(parts: list[Part]) -> list[Item]:
+    """Weights are read from a mapped file, which counts as long as it is mapped."""
+    return [Item("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` names one of
+    `BASELINE`, `allocator` one of `SLACK`, `beside_head` is what `head_slack` says.
+    """
+
+    items: tuple[Item, ...]
+    allocator: str
+    process: str
+    beside_head: float
+
+    def of(self, phase: Phase) -> float:
+        """Bytes of one phase's items."""
+        return sum(item.bytes for item in self.items if item.phase == phase)
+
+    @property
+    def slack(self) -> float:
+        """What the allocator holds beyond what is alive."""
+        comes_and_goes = (i for i in self.items if i.phase in ("train", "sample") or i.name == KEPT)
+        rest = sum(i.bytes for i in comes_and_goes if i.name != "head")
+        return self.beside_head + SLACK[self.allocator] * rest
+
+    @property
+    def baseline(self) -> float:
+        """The process itself."""
+        return BASELINE[self.process]
+
+    @property
+    def phase(self) -> Phase:
+        """When the peak comes."""
+        phases: tuple[Phase, ...] = ("train", "sample", "load")
+        return max(phases, key=self._beside_weights)
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak."""
+        return self.baseline + self.of("weights") + self._beside_weights(self.phase)
+
+    def _beside_weights(self, phase: Phase) -> float:
+        return self.of("load") if phase == "load" else self.of("held") + self.of(phase) + self.slack
+
+
+def roles_of(
+    policy: Part, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
+) -> list[Part]:
+    """Every model of the run: the policy, and whichever of reference, critic (with its `recomputed`) and reward models there
+    are.
+    """
+    found = [policy]
+    if reference is not None:
+        found.append(Part("reference", reference.parameters, 0, policy.width))
+    if critic is not None:
+        size = critic[0].scalar_parameters
+        own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1])
+        found.append(own)
+    return found + [Part(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
+
+
+def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:
+    """The count by weights alone, as in lectures: policy and critic three times (weights and AdamW's moments, all of `width`
+    bytes), reference and reward model once; no gradients, no activations.
+    """
+    one = parameters * width
+    return {"policy": 3 * one, "reference": one, **({"critic": 3 * one} if critic else {}), "reward model": one}

@@ -1,0 +1,51 @@
+"""`psigrad plan METHOD`: the method's own settings, and what only a plan is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from psigrad.config import PlanConfig
+from psigrad.planning import show
+from psigrad.planning.hardware import machine
+from psigrad.planning.predict import Plan, lengths_of, predict
+from psigrad.planning.work import Config
+from psigrad.training import session
+
+
+def run(config: Config, asked: PlanConfig) -> str:
+    """The plan of the run that `config` describes, as text or as JSON."""
+    device = session.device(config.run)
+    found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
+    lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
+    plan = predict(config, lengths, found, dataset=rows, eight_bit=asked.eight_bit)
+    return json.dumps(show.figures(plan)) if asked.json else show.table(plan, source)
+
+
+def warning(config: Config) -> str:
+    """One line for a run that may not fit this machine, empty where it does or nothing can be said.
+
+    Lengths are the settings' bounds and guesses: no row is read, and nothing is asked of the network.
+    """
+    try:
+        device = session.device(config.run)
+        here = machine(device, config.model.dtype, measure=False)
+        lengths, _, _ = lengths_of(config, read=False)
+        if predict(config, lengths, here, quick=True).fits:  # at most what it takes: plain PyTorch keeps more than our kernels
+            return ""
+        made = predict(config, lengths, here)
+        return "" if made.fits else _sentence(made)
+    except (ValueError, TypeError, AttributeError, RuntimeError, OSError):
+        return ""  # whatever is wrong with these settings, the run itself says it better
+
+
+def warn(config: Config) -> None:
+    """That line on stderr."""
+    if line := warning(config):
+        print(f"psigrad: {line}", file=sys.stderr)
+
+
+def _sentence(plan: Plan) -> str:
+    way = next((name for name, other in plan.ways if other.fits), "")
+    advice = f"try {way}" if way else "`psigrad plan` shows where it goes"
+    return f"The run may need {show.size(plan.memory.peak)} of memory and there are {show.size(plan.machine.memory)}; {advice}."

@@ -1,0 +1,122 @@
+"""Who scores completions: reward functions in worker processes, reward models, or both; and held-out evaluation by them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from psigrad.config import Evaluation
+from psigrad.data.rows import Row
+from psigrad.errors import UserError
+from psigrad.models import scalar_model
+from psigrad.models.language_model import LanguageModel
+from psigrad.recipes import setup
+from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
+from psigrad.rewards.builtin import Length, SoftOverlong
+from psigrad.rollout.episodes import Episodes
+from psigrad.training import session
+from psigrad.training.evaluate import Evaluator
+from psigrad.training.scoring import Mixture, ModelScorer
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A scorer (None: the environment alone rewards), and the name of what it measures: that of its only part, or "reward"."""
+
+    scorer: Scorer | None
+    metric: str
+
+
+@contextlib.contextmanager
+def judge_for(config: Any, tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any] | None = None) -> Iterator[Judge]:
+    """The scorer that `config.reward` and `config.reward_model` describe, or one of these `functions` alone.
+
+    `config.reward_weights` weigh the reward functions first, then the reward models.
+    """
+    paths = getattr(config, "reward_model", ()) if functions is None else ()
+    weights = getattr(config, "reward_weights", ()) if functions is None else ()
+    functions = config.reward if functions is None else functions  # (): nobody scores
+    count = len(functions) + len(paths)
+    if weights and len(weights) != count:
+        raise UserError(f"There are {len(weights)} reward_weights for {count} reward functions and models; give one for each.")
+    weights = tuple(weights) or (1.0,) * count
+    with contextlib.ExitStack() as stack:
+        scorers: list[Scorer] = []
+        names: list[str] = []
+        if functions:
+            pool = stack.enter_context(_reward_pool(functions, config, weights[: len(functions)]))
+            names += [spec.name for spec in pool.specs]
+            scorers.append(pool)
+        scorers += [_reward_model(path, config, tokenizer, names) for path in paths]
+        metric = names[0] if len(names) == 1 and not getattr(config, "environment", "") else "reward"
+        if not scorers:
+            yield Judge(None, metric)
+        elif len(scorers) == 1 and functions:
+            yield Judge(scorers[0], metric)
+        else:
+            yield Judge(Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]]), metric)
+
+
+def _reward_model(path: str, config: Any, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:
+    """A reward model that never learns, under a name that no other has."""
+    model = scalar_model.load(path, dtype=config.model.dtype, device=session.device(config.run), fresh_head="refuse")
+    model.network.requires_grad_(False)
+    name = base = Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
+    for count in range(2, len(names) + 2):
+        if name in names:
+            name = f"{base}_{count}"
+    names.append(name)
+    same = model.tokenizer.get_vocab() == tokenizer.get_vocab() and model.tokenizer.chat_template == tokenizer.chat_template
+    return ModelScorer(name, model, same, config.micro_batch_tokens)
+
+
+@contextlib.contextmanager
+def _reward_pool(functions: Sequence[Any], config: Any, weights: Sequence[float] = ()) -> Iterator[RewardPool]:
+    """Worker processes that score with these reward functions, gone when the block ends."""
+    specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
+    with RewardPool(
+        specs,
+        weights=tuple(weights),
+        timeout=getattr(config, "reward_timeout", 10.0),
+        workers=getattr(config, "reward_workers", 1),
+    ) as pool:
+        yield pool
+
+
+def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
+    """A length reward that was given by its bare name counts against the run's own max_completion_length."""
+    match spec.function if isinstance(given, str) else None:
+        case SoftOverlong():
+            return replace(spec, function=SoftOverlong(tokens, max(1, tokens // 4)))
+        case Length(penalty=penalty):
+            return replace(spec, function=Length(tokens, penalty))
+    return spec
+
+
+def evaluator_for(
+    settings: Evaluation,
+    config: Any,
+    model: LanguageModel,
+    judge: Judge,
+    rows: Sequence[Row],
+    reference: LanguageModel | None,
+    episodes: Episodes | None = None,
+    size: int | None = None,
+) -> Evaluator:
+    """Held-out evaluation by what the judge measures."""
+    return Evaluator(
+        prompts=setup.prompts_of(rows, model, 0),
+        scorer=judge.scorer,
+        metric=judge.metric,
+        params=setup.sampling_params(config.sampling, model, rows, settings.eval_temperature),
+        seed=config.run.seed,
+        num_generations=size or settings.num_generations_eval,
+        reference=reference if settings.eval_kl else None,
+        micro_batch_tokens=config.micro_batch_tokens,
+        episodes=episodes,
+    )

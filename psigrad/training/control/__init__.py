@@ -1,1 +1,0 @@
-"""Control: the loops that train small policies on Gymnasium environments."""

@@ -1,0 +1,155 @@
+"""A run's session: its folder with its lock, where it goes on from, and how it is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, Run, SFTConfig
+from psigrad.config.load import to_dict
+from psigrad.errors import UserError
+from psigrad.training import checkpoint, state
+from psigrad.training.journal import Journal
+from psigrad.training.run_folder import RunFolder
+from psigrad.training.state import Learner, State
+from psigrad.training.stop import StopSignal
+from psigrad.training.trackers import open_trackers
+
+# malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# Bytes of the blocks that are kept: where memory is short, so few that no hole is as large as a tensor.
+_ALL, _PIECE = 1 << 30, 1 << 20
+Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig | ControlConfig
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind: its folder, the trained model, and its last figures (`before` training and `after`)."""
+
+    folder: Path
+    model: Path
+    report: Path | None
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def open_run(config: Config, recipe: str) -> Iterator[Journal]:
+    """The run folder with its lock, the trackers, and the stop signal, for the length of the block."""
+    prepare_torch(config.run, recompute=not isinstance(config, ControlConfig) and config.model.gradient_checkpointing)
+    path = Path(config.run.output_dir) if config.run.output_dir else _new_folder(recipe)
+    settings = {"recipe": recipe, **to_dict(config)}
+    with RunFolder.open(path, settings, config.run.resume) as folder, StopSignal() as stop:
+        trackers = open_trackers(config.run.report_to, folder.path, settings)
+        try:
+            yield Journal(folder, trackers, stop)
+        finally:
+            for tracker in trackers:
+                tracker.close()
+
+
+def _new_folder(recipe: str) -> Path:
+    """A folder that no run has yet, named by recipe and time."""
+    name = f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(
+        path for path in (Path(f"{name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 10000)))) if not path.exists()
+    )
+
+
+def prepare_torch(run: Run, *, recompute: bool = False) -> None:
+    """Threads as asked for, and a loud refusal of a device that is not there."""
+    torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
+    keep_freed_memory(up_to=_PIECE if recompute else _ALL)
+    transformers.utils.logging.disable_progress_bar()  # a bar per weight file drowns ours
+    if run.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(
+            f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."
+        )
+
+
+def keep_freed_memory(up_to: int = _ALL) -> None:
+    """Let glibc keep blocks of `up_to` so many bytes that torch frees, for the next tensor of that size.
+
+    By default it gives every large block back to the kernel at once, and takes a new one, page fault by page fault, a moment
+    later: on a CPU a fifth of a training step and more, and half of it where the vocabulary is large. What is kept lies in pieces
+    that not every tensor fits into. Other C libraries have no such setting.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, up_to)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def device(run: Run) -> str:
+    """The device of the run: what was asked for, or cuda where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
+
+
+def newest_checkpoint(journal: Journal) -> Path | None:
+    """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
+    found = checkpoint.latest(journal.folder.checkpoints)
+    for line in found.ignored:
+        journal.folder.event("checkpoint_ignored", reason=line)
+    journal.folder.rewind(found.step if found.path is not None else -1)
+    return found.path
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a run begins or goes on: its state, and the function that loops save through."""
+
+    state: State
+    save: Callable[[State], None]
+
+
+def begin(
+    config: Config, journal: Journal, learners: Sequence[Learner], known: Mapping[str, str], found: Path | None, fresh: State
+) -> Begun:
+    """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
+
+    `known` are the hashes of `identity`. Raises `UserError` where the data, the tokenizer or its template are not those that
+    the checkpoint was trained with.
+    """
+    if found is not None:
+        before = checkpoint.verify(found)
+        changed = [name for name, value in known.items() if before.get(name, value) != value]
+        if changed:
+            other = " and another ".join(changed)
+            raise UserError(
+                f"{journal.folder.path} was trained with another {other}; put it back to go on with this run, or choose another "
+                "output_dir."
+            )
+    first = fresh if found is None else state.restore(found, learners)
+    why_padded = getattr(learners[0].model, "why_padded", "")
+    journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=why_padded)
+
+    def save(now: State) -> None:
+        journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
+        state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=known)
+        journal.folder.event("saved", step=now.step)
+
+    return Begun(first, save)
+
+
+def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first and the last evaluation of a run, with their steps."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if any(name.startswith("eval/") for name in row):
+            rows.setdefault(row["step"], {}).update(row)
+    ordered = [rows[step] for step in sorted(rows)]
+    return (ordered[0], ordered[-1]) if ordered else ({}, {})

@@ -1,0 +1,89 @@
+"""The web application: one page after the other, behind the guard."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.exceptions import HTTPException
+
+from psigrad.errors import UserError
+from psigrad_studio import chat, grid
+from psigrad_studio.desk import entrance, routes
+from psigrad_studio.desk.store import Store
+from psigrad_studio.door import Door
+from psigrad_studio.labels.refusals import Refusal
+from psigrad_studio.runs.routes import router as runs_router
+from psigrad_studio.security import ENTER, Guard, Guests, error_body
+from psigrad_studio.settings import StudioSettings
+from psigrad_studio.shell import Page, missing_page, page_router, static_router
+
+
+def pages(settings: StudioSettings, labels: Store) -> list[Page]:
+    """Every page, in the order of the navigation. The first is where a visitor arrives."""
+    return [
+        Page("grid", "Grid", grid.router(settings)),
+        Page("runs", "Runs", runs_router(settings, labels)),
+        Page("label", "Label", routes.router(labels), guests=True),
+        Page("chat", "Chat", chat.router(settings, labels)),
+    ]
+
+
+def create_app(settings: StudioSettings, door: Door | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
+    """The application of these settings. `door` and `shown` are for tests; by default a new door, and every page."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    door = door or Door(settings.key, settings.session_seconds)
+    app.state.labels = labels = Store(settings)
+    app.state.ending = threading.Event()
+    shown = pages(settings, labels) if shown is None else list(shown)
+    app.include_router(static_router())
+    app.include_router(entrance.router(labels))
+    for page in shown:
+        app.include_router(page_router(page, shown))
+        app.include_router(page.router)
+    home, guests = f"/{shown[0].name}", [page.name for page in shown if page.guests]
+
+    @app.get("/")
+    async def first_page(request: Request) -> Response:
+        return RedirectResponse(home if request.state.owner or not guests else f"/{guests[0]}", 303)
+
+    @app.get(ENTER)
+    async def enter() -> Response:
+        """The guard has seen the key; what is left is to turn it into a session, out of sight of the address bar."""
+        response = RedirectResponse(home, 303)
+        seconds = int(settings.session_seconds)
+        response.set_cookie(f"psigrad-{settings.port}", door.new_session(), max_age=seconds, httponly=True, samesite="lax")
+        return response
+
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(UserError, _mistaken)
+    invited = Guests(frozenset(guests), labels.recognise, routes.IMPORT)
+    app.add_middleware(Guard, settings=settings, door=door, invited=invited)
+    return app
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404 and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
+        return HTMLResponse(missing_page(), 404)
+    code = getattr(error, "code", {404: "missing", 405: "method"}.get(error.status_code, "request"))
+    said = {404: "There is nothing here.", 405: "This method is not served."}.get(error.status_code, error.detail)
+    return JSONResponse(error_body(code, said), error.status_code, headers=error.headers)
+
+
+def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    said = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return JSONResponse(error_body("invalid", f"{said[:200]}."), 422)
+
+
+def _mistaken(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        return JSONResponse(error_body(type(error).__name__.lower(), str(error)), error.status)
+    return JSONResponse(error_body("mistake", str(error)), 422)

@@ -1,0 +1,155 @@
+"""One cell's backup in numbers: the model's, from the values of a frame, and what the last episode did to the cell.
+
+planning     V(s) ← max_a [ Σ_s' P(s'|s, a)·(R(s, a, s') + γ·V(s')) ]
+TD(0)        V(s) ← V(s) + α·(r + γ·V(s') − V(s))
+Q-learning   Q(s,a) ← Q(s,a) + α·(r + γ·max_a' Q(s',a') − Q(s,a));  SARSA with Q(s',a'), expected SARSA with the mean
+Monte Carlo  towards the return after the first visit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from psigrad import tabular
+from psigrad.tabular import MDP, Episode
+from psigrad_studio.films import ALGORITHMS, Film, FloatArray, Frame, evaluated_policy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One s' of an action: its probability, what it pays, what V says of it."""
+
+    probability: float
+    cell: tuple[int, int]
+    reward: float
+    value: float
+    ends: bool
+
+
+@dataclass(frozen=True)
+class ActionBackup:
+    """Q(s, a) and the terms whose sum it is."""
+
+    action: int
+    q: float
+    outcomes: list[Outcome]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one visit in an episode changed: before + step·(target − before) = after."""
+
+    t: int
+    action: int
+    reward: float
+    cell: tuple[int, int]
+    ends: bool
+    ahead: float | None
+    """V(s'), or what stands for it, before γ; None for Monte Carlo, whose target is the whole return."""
+    target: float
+    before: float
+    after: float
+
+
+def model_backup(film: Film, frame: Frame, state: int) -> list[ActionBackup]:
+    """The terms of Q(s, a) for each action, from the values of the frame. Empty where nothing follows."""
+    mdp = film.mdp
+    if mdp.is_terminal[state]:
+        return []
+    q = tabular.q_values(mdp, frame.value)[state]
+    return [ActionBackup(a, float(q[a]), _outcomes(film, frame, state, a)) for a in range(mdp.n_actions)]
+
+
+def evaluated_probabilities(film: Film, state: int) -> list[float] | None:
+    """π(a|s) of the policy that prediction learns the value of; None for what looks for a policy itself."""
+    if ALGORITHMS[film.recipe.algorithm].family != "prediction":
+        return None
+    policy = evaluated_policy(film.recipe, film.mdp)
+    row = policy[state] if policy.ndim == 2 else np.eye(film.mdp.n_actions)[policy[state]]
+    return [float(p) for p in row]
+
+
+def _outcomes(film: Film, frame: Frame, state: int, action: int) -> list[Outcome]:
+    mdp, world = film.mdp, film.recipe.world
+    row = mdp.transitions[action * mdp.n_states + state]
+    assert mdp.rewards_next is not None and not mdp.is_sparse
+    paid = mdp.rewards_next[action * mdp.n_states + state]
+    return [
+        Outcome(float(row[s]), world.cell(int(s)), float(paid[s]), float(frame.value[s]), bool(mdp.is_terminal[s]))
+        for s in np.flatnonzero(row)
+    ]
+
+
+def updates(film: Film, frame: Frame, state: int) -> list[Update]:
+    """What the last episode of a learner's frame did to a cell, in order. Empty for planning."""
+    return [update for where, update in replay(film, frame) if where == state]
+
+
+def replay(film: Film, frame: Frame) -> Iterator[tuple[int, Update]]:
+    """(state, update) of every step of the last episode, from the table before it, in the order in which they were made."""
+    if frame.episode is None or frame.before is None:
+        return
+    name, after = film.recipe.algorithm, frame.value if frame.q is None else frame.q
+    if name in ("monte_carlo", "monte_carlo_evaluation"):
+        yield from _returns(film, frame.episode, frame.before, after)
+    else:
+        yield from _steps(film, frame.episode, frame.before.copy())
+
+
+def _steps(film: Film, episode: Episode, table: FloatArray) -> Iterator[tuple[int, Update]]:
+    """The rule of TD(0), SARSA, expected SARSA or Q-learning, applied to `table` again."""
+    alpha, gamma, world = film.recipe.options.step_size, film.mdp.gamma, film.recipe.world
+    steps = len(episode.actions)
+    for t in range(steps):
+        state, action, following = int(episode.states[t]), int(episode.actions[t]), int(episode.states[t + 1])
+        ends = t == steps - 1 and episode.terminated
+        next_action = int(episode.actions[t + 1]) if t + 1 < steps else None
+        ahead = 0.0 if ends else _ahead(film, table, following, next_action)
+        reward = float(episode.rewards[t])
+        target = reward + gamma * ahead
+        where = state if table.ndim == 1 else (state, action)
+        before = float(table[where])
+        table[where] = before + alpha * (target - before)
+        yield state, Update(t, action, reward, world.cell(following), ends, ahead, target, before, float(table[where]))
+
+
+def _ahead(film: Film, table: FloatArray, state: int, next_action: int | None) -> float:
+    name, epsilon = film.recipe.algorithm, film.recipe.options.exploration
+    if table.ndim == 1:
+        return float(table[state])
+    row = table[state]
+    if name == "q_learning":
+        return float(row.max())
+    if name == "sarsa" and next_action is not None:
+        return float(row[next_action])
+    return float(epsilon * row.mean() + (1 - epsilon) * row.max())
+
+
+def _returns(film: Film, episode: Episode, before: FloatArray, after: FloatArray) -> Iterator[tuple[int, Update]]:
+    """The first visit of each state (or state and action), with the return that followed it."""
+    mdp, world = film.mdp, film.recipe.world
+    steps = len(episode.actions)
+    total = 0.0 if episode.terminated else _tail(film, mdp, before, int(episode.states[-1]))
+    totals = np.empty(steps)
+    for t in range(steps - 1, -1, -1):
+        total = float(episode.rewards[t]) + mdp.gamma * total
+        totals[t] = total
+    seen: set[tuple[int, ...]] = set()
+    for t in range(steps):
+        state, action = int(episode.states[t]), int(episode.actions[t])
+        where = (state,) if before.ndim == 1 else (state, action)
+        if where in seen:
+            continue
+        seen.add(where)
+        ends = t == steps - 1 and episode.terminated
+        cell = world.cell(int(episode.states[t + 1]))
+        reward = float(episode.rewards[t])
+        yield state, Update(t, action, reward, cell, ends, None, float(totals[t]), float(before[where]), float(after[where]))
+
+
+def _tail(film: Film, mdp: MDP, table: FloatArray, state: int) -> float:
+    """What stands for the rest of an episode that was cut off."""
+    return float(table[state]) if table.ndim == 1 else _ahead(film, table, state, None)

@@ -1,0 +1,191 @@
+"""The chat page's questions to the server: which models there are, an answer as it is written, and a choice between two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from psigrad.errors import UserError
+from psigrad_studio.checkpoints import Checkpoint, find
+from psigrad_studio.desk.store import Form, Store
+from psigrad_studio.duels import Duels
+from psigrad_studio.models import Models
+from psigrad_studio.settings import StudioSettings
+from psigrad_studio.talk import Answer, Question, abilities, converse
+
+LONGEST_MESSAGE = 20_000
+LONGEST_TALK = 100_000
+MOST_MESSAGES = 200
+MOST_TOKENS = 4096
+QUIET_SECONDS = 10.0
+Id = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class Said(Form):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[str, Field(max_length=LONGEST_MESSAGE)]
+
+
+class AboutForm(Form):
+    """Which model."""
+
+    model: Id
+
+
+class AnswerForm(Form):
+    """A question to one model, or to two that are to be compared."""
+
+    models: Annotated[list[Id], Field(min_length=1, max_length=2)]
+    messages: Annotated[list[Said], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: Annotated[str, Field(max_length=LONGEST_MESSAGE)] = ""
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 256
+    temperature: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
+class StopForm(Form):
+    """Which answer is to end."""
+
+    writing: Id
+
+
+class ChoiceForm(Form):
+    """What was better."""
+
+    duel: Id
+    choice: Literal["left", "right", "tie", "both_bad"]
+
+
+def router(settings: StudioSettings, labels: Store, models: Models | None = None) -> APIRouter:
+    """The chat page's routes. `models` is for tests."""
+    routes = APIRouter(prefix="/api/chat")
+    models = models or Models(settings.model_bytes)
+    duels, stops = Duels(labels), dict[str, threading.Event]()
+
+    @routes.get("/models")
+    def listed() -> dict[str, Any]:
+        found = find(settings.runs, settings.checkpoints).values()
+        told = ("id", "name", "run", "step")
+        return {"models": [{n: getattr(c, n) for n in told} | {"written": c.stamp // 10**6} for c in found]}
+
+    @routes.post("/about")
+    def about(form: AboutForm) -> dict[str, Any]:
+        talks, follows = _abilities(_known(settings, [form.model])[0])
+        return {"template": talks, "system": follows}
+
+    @routes.post("/answer")
+    async def answer(form: AnswerForm) -> StreamingResponse:
+        question, wanted = _question(form), await asyncio.to_thread(_known, settings, form.models)
+        turn, writing, stop = models.join(wanted), secrets.token_urlsafe(18), threading.Event()
+        answers = [Answer(checkpoint) for checkpoint in wanted]
+        duel = duels.begin(*answers) if len(answers) == 2 else None
+        sides = duel.sides if duel else (0,)
+        first = {"event": "begun", "writing": writing, "duel": duel.id if duel else None}
+        stops[writing] = stop
+        events = _Events(first, lambda say: converse(models, turn, question, answers, sides, stop, say), stop)
+
+        async def lines() -> AsyncIterator[str]:
+            try:
+                async for line in events.lines():
+                    yield line
+            finally:
+                stops.pop(writing, None)
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    @routes.post("/stop")
+    async def halt(form: StopForm) -> dict[str, Any]:
+        found = stops.get(form.writing)
+        if found is not None:
+            found.set()
+        return {"stopped": found is not None}
+
+    @routes.post("/choose")
+    def choose(form: ChoiceForm) -> dict[str, Any]:
+        return duels.choose(form.duel, form.choice)
+
+    return routes
+
+
+class _Events:
+    """What a thread says, as server-sent events for as long as somebody listens; nobody listening stops it."""
+
+    def __init__(self, first: Mapping[str, Any], work: Any, stop: threading.Event) -> None:
+        self._stop, self._queue = stop, asyncio.Queue[Mapping[str, Any] | None]()
+        self._queue.put_nowait(first)
+        loop = asyncio.get_running_loop()
+
+        def tell(event: Mapping[str, Any] | None) -> None:
+            try:
+                loop.call_soon_threadsafe(self._queue.put_nowait, event)
+            except RuntimeError:  # the server has gone
+                stop.set()
+
+        def run() -> None:
+            try:
+                work(tell)
+            except BaseException:
+                tell({"event": "failed", "message": "The studio failed at this; its terminal says why."})
+                raise
+            finally:
+                tell(None)
+
+        threading.Thread(target=run, name="chat", daemon=True).start()
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The events; a comment now and then where there is none, so that the connection stays open."""
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(self._queue.get(), QUIET_SECONDS)
+                except TimeoutError:
+                    yield ":\n\n"
+                    continue
+                if event is None:
+                    return
+                yield f"data: {json.dumps(event)}\n\n"
+        finally:
+            self._stop.set()
+
+
+def _question(form: AnswerForm) -> Question:
+    roles = [said.role for said in form.messages]
+    if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)) or len(roles) % 2 == 0:
+        raise UserError("A conversation goes user, assistant, user, and ends with the user; start a new one.")
+    if not form.messages[-1].content:
+        raise UserError("The message is empty; say something.")
+    if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:
+        raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new one.")
+    return Question(
+        messages=tuple({"role": said.role, "content": said.content} for said in form.messages),
+        system=form.system,
+        max_tokens=form.max_tokens,
+        temperature=form.temperature,
+        top_p=form.top_p,
+        seed=secrets.randbelow(2**31) if form.seed is None else form.seed,
+    )
+
+
+def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:
+    """The models of these ids, looked up in what is on the disk now."""
+    found = find(settings.runs, settings.checkpoints)
+    if any(name not in found for name in ids):
+        raise UserError("There is no such model in the runs folder any more; choose another.")
+    return [found[name] for name in ids]
+
+
+@cache
+def _abilities(checkpoint: Checkpoint) -> tuple[bool, bool]:
+    return abilities(checkpoint.tokenizer())

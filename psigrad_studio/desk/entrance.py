@@ -1,0 +1,101 @@
+"""Where invited people come in: a link makes them a user with a name and a password, which let them in again later.
+
+The link holds its token behind a #, which no browser sends and no log keeps; the page takes it out of the address bar.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from psigrad_studio.desk.store import Form, Store, answer
+from psigrad_studio.labels import invites, people
+from psigrad_studio.labels.people import Login
+from psigrad_studio.labels.refusals import Conflict
+from psigrad_studio.shell import Page, page_router
+
+Token = Annotated[str, Field(max_length=200)]
+Text = Annotated[str, Field(max_length=2000)]
+
+
+class LinkForm(Form):
+    """The token of an invite."""
+
+    token: Token
+
+
+class AcceptForm(LinkForm):
+    """Who is to come in by it."""
+
+    name: Text
+    password: Text
+
+
+class LoginForm(Form):
+    """Who is back."""
+
+    name: Text
+    password: Text
+
+
+def router(store: Store) -> APIRouter:
+    """The page /join and what it asks."""
+    routes = APIRouter()
+    routes.include_router(page_router(Page("join", "Come in", APIRouter()), []))
+
+    @routes.post("/api/join/look")
+    def look(form: LinkForm, request: Request) -> Response:
+        known = request.state.owner or request.state.person is not None
+        name = store.asking(request).name if known else None
+        return answer({**vars(invites.look(store.db, form.token)), "name": name, "owner": request.state.owner})
+
+    @routes.post("/api/join/accept")
+    def accept(form: AcceptForm, request: Request) -> Response:
+        _must_be_new(request)
+        with store.slowly(hashing=True):
+            return _entered(store, request, invites.accept(store.db, form.token, form.name, form.password))
+
+    @routes.post("/api/join/use")
+    def use(form: LinkForm, request: Request) -> Response:
+        """Use a link as who is logged in already."""
+        if request.state.person is None:
+            raise Conflict("You are not logged in; log in first, or come in as somebody new.")
+        return answer({"project": invites.join(store.db, request.state.person, form.token)})
+
+    @routes.post("/api/join/login")
+    def log_in(form: LoginForm, request: Request) -> Response:
+        _must_be_new(request)
+        with store.slowly(hashing=True):
+            return _entered(store, request, people.log_in(store.db, form.name, form.password))
+
+    @routes.post("/api/join/logout")
+    def log_out(form: Form, request: Request) -> Response:
+        if request.state.token:
+            people.log_out(store.db, request.state.token)
+        response = answer({"out": True})
+        response.delete_cookie(_cookie(store))
+        return response
+
+    return routes
+
+
+def _must_be_new(request: Request) -> None:
+    if request.state.owner:
+        raise Conflict("This browser has the studio's own key, which counts for more; use a private window or another browser.")
+
+
+def _cookie(store: Store) -> str:
+    return f"psigrad-desk-{store.settings.port}"
+
+
+def _entered(store: Store, request: Request, login: Login) -> Response:
+    """A new session in a cookie that scripts can't read; over HTTPS it stays there."""
+    response = answer({"name": login.person.name})
+    seconds = max(0, login.expires_at // 1000 - int(time.time()))
+    safe = request.headers.get("origin", "").startswith("https://")
+    response.set_cookie(_cookie(store), login.token, max_age=seconds, httponly=True, samesite="lax", secure=safe)
+    return response

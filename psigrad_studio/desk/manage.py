@@ -1,0 +1,172 @@
+"""What an administrator asks for: to make, change and close projects, and to bring completions in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from psigrad.errors import UserError
+from psigrad_studio.desk.store import Form, Store, answer
+from psigrad_studio.desk.work import ProjectForm
+from psigrad_studio.labels import intake, material, people, projects
+from psigrad_studio.labels.database import reads
+from psigrad_studio.labels.intake import Making
+from psigrad_studio.labels.projects import Settings
+
+MOST_RUNS = 500
+Count = Annotated[int, Field(ge=0, le=10**6)]
+Short = Annotated[str, Field(max_length=200)]
+
+
+class SettingsForm(Form):
+    """`projects.Settings`."""
+
+    name: Short
+    kind: Short = "pair"
+    instructions: Annotated[str, Field(max_length=20_000)] = ""
+    overlap: Count = 1
+    lease_s: Count = 600
+    ties: bool = True
+    both_bad: bool = True
+    strengths: Count = 0
+
+
+class ChangeForm(ProjectForm):
+    """What `projects.change` may change, and whether the project is closed. What isn't given stays."""
+
+    name: Short | None = None
+    instructions: Annotated[str, Field(max_length=20_000)] | None = None
+    overlap: Count | None = None
+    lease_s: Count | None = None
+    ties: bool | None = None
+    both_bad: bool | None = None
+    strengths: Count | None = None
+    closed: bool | None = None
+
+
+class MakingForm(Form):
+    """`intake.Making`."""
+
+    prompts: Count | None = None
+    per_prompt: Count | None = None
+    ranked: Count = 5
+    overlap: Count | None = None
+    overlap_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 1.0
+    priority: Annotated[int, Field(gt=-(10**6), lt=10**6)] = 0
+    shuffle: bool = True
+    gold: bool = False
+
+
+class ImportForm(ProjectForm):
+    """The text of a JSONL file, and what to call it."""
+
+    text: str
+    name: Short = "rows"
+    sampler: Short | None = None
+    making: MakingForm = MakingForm()
+
+
+class RunForm(ProjectForm):
+    """A run by its name in the list, and which of its rollouts."""
+
+    run: Short
+    kind: Annotated[str, Field(pattern="^(train|eval)$")] | None = "train"
+    first: Count | None = None
+    last: Count | None = None
+    across_steps: bool = False
+    making: MakingForm = MakingForm()
+
+
+class PairForm(ProjectForm):
+    """Two completions of one prompt; each has `completion` and, as far as it is known, where it came from."""
+
+    prompt: Any
+    first: dict[str, Any]
+    second: dict[str, Any]
+
+
+def add_routes(routes: APIRouter, store: Store) -> None:
+    """The administrator's routes."""
+
+    @routes.post("/create")
+    def create(form: SettingsForm, request: Request) -> Response:
+        return answer({"project": projects.create(store.db, store.asking(request), Settings(**form.model_dump()))})
+
+    @routes.post("/change")
+    def change(form: ChangeForm, request: Request) -> Response:
+        person, given = store.asking(request), form.model_dump(exclude={"project", "closed"}, exclude_none=True)
+        if given:
+            projects.change(store.db, person, form.project, given)
+        if form.closed is not None:
+            projects.close(store.db, person, form.project, form.closed)
+        return answer({"changed": sorted(given)})
+
+    @routes.post("/import")
+    def bring_in(form: ImportForm, request: Request) -> Response:
+        making = Making(**form.making.model_dump())
+        with store.slowly():
+            rows = list(rows_of(form.text, form.name))
+            return answer(
+                intake.add_rows(
+                    store.db, store.asking(request), form.project, rows, making, source=form.name, sampler=form.sampler
+                )
+            )
+
+    @routes.get("/runs")
+    def runs(request: Request) -> Response:
+        must_administer(store.db, store.asking(request))
+        return answer(_runs(store.settings.runs))
+
+    @routes.post("/import-run")
+    def bring_in_a_run(form: RunForm, request: Request) -> Response:
+        person = store.asking(request)
+        must_administer(store.db, person)
+        if form.run not in _runs(store.settings.runs):
+            raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; take one of the list.")
+        steps = None if form.first is None and form.last is None else range(form.first or 0, (form.last or 10**9) + 1)
+        with store.slowly():
+            return answer(
+                intake.add_run(
+                    store.db,
+                    person,
+                    form.project,
+                    store.settings.runs / form.run,
+                    Making(**form.making.model_dump()),
+                    kind=form.kind,
+                    steps=steps,
+                    across_steps=form.across_steps,
+                    name=form.run,  # as the runs page has it: two folders of runs may both hold a seed-0
+                )
+            )
+
+    @routes.post("/pair")
+    def pair(form: PairForm, request: Request) -> Response:
+        return answer(store.send_pair(request, form.project, form.prompt, form.first, form.second))
+
+
+must_administer = reads(people.require_admin)
+"""Raises `Forbidden` unless a person administers the studio: runs and models are its owner's, whoever manages a project."""
+
+
+def rows_of(text: str, name: str) -> Iterator[Any]:
+    """The rows of JSONL. Raises `UserError` naming the line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name}:{number} is not JSON ({error}).") from error
+
+
+def _runs(folder: Path) -> list[str]:
+    """Folders below the runs folder that hold rollouts, by their path in it, the newest first."""
+    found = {file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/{material.ROLLOUTS}")}
+    newest = sorted(found, key=lambda run: (-(run / material.ROLLOUTS).stat().st_mtime, str(run)))
+    return [run.relative_to(folder).as_posix() for run in newest[:MOST_RUNS]]

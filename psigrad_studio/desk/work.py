@@ -1,0 +1,121 @@
+"""What a labeller asks for: projects, the next task, and to vote, skip, undo and keep a task for longer.
+
+Nothing here says where a completion came from, or what anybody else answered.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from psigrad_studio.desk.store import Form, Store, answer
+from psigrad_studio.labels import desk, people, projects
+from psigrad_studio.labels.desk import Answer, Shown
+
+Number = Annotated[int, Field(ge=1, lt=2**63)]
+Key = Annotated[str, Field(max_length=200)]
+Reason = Annotated[str, Field(max_length=desk.LONGEST_REASON)]
+
+
+class ProjectForm(Form):
+    """Which project."""
+
+    project: Number
+
+
+class NextForm(ProjectForm):
+    """With `count`, how many tasks are left is counted too."""
+
+    count: bool = False
+
+
+class TaskForm(Form):
+    """Which task, by the number of its assignment."""
+
+    assignment: Number
+
+
+class SkipForm(TaskForm):
+    """`desk.skip`."""
+
+    key: Key
+    reason: Reason | None = None
+
+
+class VoteForm(SkipForm):
+    """`desk.vote`: an `Answer`, with sides and order as they were shown."""
+
+    choice: Annotated[str, Field(max_length=40)] | None = None
+    ranks: Annotated[list[Annotated[int, Field(ge=1, le=100)]], Field(max_length=100)] | None = None
+    rating: Annotated[int, Field(ge=0, le=100)] | None = None
+    strength: Annotated[int, Field(ge=0, le=100)] | None = None
+    client_ms: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+
+
+class UndoForm(ProjectForm):
+    """`desk.undo`."""
+
+    key: Key
+
+
+def add_routes(routes: APIRouter, store: Store) -> None:
+    """The labeller's routes."""
+
+    @routes.get("/me")
+    def me(request: Request) -> Response:
+        person = store.asking(request)
+        about = {"name": person.name, "admin": _administers(person), "owner": request.state.owner}
+        return answer(about | {"outside": [f"https://{name}" for name in store.settings.allowed_hosts]})
+
+    @routes.get("/projects")
+    def mine(request: Request) -> Response:
+        return answer([_seen(info) for info in projects.mine(store.db, store.asking(request))])
+
+    @routes.post("/next")
+    def next_task(form: NextForm, request: Request) -> Response:
+        db, person = store.db, store.asking(request)
+        shown = desk.next_task(db, person, form.project)
+        found: dict[str, Any] = {"task": None if shown is None else _task(shown), "mine": desk.mine(db, person, form.project)}
+        return answer(found | {"left": desk.left(db, person, form.project) if form.count else None})
+
+    @routes.post("/vote")
+    def vote(form: VoteForm, request: Request) -> Response:
+        ranks = None if form.ranks is None else tuple(form.ranks)
+        said = Answer(**form.model_dump(exclude={"assignment", "key", "ranks"}), ranks=ranks)
+        return answer(desk.vote(store.db, store.asking(request), form.assignment, said, form.key))
+
+    @routes.post("/skip")
+    def skip(form: SkipForm, request: Request) -> Response:
+        return answer(desk.skip(store.db, store.asking(request), form.assignment, form.key, form.reason))
+
+    @routes.post("/undo")
+    def undo(form: UndoForm, request: Request) -> Response:
+        return answer(desk.undo(store.db, store.asking(request), form.project, form.key))
+
+    @routes.post("/renew")
+    def renew(form: TaskForm, request: Request) -> Response:
+        return answer({"lease_ms": _from_now(desk.renew(store.db, store.asking(request), form.assignment))})
+
+
+def _administers(person: people.Person) -> bool:
+    return person.admin and person.role == "admin" and person.project_id is None
+
+
+def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
+    """A project as its people see it; the seed would tell them how sides are drawn."""
+    about = {k: v for k, v in vars(info.settings).items() if k != "seed"}
+    return {"id": info.id, **about, "closed": info.closed_at is not None, "may": info.may}
+
+
+def _task(shown: Shown) -> dict[str, Any]:
+    """Times go over the wire as durations: clocks differ."""
+    about = {name: value for name, value in vars(shown).items() if name != "lease_until"}
+    return about | {"lease_ms": _from_now(shown.lease_until)}
+
+
+def _from_now(until: int) -> int:
+    return max(0, until - time.time_ns() // 1_000_000)

@@ -1,0 +1,332 @@
+"""A solver or learner as a film: frames that can be asked for in any order, computed once and in order, kept while there is room.
+
+Frame 0 is what the film starts from (zeros, or the values of a warm start); frame k is what `psigrad.tabular` yields k-th.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psigrad import tabular
+from psigrad.cli.grid import METHODS
+from psigrad.tabular import MDP, Episode, GridWorld, Learned, Sweep
+
+FloatArray = NDArray[np.float64]
+Family = Literal["planning", "prediction", "control"]
+MOST_SWEEPS, MOST_STAGES = 2_000, 500
+EPISODE_STEPS = 500
+TIE = 1e-12
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the algorithms can be told; each reads its own."""
+
+    sweeps: int = 5
+    """Modified policy iteration: sweeps of evaluation between two backups."""
+    exploration: float = 0.2
+    """Control: ε."""
+    step_size: float = 0.2
+    """TD(0), SARSA, expected SARSA and Q-learning: α. Monte Carlo takes the mean of all returns."""
+    episodes: int = 10
+    """Learners: episodes in one step of the film."""
+    seed: int = 0
+    evaluated: Literal["random", "best"] = "random"
+    """Prediction: the policy whose value is learned."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A name for people, and what it is."""
+
+    title: str
+    family: Family
+
+
+ALGORITHMS = {
+    "policy_iteration": Algorithm("Policy iteration", "planning"),
+    "policy_iteration_by_sweeps": Algorithm("Policy iteration, by sweeps", "planning"),
+    "value_iteration": Algorithm("Value iteration", "planning"),
+    "value_iteration_in_place": Algorithm("Value iteration, in place", "planning"),
+    "modified_policy_iteration": Algorithm("Modified policy iteration", "planning"),
+    "prioritised_sweeping": Algorithm("Prioritised sweeping", "planning"),
+    "monte_carlo_evaluation": Algorithm("Monte Carlo evaluation", "prediction"),
+    "td": Algorithm("TD(0) evaluation", "prediction"),
+    "monte_carlo": Algorithm("Monte Carlo control", "control"),
+    "sarsa": Algorithm("SARSA", "control"),
+    "expected_sarsa": Algorithm("Expected SARSA", "control"),
+    "q_learning": Algorithm("Q-learning", "control"),
+}
+_PLANNERS: dict[str, Callable[..., Iterator[Sweep]]] = METHODS | {
+    "policy_iteration_by_sweeps": partial(tabular.policy_iteration, exact=False, epsilon=1e-6),
+    "value_iteration_in_place": partial(tabular.value_iteration, in_place=True),
+}
+_LEARNERS: dict[str, Callable[..., Iterator[Learned]]] = {
+    "monte_carlo": tabular.monte_carlo_control,
+    "sarsa": tabular.sarsa,
+    "expected_sarsa": tabular.expected_sarsa,
+    "q_learning": tabular.q_learning,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What there is to see after a step."""
+
+    index: int
+    step: str
+    """start, evaluate, improve, back up, or learn."""
+    value: FloatArray
+    """[S]"""
+    actions: NDArray[np.int64]
+    """[S]: the actions that the policy shown may take, as a sum of 1 up, 2 right, 4 down, 8 left; 15: it does not care."""
+    residual: float
+    """max_s |V_new(s) − V_old(s)| of this step, or what the solver says."""
+    error: float
+    """max_s |V(s) − target(s)|."""
+    error_bound: float | None = None
+    changed: int | None = None
+    q: FloatArray | None = None
+    """(S, A) of control."""
+    episode: Episode | None = None
+    """The last one of a learner."""
+    before: FloatArray | None = None
+    """What that episode found: V [S] of prediction, Q (S, A) of control."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the arrays held."""
+        played = () if self.episode is None else (self.episode.states, self.episode.actions, self.episode.rewards)
+        return 400 + sum(array.nbytes for array in (self.value, self.actions, self.q, self.before, *played) if array is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """Everything that a film depends on."""
+
+    world: GridWorld
+    algorithm: str
+    options: Options = field(default_factory=Options)
+    value: FloatArray | None = None
+    """[S]: a warm start."""
+    q: FloatArray | None = None
+    """(S, A): a warm start of control, instead of V."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the whole content."""
+        hashed = hashlib.sha256(repr((self.algorithm, self.options, _described(self.world))).encode())
+        for array in (self.value, self.q):
+            hashed.update(b"none" if array is None else array.tobytes())
+        return hashed.hexdigest()
+
+
+def _described(world: GridWorld) -> tuple[object, ...]:
+    rest = (world.rows, world.columns, world.slip, world.step_reward, world.ends, world.start, world.gamma)
+    return (*rest, sorted(world.prizes.items()), sorted(world.walls))
+
+
+class Film:
+    """The frames of a recipe, as far as they were asked for."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.mdp = recipe.world.mdp()
+        self.target = target(recipe, self.mdp)
+        self.frames: list[Frame] = []
+        self.ended = False
+        self.note = ""
+        """Why it ended, where that is not because it arrived."""
+        self.size = 2 * self.mdp.transitions.nbytes
+        """Bytes held, roughly."""
+        self._coming = _frames(recipe, self.mdp, self.target)
+        self._lock = threading.Lock()
+
+    def extend(self, count: int, seconds: float) -> None:
+        """Compute until there are `count` frames, the film ends, or the time is over (but at least one new frame)."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while len(self.frames) < count and not self.ended:
+                try:
+                    frame = next(self._coming)
+                except StopIteration:
+                    self.ended = True
+                except ValueError as error:  # what float64 cannot prove is a sentence of the solver's
+                    self.ended, self.note = True, str(error)
+                else:
+                    self.frames.append(frame)
+                    self.size += frame.size
+                if time.monotonic() > deadline:
+                    return
+
+    @property
+    def length(self) -> int | None:
+        """How many frames there will be; None where only the end will tell."""
+        if self.ended:
+            return len(self.frames)
+        return None if ALGORITHMS[self.recipe.algorithm].family == "planning" else MOST_STAGES + 1
+
+
+class Films:
+    """Films by content, the least recently used dropped first. What was dropped is computed again, to the same frames."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._films = most_bytes, OrderedDict[str, Film]()
+        self._lock = threading.Lock()
+
+    def film(self, recipe: Recipe, count: int, seconds: float) -> Film:
+        """The film of a recipe with its first `count` frames, or as many as can be computed in the time (`Film.extend`).
+
+        Raises `ValueError` with a sentence where the world is no decision process.
+        """
+        name = recipe.digest
+        with self._lock:
+            film = self._films.get(name)
+        film = film or Film(recipe)
+        film.extend(count, seconds)
+        with self._lock:
+            self._films[name] = film
+            self._films.move_to_end(name)
+            while len(self._films) > 1 and sum(held.size for held in self._films.values()) > self._most:
+                self._films.popitem(last=False)
+        return film
+
+    @property
+    def size(self) -> int:
+        """Bytes held, roughly."""
+        with self._lock:
+            return sum(film.size for film in self._films.values())
+
+
+def evaluated_policy(recipe: Recipe, mdp: MDP) -> NDArray[np.int64] | FloatArray:
+    """The policy that prediction learns the value of: uniform (S, A), or a best one [S]."""
+    return tabular.uniform_policy(mdp) if recipe.options.evaluated == "random" else tabular.solve(mdp).policy
+
+
+def target(recipe: Recipe, mdp: MDP) -> FloatArray:
+    """[S]: V_π of prediction, V* of everything else, exact."""
+    if ALGORITHMS[recipe.algorithm].family == "prediction":
+        return tabular.evaluate(mdp, evaluated_policy(recipe, mdp))
+    return tabular.solve(mdp).value
+
+
+def _frames(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    match ALGORITHMS[recipe.algorithm].family:
+        case "planning":
+            return _planned(recipe, mdp, goal)
+        case "prediction":
+            return _predicted(recipe, mdp, goal)
+        case "control":
+            return _learned(recipe, mdp, goal)
+
+
+def best_actions(q: FloatArray) -> NDArray[np.int64]:
+    """[S]: every action within rounding of the best, as a sum of 1, 2, 4, 8."""
+    best = q.max(axis=1, keepdims=True)
+    return np.asarray((q >= best - TIE * (1 + np.abs(best))) @ np.array([1, 2, 4, 8]))
+
+
+def _of_policy(policy: NDArray[np.int64] | FloatArray) -> NDArray[np.int64]:
+    return 1 << policy.astype(np.int64) if policy.ndim == 1 else best_actions(policy)
+
+
+def _gap(value: FloatArray, goal: FloatArray) -> float:
+    return float(np.abs(value - goal).max())
+
+
+def _planned(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    named = {"sweeps": recipe.options.sweeps} if recipe.algorithm == "modified_policy_iteration" else {}
+    first = np.zeros(mdp.n_states) if recipe.value is None else np.where(mdp.is_terminal, 0.0, recipe.value)
+    yield Frame(0, "start", first, best_actions(tabular.q_values(mdp, first)), 0.0, _gap(first, goal))
+    for index, sweep in enumerate(_PLANNERS[recipe.algorithm](mdp, value=first, **named), 1):
+        held = sweep.chosen is not None
+        shown = _of_policy(np.asarray(sweep.chosen)) if held else best_actions(tabular.q_values(mdp, sweep.value))
+        bound = sweep.error_bound if np.isfinite(sweep.error_bound) else None
+        changed = sweep.changed if sweep.step == "improve" else None
+        yield Frame(index, sweep.step, sweep.value, shown, sweep.residual, _gap(sweep.value, goal), bound, changed)
+        if index >= MOST_SWEEPS:
+            raise ValueError(f"The film stops after {MOST_SWEEPS:,} sweeps; a smaller discount needs fewer.")
+
+
+def _predicted(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    options, policy = recipe.options, evaluated_policy(recipe, mdp)
+    shown = _of_policy(policy)
+    value = np.zeros(mdp.n_states) if recipe.value is None else np.where(mdp.is_terminal, 0.0, recipe.value)
+    yield Frame(0, "start", value, shown, 0.0, _gap(value, goal))
+    played: list[Episode] = []
+
+    def kept(episodes: Iterator[Episode]) -> Iterator[Episode]:
+        for episode in episodes:
+            played[:] = [episode]
+            yield episode
+
+    episodes = kept(tabular.rollouts(mdp, policy, MOST_STAGES * options.episodes, seed=options.seed, max_steps=EPISODE_STEPS))
+    if recipe.algorithm == "td":
+        estimates = tabular.td(episodes, mdp.n_states, mdp.gamma, alpha=options.step_size, value=value)
+    else:
+        estimates = tabular.monte_carlo(episodes, mdp.n_states, mdp.gamma, value=value)
+    last = before = value
+    for count, estimate in enumerate(estimates, 1):
+        if count % options.episodes == 0:
+            change = _gap(estimate, last)
+            yield Frame(
+                count // options.episodes,
+                "learn",
+                estimate,
+                shown,
+                change,
+                _gap(estimate, goal),
+                episode=played[0],
+                before=before,
+            )
+            last = estimate
+        before = estimate
+
+
+def _learned(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    options = recipe.options
+    q = first_q(recipe, mdp)
+    last = q.max(axis=1)
+    yield Frame(0, "start", last, best_actions(q), 0.0, _gap(last, goal), q=q)
+    named = {} if recipe.algorithm == "monte_carlo" else {"alpha": options.step_size}
+    learning = _LEARNERS[recipe.algorithm](
+        mdp,
+        MOST_STAGES * options.episodes,
+        epsilon=options.exploration,
+        seed=options.seed,
+        q=q,
+        max_steps=EPISODE_STEPS,
+        **named,
+    )
+    before = q
+    for learned in learning:
+        if (learned.index + 1) % options.episodes == 0:
+            value = learned.q.max(axis=1)
+            index = (learned.index + 1) // options.episodes
+            shown = best_actions(learned.q)
+            yield Frame(
+                index, "learn", value, shown, _gap(value, last), _gap(value, goal), None, None, learned.q, learned.episode, before
+            )
+            last = value
+        before = learned.q
+
+
+def first_q(recipe: Recipe, mdp: MDP) -> FloatArray:
+    """(S, A) that control starts from: the Q of a warm start, or one backup of its V, or zeros."""
+    if recipe.q is not None:
+        q = recipe.q
+    elif recipe.value is not None:
+        q = tabular.q_values(mdp, np.where(mdp.is_terminal, 0.0, recipe.value))
+    else:
+        q = np.zeros((mdp.n_states, mdp.n_actions))
+    return np.where(mdp.is_terminal[:, None], 0.0, q)

@@ -1,0 +1,179 @@
+"""Where labels are kept: SQLite in a file, or PostgreSQL by URL. Every call is one transaction, durable when it returns.
+
+SQLite: write-ahead log, full synchronisation, foreign keys, five seconds of patience, and BEGIN IMMEDIATE for each transaction
+that writes (one that reads first and writes later is refused at once, whatever the patience).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.orm import Session
+
+from psigrad.errors import UserError
+from psigrad_studio.labels import migrate
+from psigrad_studio.labels.refusals import Busy, Missing
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ATTEMPTS = 5
+_TOO_LARGE = "22003"
+
+
+def wall_clock() -> int:
+    """Milliseconds since 1970 UTC."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True)
+class Database:
+    """An opened store. Safe to share between threads; processes open their own."""
+
+    engine: Engine
+    clock: Callable[[], int] = wall_clock
+    _turn: AbstractContextManager[Any] = field(default_factory=nullcontext, repr=False)
+    """Threads of one process that write to SQLite queue here: its file lock is taken by luck, and some would starve."""
+
+    @contextmanager
+    def session(self, *, write: bool) -> Iterator[Session]:
+        """One transaction: committed at the end of the block, undone where the block raises."""
+        engine = self.engine.execution_options(psigrad_write=write)
+        turn = self._turn if write else nullcontext()
+        with turn, Session(engine, expire_on_commit=False) as session, session.begin():
+            session.connection()  # the lock first: time that is spent waiting must not count as lease
+            session.info["now"] = self.clock()
+            yield session
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self.engine.dispose()
+
+
+def now(session: Session) -> int:
+    """The time of this transaction in milliseconds; one value however long it takes."""
+    return int(session.info["now"])
+
+
+def reads(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
+    """Make a function of a session one of a database: called in a transaction that only reads."""
+    return _in_transactions(function, write=False)
+
+
+def writes(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
+    """Make a function of a session one of a database: called in a transaction that is committed before the call returns.
+
+    Where two transactions met (a key that both inserted, a deadlock, a lock held for too long) the loser is run again from
+    its beginning, so it sees what the winner did. Raises `Busy` when that never ends.
+    """
+    return _in_transactions(function, write=True)
+
+
+def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: bool) -> Callable[Concatenate[Database, P], T]:
+    @functools.wraps(function)
+    def call(database: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(ATTEMPTS):
+            try:
+                with database.session(write=write) as session:
+                    return function(session, *args, **kwargs)
+            except IntegrityError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+            except OverflowError as error:
+                raise Missing("There is nothing with a number of that size.") from error
+            except PoolTimeout as error:
+                raise Busy("All connections to the labels are in use; try again in a moment.") from error
+            except DBAPIError as error:
+                if error.connection_invalidated:
+                    raise Busy("The database of the labels went away; try again in a moment, with the same key.") from error
+                if getattr(error.orig, "sqlstate", None) == _TOO_LARGE:
+                    raise Missing("There is nothing with a number of that size.") from error
+                if not _met_another(error):
+                    raise
+        raise Busy("The labels stayed locked by others; nothing was changed, try again with the same key.")
+
+    return call
+
+
+def _met_another(error: DBAPIError) -> bool:
+    """A lock that was held too long (SQLite), a deadlock or a failed serialisation (PostgreSQL)."""
+    if getattr(error.orig, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return True
+    return getattr(error.orig, "sqlstate", None) in ("40001", "40P01", "55P03")
+
+
+def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Database:
+    """Open the labels at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`), migrated to this version.
+
+    Raises `UserError` where it can't be opened, or was made by a newer version.
+    """
+    url = _url(where)
+    try:
+        engine = _sqlite(url) if url.get_backend_name() == "sqlite" else create_engine(url, pool_size=10, pool_pre_ping=True)
+    except ModuleNotFoundError as error:
+        raise UserError(f"PostgreSQL needs {error.name}, which isn't installed: pip install 'psigrad[postgres]'.") from error
+    try:
+        # most often there is nothing to migrate, and no reason to wait for who is writing
+        with engine.begin() as connection:
+            ready = migrate.is_current(connection)
+        if not ready:
+            with engine.execution_options(psigrad_write=True).begin() as connection:
+                migrate.upgrade(connection)
+    except DBAPIError as error:
+        engine.dispose()
+        raise UserError(f"The database {url.render_as_string()} cannot be opened: {str(error.orig).strip()}.") from error
+    except BaseException:
+        engine.dispose()
+        raise
+    return Database(engine, clock, threading.Lock() if url.get_backend_name() == "sqlite" else nullcontext())
+
+
+def _url(where: str | Path) -> URL:
+    text = str(where)
+    if "://" not in text:
+        return URL.create("sqlite", database=text)
+    try:
+        url = make_url(text)
+        backend = url.get_backend_name()
+    except (ArgumentError, NoSuchModuleError, ValueError) as error:
+        raise UserError(f"The labels' URL cannot be read ({error}); expected a path or postgresql://user@host/name.") from error
+    if backend == "postgres":
+        backend = "postgresql"
+    if backend not in ("sqlite", "postgresql"):
+        raise UserError(f"The labels' URL begins with {url.drivername}://; expected a path, sqlite:/// or postgresql://.")
+    return url.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
+
+
+def _sqlite(url: URL) -> Engine:
+    path = url.database or ""
+    if path in ("", ":memory:"):
+        raise UserError("The labels need a file: name one, as in labels.db.")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # it holds password hashes
+    except OSError as error:
+        raise UserError(f"The labels cannot be kept in {path}: {error.strerror}.") from error
+    engine = create_engine(url, pool_size=16, connect_args={"check_same_thread": False})
+    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _prepare(connection: Any, record: object) -> None:
+    connection.isolation_level = None  # transactions begin where _begin says, and not where the driver guesses
+    for pragma in ("busy_timeout = 5000", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("psigrad_write") else "BEGIN")

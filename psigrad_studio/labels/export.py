@@ -1,0 +1,278 @@
+"""Labels as training data: TRL's preference and unpaired-preference rows, and the votes as they were given.
+
+Every row says where both of its completions came from and which votes it rests on (column `lineage`). What is left out is
+counted by reason: `tie`, `both_bad`, `split` (no answer has more than half of the votes), `middle` (neither good nor bad),
+`alone` (nothing of the same prompt to compare with), `skipped` and `unanswered`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from psigrad.data import preferences as conversions
+from psigrad.errors import UserError
+from psigrad_studio.labels import material, people, standing
+from psigrad_studio.labels.database import reads
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Refusal
+from psigrad_studio.labels.schema import Assignment, User, Vote
+from psigrad_studio.labels.standing import Labels, Standing, Texts
+
+Votes = Literal["majority", "each"]
+
+
+@dataclass
+class Exported:
+    """Rows, and how many tasks (or votes, or pairs of them) were left out, by reason."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+@reads
+def preference(session: Session, person: Person, project_id: int, votes: Votes = "majority", *, margin: bool = False) -> Exported:
+    """Rows with `prompt`, `chosen`, `rejected`, the prompt's own columns and `lineage`.
+
+    With `votes` "majority" one row for each task that more than half of its answers agree on (rankings: by mean rank; ratings:
+    by mean rating); with "each" one for every answer. With `margin` the mean strength, or the difference of ratings, stands in
+    the column of that name, which reward-model losses read.
+    """
+    labels, texts = _load(session, person, project_id, votes)
+    kind = labels.project.kind
+    if margin and (kind == "ranking" or (kind == "pair" and not labels.project.strengths)):
+        raise Refusal("This project asks for neither strengths nor ratings, so there is no margin to export.")
+    found = Exported()
+    if kind == "pair":
+        for task, answers in _ballots(labels, votes):
+            _pair(found, labels, texts, task, answers, margin)
+    else:
+        _converted(found, labels, texts, votes, margin)
+    _unanswered(found, labels)
+    return _uniform(found)
+
+
+@reads
+def unpaired(session: Session, person: Person, project_id: int, votes: Votes = "majority") -> Exported:
+    """Rows with `prompt`, `completion`, `label`, the prompt's own columns and `lineage`: the form that KTO takes.
+
+    Of a pair the chosen one is true and the other false, or both false where both are bad. Of a ranking the best is true and
+    the worst false; a rating is true above the middle of its scale and false below.
+    """
+    labels, texts = _load(session, person, project_id, votes)
+    found = Exported()
+    for task, answers in _ballots(labels, votes):
+        asked = labels.tasks[task]
+        for place, label in _thumbs(found, labels, answers, len(asked.completions)):
+            completion = asked.completions[place]
+            lineage = {"project": labels.project.name, "tasks": [task], "votes": [a.id for a in answers]}
+            lineage |= {"completion": texts.origins.get(completion, [])}
+            row = _prompt(texts, asked.prompt) | {"completion": texts.completions[completion], "label": label}
+            found.rows.append(row | {"lineage": lineage})
+    _unanswered(found, labels)
+    return _uniform(found)
+
+
+@reads
+def dump(session: Session, person: Person, project_id: int, *, texts: bool = True) -> list[dict[str, Any]]:
+    """Every vote, skip and undo in the order it was given: who, when, in which order the completions were shown, and whether it
+    stands. With `texts` each has its prompt and its completions (by place) with their origins.
+    """
+    project = people.require(session, person, project_id, "results")
+    labels = standing.load(session, project)
+    found = standing.texts(session, project) if texts else None
+    rows = select(Vote, Assignment, User.name).join(Assignment, Vote.assignment_id == Assignment.id)
+    rows = rows.join(User, User.id == Vote.user_id).where(Vote.project_id == project.id).order_by(Vote.id)
+    return [_dumped(vote, assignment, name, labels, found) for vote, assignment, name in session.execute(rows)]
+
+
+def lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Rows as lines of JSON, in ASCII."""
+    for row in rows:
+        yield json.dumps(row, allow_nan=False) + "\n"
+
+
+def write(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows as a JSONL file."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("w", encoding="ascii") as stream:
+            stream.writelines(lines(rows))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _load(session: Session, person: Person, project_id: int, votes: Votes) -> tuple[Labels, Texts]:
+    if votes not in ("majority", "each"):
+        raise Refusal(f"votes is {votes!r}; expected majority or each.")
+    project = people.require(session, person, project_id, "results")
+    return standing.load(session, project), standing.texts(session, project)
+
+
+def _ballots(labels: Labels, votes: Votes) -> Iterator[tuple[int, list[Standing]]]:
+    """What a row is made of: all answers to a task, or each."""
+    for task, answers in sorted(labels.by_task().items()):
+        yield from [(task, answers)] if votes == "majority" else [(task, [answer]) for answer in answers]
+
+
+def _pair(found: Exported, labels: Labels, texts: Texts, task: int, answers: list[Standing], margin: bool) -> None:
+    verdict = _majority(answers)
+    if verdict not in ("a", "b"):
+        found.left_out[verdict] += 1
+        return
+    asked = labels.tasks[task]
+    best, worst = asked.completions if verdict == "a" else asked.completions[::-1]
+    row = _prompt(texts, asked.prompt) | {"chosen": texts.completions[best], "rejected": texts.completions[worst]}
+    if margin:
+        row["margin"] = sum((a.strength or 0) * _sign(a, verdict) for a in answers) / len(answers)
+    share = sum(a.choice == verdict for a in answers) / len(answers)
+    found.rows.append(row | {"lineage": _lineage(labels, texts, [task], answers, share, best, worst)})
+
+
+def _sign(answer: Standing, verdict: str) -> int:
+    return 1 if answer.choice == verdict else -1 if answer.choice in ("a", "b") else 0
+
+
+def _majority(answers: list[Standing]) -> str:
+    choice, count = Counter(a.choice for a in answers).most_common(1)[0]
+    return str(choice) if 2 * count > len(answers) else "split"
+
+
+def _converted(found: Exported, labels: Labels, texts: Texts, votes: Votes, margin: bool) -> None:
+    """Rankings and ratings as pairs, by the same functions that convert files of them."""
+    ranked = labels.project.kind == "ranking"
+    for asked, completions, values, answers in (_rankings if ranked else _ratings)(labels, votes):
+        row = _prompt(texts, asked) | {"completions": [texts.completions[n] for n in completions]}
+        name = f"project {labels.project.name!r}"
+        if ranked:
+            made = conversions.from_rankings([row | {"ranking": values}], name)
+        else:
+            scale = int(labels.project.kind.removeprefix("rating-"))
+            made = conversions.from_ratings([row | {"ratings": values}], name, scale=scale, margin=margin)
+        found.left_out["tie"] += made.ties
+        found.left_out["alone"] += made.alone
+        number = {material.digest(texts.completions[n]): n for n in completions}
+        for pair in made.rows:
+            best, worst = (number[material.digest(pair[side])] for side in ("chosen", "rejected"))
+            tasks = sorted({a.task for a in answers})
+            found.rows.append(pair | {"lineage": _lineage(labels, texts, tasks, answers, None, best, worst)})
+
+
+def _rankings(labels: Labels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[Standing]]]:
+    """(prompt, completions, mean rank of each, answers)."""
+    for task, answers in _ballots(labels, votes):
+        asked = labels.tasks[task]
+        yield asked.prompt, asked.completions, standing.mean_ranks(answers, len(asked.completions)), answers
+
+
+def _ratings(labels: Labels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[Standing]]]:
+    """(prompt, completions, mean rating of each, answers); with "each" one person's ratings of one prompt."""
+    groups: dict[tuple[int, int], dict[int, list[Standing]]] = {}
+    for answer in labels.answers:
+        asked = labels.tasks[answer.task]
+        key = (asked.prompt, answer.user if votes == "each" else 0)
+        groups.setdefault(key, {}).setdefault(asked.completions[0], []).append(answer)
+    for (prompt, _), rated in sorted(groups.items()):
+        means = [sum(a.rating or 0 for a in answers) / len(answers) for answers in rated.values()]
+        yield prompt, list(rated), means, [a for answers in rated.values() for a in answers]
+
+
+def _thumbs(found: Exported, labels: Labels, answers: list[Standing], items: int) -> list[tuple[int, bool]]:
+    """(place, label) of the completions that the answers to one task call good or bad."""
+    kind = labels.project.kind
+    if kind == "pair":
+        verdict = _majority(answers)
+        if verdict == "both_bad":
+            return [(0, False), (1, False)]
+        if verdict in ("a", "b"):
+            return [(0, verdict == "a"), (1, verdict == "b")]
+        found.left_out[verdict] += 1
+        return []
+    if kind == "ranking":
+        mean = standing.mean_ranks(answers, items)
+        if min(mean) == max(mean):
+            found.left_out["tie"] += 1
+            return []
+        labelled = [(place, rank == min(mean)) for place, rank in enumerate(mean) if rank in (min(mean), max(mean))]
+        found.left_out["middle"] += items - len(labelled)
+        return labelled
+    rating = sum(a.rating or 0 for a in answers) / len(answers)
+    middle = (1 + int(kind.removeprefix("rating-"))) / 2
+    if rating == middle:
+        found.left_out["middle"] += 1
+        return []
+    return [(0, rating > middle)]
+
+
+def _prompt(texts: Texts, prompt: int) -> dict[str, Any]:
+    content, columns = texts.prompts[prompt]
+    return {"prompt": content, **columns}
+
+
+def _lineage(
+    labels: Labels, texts: Texts, tasks: list[int], answers: list[Standing], share: float | None, best: int, worst: int
+) -> dict[str, Any]:
+    return {
+        "project": labels.project.name,
+        "tasks": tasks,
+        "votes": [a.id for a in answers],
+        "share": share,
+        "chosen": texts.origins.get(best, []),
+        "rejected": texts.origins.get(worst, []),
+    }
+
+
+def _unanswered(found: Exported, labels: Labels) -> None:
+    answered = {a.task for a in labels.answers}
+    skipped = {a.task for a in labels.skips} - answered
+    found.left_out["skipped"] += len(skipped)
+    found.left_out["unanswered"] += len(labels.tasks) - len(answered) - len(skipped)
+    found.left_out = +found.left_out
+
+
+def _uniform(found: Exported) -> Exported:
+    """The same columns in every row, in the same order: tables have one set of them."""
+    names = dict.fromkeys(name for row in found.rows for name in row)
+    names = dict.fromkeys([*(name for name in names if name != "lineage"), "lineage"])
+    found.rows = [{name: row.get(name) for name in names} for row in found.rows]
+    return found
+
+
+def _dumped(vote: Vote, assignment: Assignment, name: str, labels: Labels, texts: Texts | None) -> dict[str, Any]:
+    asked = labels.tasks[assignment.task_id]
+    sides = {"ab"[place]: side for place, side in zip(assignment.display, ("left", "right"), strict=True)} if vote.choice else {}
+    row = {
+        "vote": vote.id,
+        "task": asked.id,
+        "rater": name,
+        "action": vote.action,
+        "choice": vote.choice,
+        "side": sides.get(vote.choice or ""),
+        "ranks": vote.ranks,
+        "rating": vote.rating,
+        "strength": vote.strength,
+        "reason": vote.reason,
+        "display": assignment.display,
+        "shown_at": _iso(vote.shown_at),
+        "decided_at": _iso(vote.decided_at),
+        "client_ms": vote.client_ms,
+        "undoes": vote.supersedes,
+        "stands": assignment.vote_id == vote.id,
+    }
+    if texts is not None:
+        prompt, columns = texts.prompts[asked.prompt]
+        answers = [{"text": texts.completions[n], "origins": texts.origins.get(n, [])} for n in asked.completions]
+        row |= {"prompt": prompt, "columns": columns, "completions": answers}
+    return row
+
+
+def _iso(milliseconds: int) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,327 @@
+"""Bring completions into a project and make tasks of them. The same material brought in twice adds nothing the second time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
+
+from psigrad import seeds
+from psigrad.report.read import visible
+from psigrad_studio.labels import material, people
+from psigrad_studio.labels.database import Database, now, reads, writes
+from psigrad_studio.labels.material import Group
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Refusal
+from psigrad_studio.labels.schema import Completion, Item, Origin, Project, Prompt, Seat, Task
+
+CHUNK = 200
+"""Prompts that are stored in one transaction; labelling goes on between two of them."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """How tasks are made of what comes in."""
+
+    prompts: int | None = None
+    """At most so many prompts of what comes in, drawn at random; None takes all. In a run a prompt counts once for each step."""
+    per_prompt: int | None = None
+    """At most so many tasks of a prompt, drawn at random; None makes every pair of its completions, or rates each of them."""
+    ranked: int = 5
+    """Completions in one ranking, at most."""
+    overlap: int | None = None
+    """People who answer each task; None takes the project's."""
+    overlap_share: float = 1.0
+    """The share of tasks that is answered by so many; the others are answered once."""
+    priority: int = 0
+    """Tasks of a higher priority are given out first."""
+    shuffle: bool = True
+    """Give the tasks out in random order."""
+    gold: bool = False
+    """Take chosen and rejected of preference rows as known answers to hold labellers against."""
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+            ("prompts", self.prompts is None or self.prompts >= 1, "1 or more"),
+            ("per_prompt", self.per_prompt is None or self.per_prompt >= 1, "1 or more"),
+            ("ranked", 2 <= self.ranked <= 12, "2 to 12"),
+            ("overlap", self.overlap is None or 1 <= self.overlap <= 1000, "1 to 1000"),
+            ("overlap_share", 0 <= self.overlap_share <= 1, "0 to 1"),
+            ("priority", abs(self.priority) < 10**6, "less than a million"),
+        ):
+            if not ok:
+                raise Refusal(f"{name} is {getattr(self, name)}; expected {expected}.")
+
+
+@dataclass(frozen=True)
+class Added:
+    """What an import added. `repeated` completions had a text that their prompt has already; `alone` prompts had too few
+    different completions to compare; `unusable` rows had an empty one; `known` tasks were there before.
+    """
+
+    prompts: int = 0
+    completions: int = 0
+    tasks: int = 0
+    repeated: int = 0
+    alone: int = 0
+    unusable: int = 0
+    known: int = 0
+
+    def __add__(self, other: Added) -> Added:
+        return Added(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def add_rows(
+    database: Database,
+    person: Person,
+    project_id: int,
+    rows: Iterable[Mapping[str, Any]],
+    making: Making | None = None,
+    *,
+    source: str = "rows",
+    sampler: str | None = None,
+    run: str | None = None,
+) -> Added:
+    """Bring in rows; see `material.gather` for their columns. Raises `UserError` naming row and column, with nothing stored."""
+    placed = ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
+    return _add_placed(database, person, project_id, placed, making or Making(), sampler, run)
+
+
+def add_file(
+    database: Database,
+    person: Person,
+    project_id: int,
+    path: str | Path,
+    making: Making | None = None,
+    *,
+    sampler: str | None = None,
+    run: str | None = None,
+) -> Added:
+    """Bring in a JSONL file: prompts with completions, pairs, or what `psigrad sample` wrote."""
+    return _add_placed(database, person, project_id, material.lines(Path(path)), making or Making(), sampler, run)
+
+
+def add_run(
+    database: Database,
+    person: Person,
+    project_id: int,
+    folder: str | Path,
+    making: Making | None = None,
+    *,
+    kind: str | None = "train",
+    steps: range | None = None,
+    across_steps: bool = False,
+    name: str | None = None,
+) -> Added:
+    """Bring in the rollouts of a run. Completions of one prompt are compared within a step, with `across_steps` over all of them.
+
+    `kind` is "train", "eval" or None for both. `name` is what the lineage calls the run; None is its folder's name.
+    """
+    making, path = making or Making(), Path(folder)
+    name = name or (path if path.is_dir() else path.parent).resolve().name
+    rows = material.rollouts(path, kind, steps)
+    batches: Iterable[Iterable[tuple[str, Any]]] = [rows] if across_steps else material.by_step(rows)
+    _may_add(database, person, project_id)
+    found = [material.gather(batch, run=name, skip_empty=True) for batch in batches]
+    groups = [group for each in found for group in each.groups.values()]
+    return _store_all(database, person, project_id, groups, making) + Added(unusable=sum(each.unusable for each in found))
+
+
+def add_pair(
+    database: Database, person: Person, project_id: int, prompt: Any, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Added:
+    """Put two completions of one prompt side by side in a project, ahead of what waits there.
+
+    Each is an object with `completion` and what is known of where it came from: `run` and `sampler`; `step`, `row`, `k` and the
+    rest of a rollout's row; `source`. All of it comes back in the lineage of the export. A conversation's prompt is a list of
+    messages; its completions may be strings then. Raises `Refusal` where the project asks for something else than pairs, or
+    the two are equal.
+    """
+    if _kind(database, person, project_id) != "pair":
+        raise Refusal("This project doesn't ask for pairs; send the two completions to one that does.")
+    rows = []
+    for one in (first, second):
+        completion = one.get("completion")
+        if isinstance(prompt, list) and isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        known = {name: one[name] for name in (*material.LINEAGE, "completion") if one.get(name) is not None}
+        rows.append(known | {"prompt": prompt, "completion": completion})
+    if rows[0]["completion"] == rows[1]["completion"]:
+        raise Refusal("The two completions are equal; nobody can choose between them.")
+    placed = ((str(row.get("source") or "pair"), row) for row in rows)
+    return _add_placed(database, person, project_id, placed, Making(priority=1), None, None)
+
+
+@reads
+def _kind(session: Session, person: Person, project_id: int) -> str:
+    return people.require(session, person, project_id, "manage").kind
+
+
+def _add_placed(
+    database: Database,
+    person: Person,
+    project_id: int,
+    rows: Iterable[tuple[str, Any]],
+    making: Making,
+    sampler: str | None,
+    run: str | None,
+) -> Added:
+    _may_add(database, person, project_id)
+    found = material.gather(rows, run=run, sampler=sampler, gold=making.gold)
+    return _store_all(database, person, project_id, list(found.groups.values()), making)
+
+
+@reads
+def _may_add(session: Session, person: Person, project_id: int) -> None:
+    """Asked before anything is read, so that a stranger learns nothing of a path."""
+    people.require(session, person, project_id, "manage")
+
+
+def _store_all(database: Database, person: Person, project_id: int, groups: list[Group], making: Making) -> Added:
+    order = seeds.permutation(len(groups), "order", project_id, len(groups)).tolist()[: making.prompts]
+    groups = [groups[i] for i in (order if making.shuffle else sorted(order))]
+    total = Added()
+    for start in range(0, len(groups), CHUNK):
+        total += _store(database, person, project_id, groups[start : start + CHUNK], making)
+    return total
+
+
+@writes
+def _store(session: Session, person: Person, project_id: int, groups: list[Group], making: Making) -> Added:
+    project = people.require(session, person, project_id, "manage")
+    prompts, new_prompts = _keyed(
+        session,
+        Prompt,
+        "project_id",
+        {(project_id, material.digest(g.prompt)): {"content": g.prompt, "columns": g.columns} for g in groups},
+    )
+    owned = [(prompts[project_id, material.digest(g.prompt)], g) for g in groups]
+    completions, new_completions = _keyed(
+        session,
+        Completion,
+        "prompt_id",
+        {(prompt, h): {"content": found[0].content} for prompt, g in owned for h, found in g.completions.items()},
+    )
+    origins = {
+        (completions[prompt, h], material.digest(one.about)): _origin(one.about)
+        for prompt, g in owned
+        for h, found in g.completions.items()
+        for one in found
+    }
+    _keyed(session, Origin, "completion_id", origins)
+    tasks = {key: value for prompt, g in owned for key, value in _tasks(project, prompt, g, making)}
+    new_tasks, known = _store_tasks(session, project, tasks, completions, making)
+    added = Added(
+        prompts=new_prompts,
+        completions=new_completions,
+        tasks=new_tasks,
+        repeated=sum(len(found) - 1 for g in groups for found in g.completions.values()),
+        alone=sum(len(g.completions) < 2 for g in groups) if not project.kind.startswith("rating") else 0,
+        known=known,
+    )
+    people.note(session, person, project_id, "imported", prompts=new_prompts, completions=new_completions, tasks=new_tasks)
+    return added
+
+
+def _keyed(
+    session: Session, model: Any, parent: str, wanted: Mapping[tuple[int, str], Mapping[str, Any]]
+) -> tuple[dict[tuple[int, str], int], int]:
+    """Numbers of the rows of a table that (parent, hash) names, made where they aren't there; and how many were made."""
+    column = getattr(model, parent)
+    there: dict[tuple[int, str], int] = {}
+    for part in _parts(wanted):
+        parents, hashes = {key[0] for key in part}, {key[1] for key in part}
+        rows = session.execute(select(column, model.hash, model.id).where(column.in_(parents), model.hash.in_(hashes)))
+        there |= {(p, h): n for p, h, n in rows if (p, h) in wanted}
+    missing = [{parent: p, "hash": h, **rest} for (p, h), rest in wanted.items() if (p, h) not in there]
+    if missing:
+        made = session.execute(insert(model).returning(column, model.hash, model.id), missing)
+        there |= {(p, h): n for p, h, n in made}
+    return there, len(missing)
+
+
+def _parts(keys: Iterable[Any], size: int = 1000) -> Iterator[list[Any]]:
+    rest = iter(keys)
+    while part := list(itertools.islice(rest, size)):
+        yield part
+
+
+def _origin(about: Mapping[str, Any]) -> dict[str, Any]:
+    step = about.get("step")
+    return {
+        "sampler": visible(str(about["sampler"])) if "sampler" in about else None,
+        "run": visible(str(about["run"])) if "run" in about else None,
+        "step": step if type(step) is int and abs(step) < 2**63 else None,
+        "about": dict(about),
+    }
+
+
+def _tasks(project: Project, prompt: int, group: Group, making: Making) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
+    """(project, hash) and columns of each task of a prompt, beside them its completions' hashes in order of place."""
+    for chosen in _sets(project, prompt, group, making):
+        # in order of their hashes, which is as good as random: the better sampler isn't always a
+        placed = sorted(chosen)
+        best = placed.index(group.best) if group.best in placed and project.kind == "pair" else None
+        yield (project.id, material.digest([prompt, placed])), {"prompt_id": prompt, "gold": best, "placed": placed}
+
+
+def _sets(project: Project, prompt: int, group: Group, making: Making) -> list[tuple[str, ...]]:
+    hashes = list(group.completions)
+    draw: list[Hashable] = [project.seed, "tasks", prompt]
+    if project.kind == "ranking":
+        if len(hashes) < 2:
+            return []
+        parts = -(-len(hashes) // making.ranked)
+        mixed = [hashes[i] for i in seeds.permutation(len(hashes), *draw)]  # type: ignore[arg-type]
+        found = [tuple(mixed[i::parts]) for i in range(parts)]
+        found = [part for part in found if len(part) > 1]
+    elif project.kind == "pair":
+        found = list(itertools.combinations(hashes, 2))
+    else:
+        found = [(h,) for h in hashes]
+    if making.per_prompt is not None and making.per_prompt < len(found):
+        order = seeds.permutation(len(found), *draw, "some")  # type: ignore[arg-type]
+        found = [found[i] for i in sorted(order[: making.per_prompt])]
+    return found
+
+
+def _store_tasks(
+    session: Session,
+    project: Project,
+    tasks: dict[tuple[int, str], dict[str, Any]],
+    completions: Mapping[tuple[int, str], int],
+    making: Making,
+) -> tuple[int, int]:
+    """Tasks with their items and seats; how many are new, and how many were there."""
+    keys = list(tasks)
+    if making.shuffle:
+        keys = [keys[i] for i in seeds.permutation(len(keys), project.seed, "shuffle", len(keys))]
+    at = now(session)
+    there: set[str] = set()
+    for part in _parts(keys):
+        there |= set(session.scalars(select(Task.hash).where(Task.project_id == project.id, Task.hash.in_([k[1] for k in part]))))
+    fresh = [key for key in keys if key[1] not in there]
+    columns = {k: {"prompt_id": tasks[k]["prompt_id"], "gold": tasks[k]["gold"], "created_at": at} for k in fresh}
+    numbers, _ = _keyed(session, Task, "project_id", columns)
+    items, seats = [], []
+    for key in fresh:
+        number, prompt = numbers[key], tasks[key]["prompt_id"]
+        for place, h in enumerate(tasks[key]["placed"]):
+            items.append({"task_id": number, "place": place, "completion_id": completions[prompt, h]})
+        seat = {"project_id": project.id, "task_id": number, "turn": -making.priority, "done": False}
+        seats += [seat] * _seats(project, key[1], making)
+    if fresh:
+        session.execute(insert(Item), items)
+        session.execute(insert(Seat), seats)
+    return len(fresh), len(there)
+
+
+def _seats(project: Project, task_hash: str, making: Making) -> int:
+    overlap = making.overlap or project.overlap
+    drawn = seeds.derive(project.seed, "overlap", task_hash) / 2**63
+    return overlap if drawn < making.overlap_share else 1

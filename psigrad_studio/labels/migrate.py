@@ -1,0 +1,59 @@
+"""Bring a database to the tables that this version works with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from alembic.config import Config
+from alembic.runtime.environment import EnvironmentContext
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, inspect, text
+
+from psigrad.errors import UserError
+from psigrad_studio.labels.schema import Base
+
+FOLDER = Path(__file__).parent / "migrations"
+_LOCK = 7_024_661_309  # any number, as long as every version uses the same
+
+
+def scripts() -> ScriptDirectory:
+    """The migrations of this version, in Alembic's form."""
+    return ScriptDirectory(str(FOLDER), version_locations=[str(FOLDER)])
+
+
+def is_current(connection: Connection) -> bool:
+    """Whether the database has seen every migration of this version, and no others."""
+    return MigrationContext.configure(connection).get_current_heads() == tuple(scripts().get_heads())
+
+
+def upgrade(connection: Connection) -> None:
+    """Run every migration that the database has not seen, inside the transaction that `connection` is in.
+
+    Servers that start at the same moment wait for one another: on SQLite by the write lock that the transaction holds, on
+    PostgreSQL by an advisory lock. Raises `UserError` where the database is of a newer version, or another program's.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _LOCK})
+    tables = set(inspect(connection).get_table_names())
+    if "alembic_version" not in tables and tables & set(Base.metadata.tables):
+        raise UserError(
+            f"The database {connection.engine.url.render_as_string()} has tables of its own "
+            f"({', '.join(sorted(tables & set(Base.metadata.tables)))}); name another database for the labels."
+        )
+    directory = scripts()
+
+    def steps(revision: Any, context: Any) -> Any:
+        return directory._upgrade_revs("head", revision)
+
+    with EnvironmentContext(Config(), directory, fn=steps, destination_rev="head") as environment:
+        environment.configure(connection=connection, target_metadata=Base.metadata, transactional_ddl=False)
+        try:
+            environment.run_migrations()
+        except CommandError as error:
+            raise UserError(
+                f"The database {connection.engine.url.render_as_string()} was made by a newer psigrad ({error}); "
+                "install that version, or name another database."
+            ) from error

@@ -1,0 +1,310 @@
+"""Who is asking, and what they may do: users, logins, sessions, API tokens and roles. `invites` brings people in.
+
+A viewer reads results; a labeller labels and sees nobody's answers but their own; an admin of a project does both and manages
+it. An administrator of the studio (`admin`) is an admin of every project.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass, field
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from psigrad_studio.labels import secret
+from psigrad_studio.labels.database import Database, now, reads, writes
+from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal, TooMany, Unknown
+from psigrad_studio.labels.schema import ROLES, ApiToken, Audit, LoginFailure, LoginSession, Membership, Project, User
+
+MAY = {"viewer": {"see", "results"}, "labeller": {"see", "label"}, "admin": {"see", "results", "label", "manage"}}
+LOCAL = "local"
+HOUR = 3_600_000
+SESSION_FOR, SESSION_IDLE = 30 * 24 * HOUR, 24 * HOUR
+SEEN_EVERY = 60_000
+FAILURES, FAILURES_WITHIN = 10, HOUR // 4
+
+
+@dataclass(frozen=True)
+class Person:
+    """Who is asking. A program with a token may do no more than `role`, and nothing outside `project_id` where that is set."""
+
+    id: int
+    name: str
+    admin: bool = False
+    role: str = "admin"
+    project_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Login:
+    """A new session: the token for the cookie, the token for its forms, and when it ends (milliseconds since 1970 UTC)."""
+
+    person: Person
+    token: str = field(repr=False)
+    csrf: str = field(repr=False)
+    expires_at: int
+
+
+def actions(session: Session, person: Person, project_id: int) -> set[str]:
+    """What a person may do in a project: a subset of see, results, label and manage."""
+    user = session.get(User, person.id)
+    if user is None or user.disabled_at is not None or person.project_id not in (None, project_id):
+        return set()
+    member = session.get(Membership, (person.id, project_id))
+    role = "admin" if user.admin else member.role if member else ""
+    return MAY.get(role, set()) & MAY[person.role]
+
+
+def require(session: Session, person: Person, project_id: int, action: str) -> Project:
+    """The project, if `person` may do `action` there. Raises `Missing` where it isn't theirs to see, else `Forbidden`."""
+    allowed = actions(session, person, project_id)
+    project = session.get(Project, project_id) if "see" in allowed else None
+    if project is None:
+        raise Missing(f"There is no project {project_id} that {person.name!r} belongs to; ask its admin for an invite.")
+    if action not in allowed:
+        words = {"label": "label", "results": "see the results", "manage": "manage it"}
+        raise Forbidden(f"{person.name!r} may not {words.get(action, action)} in project {project.name!r}; ask its admin.")
+    return project
+
+
+def require_admin(session: Session, person: Person) -> None:
+    """Raises `Forbidden` unless `person` administers the studio."""
+    user = session.get(User, person.id)
+    if user is None or user.disabled_at is not None or not user.admin or person.role != "admin" or person.project_id is not None:
+        raise Forbidden(f"{person.name!r} is no administrator of this studio; ask one.")
+
+
+def note(session: Session, person: Person | None, project_id: int | None, action: str, **about: object) -> None:
+    """A row of the audit."""
+    at, who = now(session), person.id if person else None
+    session.add(Audit(at=at, user_id=who, project_id=project_id, action=action, about=about))
+
+
+def folded(name: str) -> str:
+    """A name as it is compared: no two people differ only in case, width or spaces."""
+    return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+
+
+def new_user(session: Session, name: str, password: str | None, *, admin: bool = False) -> User:
+    """A user with a hash in place of `password`. Raises `Refusal` where the name can't be shown, `Conflict` where it is taken."""
+    name = " ".join(name.split())
+    _must_be_shown(name)
+    if password is not None and folded(name) == LOCAL:
+        raise Conflict(f"The name {name!r} is that of the person at this machine; choose another.")
+    if session.scalar(select(User.id).where(User.folded == folded(name))) is not None:
+        raise Conflict(f"The name {name!r} is taken; choose another.")
+    user = User(name=name, folded=folded(name), password_hash=password, admin=admin, created_at=now(session))
+    session.add(user)
+    session.flush()
+    return user
+
+
+def _must_be_shown(name: str) -> None:
+    if not 1 <= len(name) <= 80 or not name.isprintable():
+        raise Refusal("A name has 1 to 80 printable characters; choose another.")
+
+
+@writes
+def local(session: Session) -> Person:
+    """The person at this machine, who needs no login: an administrator without a password, made at the first call."""
+    user = session.scalar(select(User).where(User.folded == LOCAL))
+    if user is None:
+        user = new_user(session, LOCAL, None, admin=True)
+    return _person(user)
+
+
+@reads
+def empty(session: Session) -> bool:
+    """Whether nobody can log in yet: time for `invites.first`."""
+    return session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is None
+
+
+def log_in(database: Database, name: str, password: str) -> Login:
+    """A session for who knows the password.
+
+    Raises `Unknown` for a wrong name or password (the sentence is the same) and `TooMany` after ten failures in a quarter of
+    an hour under one name.
+    """
+    if not name.isprintable():
+        raise Unknown("Name or password is wrong.")
+    stored = _stored_password(database, folded(name))
+    # outside any transaction: a hash takes a tenth of a second, and a lock held for it would keep everybody waiting
+    good = secret.check_password(password, stored)
+    login = _begin_session(database, folded(name), stored if good else None)
+    if login is None:
+        raise Unknown("Name or password is wrong.")
+    return login
+
+
+@reads
+def _stored_password(session: Session, key: str) -> str | None:
+    since = now(session) - FAILURES_WITHIN
+    failures = select(func.count()).select_from(LoginFailure).where(LoginFailure.folded == key, LoginFailure.at > since)
+    if (session.scalar(failures) or 0) >= FAILURES:
+        raise TooMany("Too many wrong passwords for this name; wait a quarter of an hour.")
+    return session.scalar(select(User.password_hash).where(User.folded == key, User.disabled_at.is_(None)))
+
+
+@writes
+def _begin_session(session: Session, key: str, stored: str | None) -> Login | None:
+    user = session.scalar(select(User).where(User.folded == key, User.disabled_at.is_(None)))
+    # the password may have been changed while it was compared
+    if user is None or stored is None or user.password_hash != stored:
+        session.execute(delete(LoginFailure).where(LoginFailure.at <= now(session) - FAILURES_WITHIN))
+        session.add(LoginFailure(folded=key[:200], at=now(session)))
+        return None
+    return open_session(session, user)
+
+
+def open_session(session: Session, user: User) -> Login:
+    """A new session of a user. The token is new each time, so that nobody can lay one down for another to log in with."""
+    token, start = secret.token("session"), now(session)
+    until = start + SESSION_FOR
+    hashed = secret.hash_token(token)
+    session.add(LoginSession(user_id=user.id, token_hash=hashed, created_at=start, seen_at=start, expires_at=until))
+    return Login(_person(user), token, secret.csrf(token), until)
+
+
+def who(database: Database, token: str | None) -> Person:
+    """Who holds this session or API token. Raises `Unknown` where it is missing, wrong, ended or too old."""
+    hashed = secret.hash_token(token or "")
+    person, stale = _found(database, hashed)
+    if person is None:
+        raise Unknown("The session or token isn't known or has run out; log in again.")
+    if stale:
+        _seen(database, hashed)
+    return person
+
+
+@reads
+def _found(session: Session, hashed: str) -> tuple[Person | None, bool]:
+    at = now(session)
+    row = session.scalar(select(LoginSession).where(LoginSession.token_hash == hashed))
+    if row is not None:
+        user = session.get_one(User, row.user_id)
+        live = row.ended_at is None and row.expires_at > at and row.seen_at + SESSION_IDLE > at and user.disabled_at is None
+        return (_person(user) if live else None), row.seen_at + SEEN_EVERY <= at
+    key = session.scalar(select(ApiToken).where(ApiToken.token_hash == hashed))
+    if key is None or key.revoked_at is not None or (key.expires_at is not None and key.expires_at <= at):
+        return None, False
+    user = session.get_one(User, key.user_id)
+    person = Person(user.id, user.name, user.admin and key.role == "admin", key.role, key.project_id)
+    return (person if user.disabled_at is None else None), (key.used_at or 0) + SEEN_EVERY <= at
+
+
+@writes
+def _seen(session: Session, hashed: str) -> None:
+    for row in session.scalars(select(LoginSession).where(LoginSession.token_hash == hashed)):
+        row.seen_at = max(row.seen_at, now(session))
+    for key in session.scalars(select(ApiToken).where(ApiToken.token_hash == hashed)):
+        key.used_at = now(session)
+
+
+@writes
+def log_out(session: Session, token: str) -> None:
+    """End a session. Ending one that is over does nothing."""
+    for row in session.scalars(select(LoginSession).where(LoginSession.token_hash == secret.hash_token(token))):
+        row.ended_at = row.ended_at or now(session)
+
+
+def change_password(database: Database, person: Person, old: str, new: str) -> None:
+    """Set a new password and end every session of the person. Raises `Forbidden` where the old one is wrong."""
+    stored = _stored_password(database, folded(person.name))
+    if not secret.check_password(old, stored):
+        raise Forbidden("The old password is wrong; nothing was changed.")
+    _set_password(database, person, secret.hash_password(new))
+
+
+@writes
+def _set_password(session: Session, person: Person, hashed: str) -> None:
+    session.get_one(User, person.id).password_hash = hashed
+    end_sessions(session, person.id)
+    note(session, person, None, "password changed")
+
+
+def end_sessions(session: Session, user_id: int) -> None:
+    """End every session of a user."""
+    for row in session.scalars(select(LoginSession).where(LoginSession.user_id == user_id, LoginSession.ended_at.is_(None))):
+        row.ended_at = now(session)
+
+
+@writes
+def make_token(
+    session: Session,
+    person: Person,
+    name: str,
+    role: str = "labeller",
+    *,
+    project_id: int | None = None,
+    lasts_ms: int | None = None,
+) -> tuple[int, str]:
+    """An API token for a program that acts for `person`: its number, and the token, which is shown this once.
+
+    It may do no more than `role`. A token can't make another. Raises `Refusal` on an unknown role.
+    """
+    if person.role != "admin" or person.project_id is not None:
+        raise Forbidden("A token can't make tokens; log in with a password.")
+    if role not in ROLES:
+        raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}.")
+    _must_be_shown(name)
+    if project_id is not None:
+        require(session, person, project_id, "see")
+    value, at = secret.token("api"), now(session)
+    row = ApiToken(
+        user_id=person.id,
+        project_id=project_id,
+        name=name,
+        role=role,
+        token_hash=secret.hash_token(value),
+        created_at=at,
+        expires_at=None if lasts_ms is None else at + lasts_ms,
+    )
+    session.add(row)
+    session.flush()
+    note(session, person, project_id, "token made", token=row.id, role=role)
+    return row.id, value
+
+
+@reads
+def tokens(session: Session, person: Person) -> list[dict[str, object]]:
+    """The person's API tokens, without the tokens themselves."""
+    rows = session.scalars(select(ApiToken).where(ApiToken.user_id == person.id).order_by(ApiToken.id))
+    names = ("id", "name", "role", "project_id", "created_at", "expires_at", "revoked_at", "used_at")
+    return [{name: getattr(row, name) for name in names} for row in rows]
+
+
+@writes
+def revoke_token(session: Session, person: Person, token_id: int) -> None:
+    """End one of the person's own API tokens. Raises `Missing` where there is none of that number."""
+    row = session.get(ApiToken, token_id)
+    if row is None or row.user_id != person.id:
+        raise Missing(f"{person.name!r} has no token {token_id}.")
+    row.revoked_at = row.revoked_at or now(session)
+    note(session, person, row.project_id, "token revoked", token=token_id)
+
+
+@reads
+def everyone(session: Session, person: Person) -> list[dict[str, object]]:
+    """All users of the studio: `id`, `name`, `admin`, `created_at`, `disabled_at`. For its administrators."""
+    require_admin(session, person)
+    names = ("id", "name", "admin", "created_at", "disabled_at")
+    return [{name: getattr(user, name) for name in names} for user in session.scalars(select(User).order_by(User.folded))]
+
+
+@writes
+def disable(session: Session, person: Person, user_id: int) -> None:
+    """Shut a user out at once: sessions end, tokens stop. What they answered stays."""
+    require_admin(session, person)
+    user = session.get(User, user_id)
+    if user is None:
+        raise Missing(f"There is no user {user_id}.")
+    if user.id == person.id:
+        raise Conflict("You can't shut yourself out; ask another administrator.")
+    user.disabled_at = user.disabled_at or now(session)
+    end_sessions(session, user_id)
+    note(session, person, None, "user disabled", user=user_id)
+
+
+def _person(user: User) -> Person:
+    return Person(user.id, user.name, user.admin)

@@ -1,0 +1,231 @@
+"""Projects: what is asked, how often, and who takes part."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import func, insert, select
+from sqlalchemy.orm import Session
+
+from psigrad.errors import nearest
+from psigrad_studio.labels import people
+from psigrad_studio.labels.database import now, reads, writes
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
+from psigrad_studio.labels.schema import KINDS, ROLES, Assignment, Membership, Project, Seat, Task, User, Vote
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked in a project."""
+
+    name: str
+    kind: str = "pair"
+    """pair, ranking, rating-5 or rating-10."""
+    instructions: str = ""
+    overlap: int = 1
+    """People who answer each task, unless an import says otherwise."""
+    lease_s: int = 600
+    """Seconds that a task is kept for who was shown it."""
+    ties: bool = True
+    """Whether a tie may be chosen, or ranks be equal."""
+    both_bad: bool = True
+    """Whether "both bad" may be chosen (pairs)."""
+    strengths: int = 0
+    """Grades of how much better the chosen one is, from 1; 0 doesn't ask (pairs)."""
+    seed: int | None = None
+    """What display orders are drawn from; drawn itself unless given."""
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+            ("name", 1 <= len(self.name.strip()) <= 120 and self.name.isprintable(), "1 to 120 printable characters"),
+            ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}{nearest(self.kind, KINDS)}"),
+            ("instructions", len(self.instructions) <= 20_000, "at most 20000 characters"),
+            ("overlap", 1 <= self.overlap <= 1000, "1 to 1000"),
+            ("lease_s", 10 <= self.lease_s <= 7 * 86_400, "10 seconds to a week"),
+            ("strengths", 0 <= self.strengths <= 9, "0 to 9"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
+        ):
+            if not ok:
+                given = getattr(self, name)
+                raise Refusal(f"{name} is {str(given)[:80]!r}; expected {expected}.")
+
+
+@dataclass(frozen=True)
+class ProjectInfo:
+    """A project as one person sees it; `may` is a subset of see, results, label and manage."""
+
+    id: int
+    settings: Settings
+    created_at: int
+    closed_at: int | None
+    may: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a project is. `answered` of `wanted` answers are there and `leased` are being given; `skipped` counts the skips
+    that stand.
+    """
+
+    tasks: int
+    wanted: int
+    answered: int
+    leased: int
+    skipped: int
+    by_person: dict[str, int]
+    """Standing answers by name."""
+
+
+@writes
+def create(session: Session, person: Person, settings: Settings) -> int:
+    """A new project with `person` as its admin; its number. Raises `Conflict` where the name is taken."""
+    people.require_admin(session, person)
+    name = settings.name.strip()
+    if session.scalar(select(Project.id).where(Project.name == name)) is not None:
+        raise Conflict(f"There is a project {name!r}; choose another name.")
+    seed = secrets.randbits(63) if settings.seed is None else settings.seed
+    project = Project(**_columns(replace(settings, name=name, seed=seed)), created_at=now(session))
+    session.add(project)
+    session.flush()
+    session.add(Membership(user_id=person.id, project_id=project.id, role="admin", created_at=now(session)))
+    people.note(session, person, project.id, "project created")
+    return project.id
+
+
+@reads
+def info(session: Session, person: Person, project_id: int) -> ProjectInfo:
+    """One project. Raises `Missing` where it isn't theirs to see."""
+    project = people.require(session, person, project_id, "see")
+    return _info(session, person, project)
+
+
+@reads
+def mine(session: Session, person: Person) -> list[ProjectInfo]:
+    """Every project that `person` may see, oldest first."""
+    found = [_info(session, person, project) for project in session.scalars(select(Project).order_by(Project.id))]
+    return [each for each in found if each.may]
+
+
+@writes
+def change(session: Session, person: Person, project_id: int, changes: Mapping[str, Any]) -> None:
+    """Change instructions, lease_s, ties, both_bad, strengths or name, or raise the overlap. What was answered stays as it is.
+
+    A higher overlap asks for more answers to every task that has fewer; a lower one is refused, since answers may be there.
+    """
+    project = people.require(session, person, project_id, "manage")
+    settings = _settings(project)
+    if unknown := set(changes) - {"name", "instructions", "overlap", "lease_s", "ties", "both_bad", "strengths"}:
+        raise Refusal(f"{', '.join(sorted(unknown))} can't be changed once a project is there; make another project.")
+    new = replace(settings, **changes)
+    if new.overlap < settings.overlap:
+        raise Refusal(f"The overlap is {settings.overlap} and can't be lowered to {new.overlap}; it can only be raised.")
+    if session.scalar(select(Project.id).where(Project.name == new.name, Project.id != project_id)) is not None:
+        raise Conflict(f"There is a project {new.name!r}; choose another name.")
+    for column, value in _columns(new).items():
+        setattr(project, column, value)
+    if new.overlap > settings.overlap:
+        _raise_overlap(session, project_id, new.overlap)
+    people.note(session, person, project_id, "project changed", **changes)
+
+
+def _raise_overlap(session: Session, project_id: int, overlap: int) -> None:
+    seats = select(Seat.task_id, func.count(), func.max(Seat.turn)).where(Seat.project_id == project_id)
+    rows = [
+        {"project_id": project_id, "task_id": task, "turn": turn, "done": False}
+        for task, there, turn in session.execute(seats.group_by(Seat.task_id).order_by(Seat.task_id))
+        for _ in range(overlap - there)
+    ]
+    if rows:
+        session.execute(insert(Seat), rows)
+
+
+@writes
+def close(session: Session, person: Person, project_id: int, closed: bool = True) -> None:
+    """Take no more answers, or (with `closed` false) take them again."""
+    project = people.require(session, person, project_id, "manage")
+    project.closed_at = (project.closed_at or now(session)) if closed else None
+    people.note(session, person, project_id, "project closed" if closed else "project opened")
+
+
+@reads
+def members(session: Session, person: Person, project_id: int) -> list[dict[str, Any]]:
+    """Who takes part, by name: `id`, `name`, `role`, and whether they are `disabled`."""
+    people.require(session, person, project_id, "manage")
+    rows = select(User, Membership.role).join(Membership, Membership.user_id == User.id)
+    found = session.execute(rows.where(Membership.project_id == project_id).order_by(User.folded))
+    return [{"id": u.id, "name": u.name, "role": role, "disabled": u.disabled_at is not None} for u, role in found]
+
+
+@writes
+def set_role(session: Session, person: Person, project_id: int, user_id: int, role: str | None) -> None:
+    """Give a user a role in the project, or take it away (None). What they answered stays."""
+    people.require(session, person, project_id, "manage")
+    if role is not None and role not in ROLES:
+        raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}{nearest(role, ROLES)}.")
+    member = session.get(Membership, (user_id, project_id))
+    if session.get(User, user_id) is None or (role is None and member is None):
+        raise Missing(f"There is no user {user_id} in this project.")
+    if role is None:
+        session.delete(member)
+    elif member is None:
+        session.add(Membership(user_id=user_id, project_id=project_id, role=role, created_at=now(session)))
+    else:
+        member.role = role
+    people.note(session, person, project_id, "role set", user=user_id, role=role)
+
+
+@reads
+def progress(session: Session, person: Person, project_id: int) -> Progress:
+    """How far the project is, counted from the answers themselves."""
+    people.require(session, person, project_id, "results")
+    in_project = Seat.project_id == project_id
+    counted = select(func.count()).select_from(Seat).where(in_project)
+    standing = select(Vote.action, User.name, func.count()).join(Assignment, Assignment.vote_id == Vote.id)
+    standing = standing.join(User, User.id == Vote.user_id).where(Vote.project_id == project_id)
+    rows = session.execute(standing.group_by(Vote.action, User.name).order_by(User.name)).all()
+    tasks = select(func.count()).select_from(Task).where(Task.project_id == project_id)
+    return Progress(
+        tasks=session.scalar(tasks) or 0,
+        wanted=session.scalar(counted) or 0,
+        answered=sum(n for action, _, n in rows if action == "vote"),
+        leased=session.scalar(counted.where(Seat.done.is_(False), Seat.lease_until > now(session))) or 0,
+        skipped=sum(n for action, _, n in rows if action == "skip"),
+        by_person={name: n for action, name, n in rows if action == "vote"},
+    )
+
+
+def _info(session: Session, person: Person, project: Project) -> ProjectInfo:
+    may = frozenset(people.actions(session, person, project.id))
+    return ProjectInfo(project.id, _settings(project), project.created_at, project.closed_at, may)
+
+
+def _settings(project: Project) -> Settings:
+    return Settings(
+        name=project.name,
+        kind=project.kind,
+        instructions=project.instructions,
+        overlap=project.overlap,
+        lease_s=project.lease_ms // 1000,
+        ties=project.ties,
+        both_bad=project.both_bad,
+        strengths=project.strengths,
+        seed=project.seed,
+    )
+
+
+def _columns(settings: Settings) -> dict[str, Any]:
+    return {
+        "name": settings.name,
+        "kind": settings.kind,
+        "instructions": settings.instructions,
+        "overlap": settings.overlap,
+        "lease_ms": settings.lease_s * 1000,
+        "ties": settings.ties,
+        "both_bad": settings.both_bad,
+        "strengths": settings.strengths,
+        "seed": settings.seed,
+    }

@@ -1,0 +1,250 @@
+"""What the answers of a project say: how far people agree, whether the side decides, and which sampler is the better one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from sqlalchemy.orm import Session
+
+from psigrad.errors import nearest
+from psigrad_studio.labels import agreement as statistics
+from psigrad_studio.labels import people, standing
+from psigrad_studio.labels.agreement import Alpha, Share
+from psigrad_studio.labels.database import reads
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.ranking import Ranking, Undetermined, bradley_terry
+from psigrad_studio.labels.refusals import Conflict, Refusal
+from psigrad_studio.labels.schema import CHOICES
+from psigrad_studio.labels.standing import Labels, Standing
+
+By = Literal["sampler", "run", "step", "completion"]
+PRIOR_SD = 3.0
+"""Strengths within ±6 are then within two standard deviations: odds of 400 to 1."""
+
+
+@dataclass(frozen=True)
+class Kappa:
+    """Cohen's kappa of two people over the units that both answered."""
+
+    first: str
+    second: str
+    value: float
+    units: int
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of the standing answers. Units are tasks, or, in rankings, the pairs of a task.
+
+    `alpha` is by level: nominal; for ratings ordinal and interval too. `fleiss` is None where tasks have different numbers of
+    answers, `cohen` has a line for each two people. `position` and `gold` are by name, "" for all;
+    `position` is empty where no pairs are asked for.
+    """
+
+    units: int
+    shared: int
+    """Units with two answers or more."""
+    percent: float
+    alpha: dict[str, Alpha]
+    fleiss: float | None
+    cohen: list[Kappa]
+    position: dict[str, Share]
+    gold: dict[str, Share]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One line of a ranking: strength (sum 0, natural logarithms) with its interval, and the ranks that it may have."""
+
+    name: str
+    strength: float
+    low: float
+    high: float
+    best_rank: int
+    worst_rank: int
+    comparisons: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Bradley–Terry ranking, the strongest first.
+
+    `tie` is η of the model, `prior_sd` None where the strengths are maximum likelihood. Not counted are comparisons whose sides
+    have the same name (`same`), and those of a text that several made (`shared`).
+    """
+
+    places: list[Place]
+    comparisons: int
+    tie: float
+    prior_sd: float | None
+    same: int
+    shared: int
+
+
+@reads
+def agreement(session: Session, person: Person, project_id: int) -> Agreement:
+    """How far the people of a project agree, with themselves set against known answers where there are any."""
+    labels = standing.load(session, people.require(session, person, project_id, "results"))
+    raters = sorted(labels.names, key=lambda n: labels.names[n])
+    table = _matrix(labels, raters)
+    answered = (~np.isnan(table)).sum(0)
+    rating = labels.project.kind.startswith("rating")
+    levels: tuple[statistics.Level, ...] = ("nominal", "ordinal", "interval") if rating else ("nominal",)
+    even = answered[answered > 0]
+    return Agreement(
+        units=int((answered > 0).sum()),
+        shared=int((answered > 1).sum()),
+        percent=statistics.percent_agreement(table),
+        alpha={level: statistics.alpha_interval(table, level) for level in levels},
+        fleiss=statistics.fleiss_kappa(table) if even.size and even.min() == even.max() > 1 else None,
+        cohen=[
+            Kappa(labels.names[a], labels.names[b], statistics.cohen_kappa(table[i], table[j]), _both(table[i], table[j]))
+            for (i, a), (j, b) in itertools.combinations(enumerate(raters), 2)
+        ],
+        position=_by_name(labels, _left) if labels.project.kind == "pair" else {},
+        gold=_by_name(labels, lambda answer: _right(labels, answer)),
+    )
+
+
+def _matrix(labels: Labels, raters: list[int]) -> Any:
+    """[R, U] answers as numbers: the index of a choice, the order of the two of a pair (1, 2, 0 for equal), or a rating."""
+    units: dict[tuple[int, ...], int] = {}
+    cells = [
+        (raters.index(answer.user), units.setdefault(unit, len(units)), v)
+        for answer in labels.answers
+        for unit, v in _units(answer)
+    ]
+    table = np.full((len(raters), len(units)), np.nan)
+    for rater, unit, value in cells:
+        table[rater, unit] = value
+    return table
+
+
+def _both(a: Any, b: Any) -> int:
+    return int((~np.isnan(a) & ~np.isnan(b)).sum())
+
+
+def _units(answer: Standing) -> Iterator[tuple[tuple[int, ...], float]]:
+    if answer.choice is not None:
+        yield (answer.task,), CHOICES.index(answer.choice)
+    elif answer.rating is not None:
+        yield (answer.task,), answer.rating
+    else:
+        ranks = answer.ranks or []
+        for a, b in itertools.combinations(range(len(ranks)), 2):
+            yield (answer.task, a, b), 0 if ranks[a] == ranks[b] else 1 if ranks[a] < ranks[b] else 2
+
+
+def _left(answer: Standing) -> bool | None:
+    return answer.display[0] == "ab".index(answer.choice) if answer.choice in ("a", "b") else None
+
+
+def _right(labels: Labels, answer: Standing) -> bool | None:
+    gold = labels.tasks[answer.task].gold
+    return None if gold is None else answer.choice == "ab"[gold]
+
+
+def _by_name(labels: Labels, question: Any) -> dict[str, Share]:
+    """The share of answers for which `question` is true, of those for which it isn't None, over all and by person."""
+    found: dict[str, list[bool]] = {"": []}
+    for answer in labels.answers:
+        said = question(answer)
+        if said is not None:
+            found[""].append(said)
+            found.setdefault(labels.names[answer.user], []).append(said)
+    return {name: statistics.share(sum(said), len(said)) for name, said in sorted(found.items()) if said}
+
+
+@reads
+def ranking(session: Session, person: Person, project_id: int, by: By = "sampler") -> Table:
+    """Bradley–Terry strengths of samplers, runs, steps of runs, or single completions, from all standing answers.
+
+    "Both bad" counts as a tie; a ranking as its pairs; ratings as comparisons of one person's ratings of one prompt. Answers to
+    one task are allowed to depend on one another. Where the maximum of the likelihood doesn't exist (somebody never lost), a
+    weak prior is used and named. Raises `Conflict` where there is nothing to compare.
+    """
+    if by not in ("sampler", "run", "step", "completion"):
+        raise Refusal(f"by is {by!r}; expected sampler, run, step or completion{nearest(by, ('sampler', 'run', 'step'))}.")
+    project = people.require(session, person, project_id, "results")
+    labels = standing.load(session, project)
+    names = _names(session, labels, by)
+    kept: list[tuple[str, str, float, int]] = []
+    left_out: Counter[str] = Counter()
+    for a, b, outcome, cluster in _comparisons(labels):
+        one, other = names.get(a), names.get(b)
+        if one is None or other is None or one == other:
+            left_out["shared" if one is None or other is None else "same"] += 1
+        else:
+            kept.append((one, other, outcome, cluster))
+    if not kept:
+        raise Conflict(f"There is nothing to rank by {by}: no answer compares two that differ in it.")
+    return _table(kept, left_out)
+
+
+def _table(kept: list[tuple[str, str, float, int]], left_out: Counter[str]) -> Table:
+    order = sorted({name for one, other, _, _ in kept for name in (one, other)})
+    index = {name: n for n, name in enumerate(order)}
+    first, second = [index[k[0]] for k in kept], [index[k[1]] for k in kept]
+    outcome, cluster = [k[2] for k in kept], [k[3] for k in kept]
+    try:
+        found = bradley_terry(first, second, outcome, len(order), cluster=cluster)
+    except Undetermined:
+        found = bradley_terry(first, second, outcome, len(order), cluster=None, prior_sd=PRIOR_SD)
+    return Table(_places(found, order), len(kept), found.tie, found.prior_sd, left_out["same"], left_out["shared"])
+
+
+def _places(found: Ranking, names: list[str]) -> list[Place]:
+    low, high = found.interval()
+    ranks = found.ranks()
+    lines = [
+        Place(name, float(found.strength[n]), float(low[n]), float(high[n]), *ranks[n], int(found.comparisons[n]))
+        for n, name in enumerate(names)
+    ]
+    return sorted(lines, key=lambda line: -line.strength)
+
+
+def _names(session: Session, labels: Labels, by: By) -> dict[int, str]:
+    """What each completion is called; one that several made has no name."""
+    if by == "completion":
+        return {n: str(n) for task in labels.tasks.values() for n in task.completions}
+    found: dict[int, str] = {}
+    for completion, origins in standing.origins(session, labels.project).items():
+        called = {_called(origin, by) for origin in origins}
+        if len(called) == 1 and (name := called.pop()) is not None:
+            found[completion] = name
+    return found
+
+
+def _called(origin: dict[str, Any], by: By) -> str | None:
+    if by == "step":
+        return None if origin["step"] is None else f"{origin['run'] or ''}@{origin['step']}"
+    return origin[by] if by == "run" or origin[by] is None or origin["run"] is None else f"{origin['run']}: {origin[by]}"
+
+
+def _comparisons(labels: Labels) -> Iterator[tuple[int, int, float, int]]:
+    """(completion, completion, 1 where the first is better, 0 where the second, 0.5 for equal; cluster)."""
+    if labels.project.kind.startswith("rating"):
+        yield from _rated(labels)
+        return
+    for answer in labels.answers:
+        items = labels.tasks[answer.task].completions
+        if answer.choice is not None:
+            yield items[0], items[1], {"a": 1.0, "b": 0.0}.get(answer.choice, 0.5), answer.task
+        elif answer.ranks is not None:
+            for a, b in itertools.combinations(range(len(items)), 2):
+                yield items[a], items[b], (np.sign(answer.ranks[b] - answer.ranks[a]) + 1) / 2, answer.task
+
+
+def _rated(labels: Labels) -> Iterator[tuple[int, int, float, int]]:
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for answer in labels.answers:
+        task = labels.tasks[answer.task]
+        groups.setdefault((answer.user, task.prompt), []).append((task.completions[0], answer.rating or 0))
+    for (_, prompt), rated in groups.items():
+        for (a, x), (b, y) in itertools.combinations(rated, 2):
+            yield a, b, (np.sign(x - y) + 1) / 2, prompt

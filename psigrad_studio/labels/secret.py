@@ -1,0 +1,67 @@
+"""Passwords and tokens: made, hashed and compared. Nothing that is stored can be used to log in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import unicodedata
+from dataclasses import dataclass
+
+from psigrad_studio.labels.refusals import Refusal
+
+SHORTEST, LONGEST = 10, 1024
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one scrypt hash costs: 128 · 2^log_n · r bytes of memory, p times over."""
+
+    log_n: int = 15
+    r: int = 8
+    p: int = 3
+
+
+COST = Cost()
+
+
+def hash_password(password: str, cost: Cost | None = None) -> str:
+    """`scrypt$log_n$r$p$salt$hash` of a password. Raises `Refusal` where it is too short or too long."""
+    if not SHORTEST <= len(password) <= LONGEST:
+        raise Refusal(f"The password has {len(password)} characters; expected {SHORTEST} to {LONGEST}.")
+    cost = cost or COST
+    salt = secrets.token_bytes(16)
+    parts = (cost.log_n, cost.r, cost.p, *(base64.b64encode(b).decode() for b in (salt, _scrypt(password, salt, cost))))
+    return "$".join(("scrypt", *map(str, parts)))
+
+
+def check_password(password: str, stored: str | None) -> bool:
+    """Whether the password is the one of `stored`. Takes as long where there is none, so names can't be found by time."""
+    if stored is None:
+        _scrypt(password[:LONGEST], b"no such person..", COST)
+        return False
+    _, log_n, r, p, salt, expected = stored.split("$")
+    found = _scrypt(password[:LONGEST], base64.b64decode(salt), Cost(int(log_n), int(r), int(p)))
+    return hmac.compare_digest(found, base64.b64decode(expected)) and len(password) <= LONGEST
+
+
+def _scrypt(password: str, salt: bytes, cost: Cost) -> bytes:
+    n = 2**cost.log_n
+    text = unicodedata.normalize("NFKC", password).encode("utf-8", "surrogatepass")
+    return hashlib.scrypt(text, salt=salt, n=n, r=cost.r, p=cost.p, maxmem=132 * n * cost.r * cost.p + 2**20, dklen=32)
+
+
+def token(kind: str) -> str:
+    """A new token of 256 random bits. It begins with what it is, so that a leaked one can be recognised."""
+    return f"psigrad_{kind}_{secrets.token_urlsafe(32)}"
+
+
+def hash_token(value: str) -> str:
+    """What is stored of a token. One round is enough: there is nothing to guess in 256 random bits."""
+    return hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def csrf(session_token: str) -> str:
+    """The token that a form of this session carries; of use to nobody else, and the session can't be told from it."""
+    return hmac.new(session_token.encode("utf-8", "surrogatepass"), b"psigrad csrf", hashlib.sha256).hexdigest()

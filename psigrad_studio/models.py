@@ -1,0 +1,113 @@
+"""Models in memory, and whose turn it is with each: one user of a model at a time, first come, first served."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from psigrad.errors import UserError
+from psigrad_studio.checkpoints import Checkpoint
+from psigrad_studio.security import Refused
+
+if TYPE_CHECKING:
+    from psigrad.models.language_model import LanguageModel
+
+LONGEST_LINE = 8
+
+
+@dataclass(eq=False)
+class Turn:
+    """A place in the line for some models. It must be given up by `leave`, whether it came or not."""
+
+    models: frozenset[Checkpoint]
+    _line: list[Turn]
+    _changed: threading.Condition = field(repr=False)
+
+    def ahead(self, wait: float = 0.0) -> int:
+        """How many others come first with one of these models, after waiting up to `wait` seconds for that to change."""
+        with self._changed:
+            before = self._count()
+            if before and wait:
+                self._changed.wait_for(lambda: self._count() < before, wait)
+            return self._count()
+
+    def leave(self) -> None:
+        """Let the next one go on."""
+        with self._changed:
+            if self in self._line:
+                self._line.remove(self)
+            self._changed.notify_all()
+
+    def _count(self) -> int:
+        return sum(bool(other.models & self.models) for other in self._line[: self._line.index(self)])
+
+
+class Models:
+    """At most `most_bytes` of weights; the model that was used longest ago goes first, those in use stay."""
+
+    def __init__(self, most_bytes: int, load: Callable[[Checkpoint], LanguageModel] = Checkpoint.open) -> None:
+        self.most_bytes, self._load = most_bytes, load
+        self._loaded: OrderedDict[Checkpoint, LanguageModel | None] = OrderedDict()
+        self._line: list[Turn] = []
+        self._changed = threading.Condition()
+
+    def join(self, wanted: Sequence[Checkpoint]) -> Turn:
+        """A place in the line. Raises `Refused` where the line is too long."""
+        with self._changed:
+            if len(self._line) >= LONGEST_LINE:
+                raise Refused(429, "busy", f"{LONGEST_LINE} answers are being written or waited for; try again in a moment.")
+            turn = Turn(frozenset(wanted), self._line, self._changed)
+            self._line.append(turn)
+            return turn
+
+    def has(self, wanted: Checkpoint) -> bool:
+        """Whether the model is in memory."""
+        with self._changed:
+            return self._loaded.get(wanted) is not None
+
+    def get(self, wanted: Checkpoint) -> LanguageModel:
+        """The model, loaded where it is not; for whoever has the turn. Raises `UserError` where it does not fit or load."""
+        with self._changed:
+            model = self._loaded.get(wanted)
+            if model is not None:
+                self._loaded.move_to_end(wanted)
+                return model
+            freed = self._make_room(wanted)
+            self._loaded[wanted] = None  # the room is taken while it loads
+        if freed:
+            gc.collect()  # modules hold one another in circles
+        try:
+            model = self._load(wanted)
+        except BaseException:
+            with self._changed:
+                del self._loaded[wanted]
+            raise
+        with self._changed:
+            self._loaded[wanted] = model
+        return model
+
+    def _make_room(self, wanted: Checkpoint) -> int:
+        """Free models that nobody has a turn with, the one that was used longest ago first; how many."""
+        if wanted.bytes > self.most_bytes:
+            raise UserError(
+                f"{wanted.name} has {_size(wanted.bytes)} of weights and the studio keeps {_size(self.most_bytes)} in memory; "
+                "start it with a larger --model-memory (in GB)."
+            )
+        in_use, before = {model for turn in self._line for model in turn.models}, len(self._loaded)
+        for old in list(self._loaded):
+            if self._held() + wanted.bytes > self.most_bytes and old not in in_use:
+                del self._loaded[old]
+        if self._held() + wanted.bytes > self.most_bytes:
+            raise UserError(f"There is no memory for {wanted.name} beside the models in use; try again when they have answered.")
+        return before - len(self._loaded)
+
+    def _held(self) -> int:
+        return sum(model.bytes for model in self._loaded)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GB" if count >= 2**29 else f"{count / 2**20:.1f} MB"

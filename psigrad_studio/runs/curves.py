@@ -1,0 +1,78 @@
+"""Curves as the page draws them: all points, or from where the page has them on; thinned where more than can be seen."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from psigrad_studio.runs.history import History, Series
+from psigrad_studio.runs.shelf import Shelf
+from psigrad_studio.runs.signals import BY_NAME
+
+MOST_POINTS = 50_000
+SECONDS = 1.0
+
+
+def curves(
+    shelf: Shelf, run: str, generation: int, have: Mapping[str, int], names: Sequence[str] | None, axis: str
+) -> dict[str, Any]:
+    """A run's curves. What the page has of another generation counts for nothing."""
+    history = shelf.history(run)
+    history.catch_up(SECONDS)
+    with history.lock:
+        mine = have if generation == history.generation else {}
+        wanted = [name for name in history.series if _usual(name)] if names is None else names
+        grids: dict[bytes, int] = {}
+        found = {n: _curve(history, history.series[n], mine.get(n, 0), axis, grids) for n in wanted if n in history.series}
+        return {
+            "id": run,
+            "generation": history.generation,
+            "version": history.version,
+            "whole": history.whole,
+            "keys": list(history.series),
+            "grids": [array("d", steps).tolist() for steps in grids],
+            "curves": found,
+        }
+
+
+def _usual(name: str) -> bool:
+    """Whether a figure is shown without being asked for: those that have a name here, and the mean of each reward function."""
+    return name in BY_NAME or (name.startswith("rewards/") and name.endswith("/mean"))
+
+
+def _curve(history: History, series: Series, have: int, axis: str, grids: dict[bytes, int]) -> dict[str, Any]:
+    """One curve from point `have` on. Its steps, which most curves share, are put into `grids` and named by their place there."""
+    count = len(series.steps)
+    first = have if 0 <= have <= count else 0
+    steps, values = series.steps[first:], series.values[first:]
+    if len(steps) > MOST_POINTS:
+        kept = thinned(values, MOST_POINTS)
+        steps, values = array("d", (steps[i] for i in kept)), array("d", (values[i] for i in kept))
+    return {
+        "first": first,
+        "count": count,
+        "steps": grids.setdefault(steps.tobytes(), len(grids)),
+        "x": None if axis == "step" else history.at(axis, steps),
+        "values": [v if math.isfinite(v) else None for v in values.tolist()],
+    }
+
+
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Places of the least and the largest value in each of most / 2 stretches, in order: what a picture shows of them all."""
+    y = np.asarray(values, float)
+    edges = np.linspace(0, len(y), most // 2 + 1).astype(int)
+    kept = []
+    for start, end in itertools.pairwise(edges.tolist()):
+        part = y[start:end]
+        known = np.isfinite(part)
+        if not known.any():
+            kept += [start] if end > start else []
+            continue
+        low, high = np.where(known, part, np.inf).argmin(), np.where(known, part, -np.inf).argmax()
+        kept += sorted({int(start + low), int(start + high)})
+    return [int(i) for i in kept]

@@ -1,0 +1,220 @@
+"""One run's figures, read on as they are written: columns by key, what stands at which second and token, and how it goes."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import statistics
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from psigrad.report.read import number
+from psigrad_studio.runs.alerts import Alert, Watch
+from psigrad_studio.runs.files import Tail, content, parsed
+from psigrad_studio.runs.signals import name_of
+
+BYTES_AT_ONCE = 1 << 20
+MOST_KEYS = 400
+SILENT_SECONDS = 120.0
+_DROPPED = ("step",)
+
+
+@dataclass
+class Series:
+    """The points of one key, in order of their steps."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+class History:
+    """A run's metrics, timings and events. `read` takes in what is new; everything else is what was taken in so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = threading.RLock()
+        self._metrics, self._timings, self._events = (Tail(path / f"{n}.jsonl") for n in ("metrics", "timings", "events"))
+        self.generation = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.series: dict[str, Series] = {}
+        self.seconds = Series()
+        """Seconds spent in all steps up to a step."""
+        self.tokens = Series()
+        self.version, self.last_step, self.whole = 0, 0.0, False
+        self.written = 0.0
+        self.watch = Watch()
+        self._names: dict[str, str] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def read(self, most: int = BYTES_AT_ONCE) -> bool:
+        """Take in what was written since; False where more is left to read. A run that went back is read again from its start."""
+        with self.lock:
+            tails = (self._metrics, self._timings, self._events)
+            restarted = [tail.restarted() for tail in tails]
+            if any(restarted):
+                self._metrics, self._timings, self._events = (Tail(tail.path) for tail in tails)
+                self.generation += 1
+                self._clear()
+            before = self._metrics.offset + self._timings.offset + self._events.offset
+            for row in _rows(self._events, most):
+                self.events = [*self.events[-199:], row]
+            for row in _rows(self._timings, most):
+                self._timed(row)
+            for row in _rows(self._metrics, most):
+                self._measured(row)
+            taken = self._metrics.offset + self._timings.offset + self._events.offset - before
+            self.version += taken > 0
+            self.whole = taken < most
+            self.written = max((_modified(tail.path) for tail in tails), default=0.0)
+            return self.whole
+
+    def catch_up(self, seconds: float) -> bool:
+        """`read` until nothing is left, or for so long."""
+        deadline = time.monotonic() + seconds
+        while not self.read():
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _measured(self, row: Mapping[str, Any]) -> None:
+        step = _step(row)
+        if step is None:
+            return
+        figures: dict[str, float] = {}
+        for key, raw in row.items():
+            value = raw if type(raw) is float else number(raw)
+            if key in _DROPPED or (value != value and raw != "NaN"):
+                continue
+            name = self._name(key)
+            self._add(name, step, value)
+            figures[name] = value
+        self.last_step = max(self.last_step, step)
+        if (seen := figures.get("num_tokens")) is not None:
+            _point(self.tokens, step, seen)
+        self.watch.see(step, figures)
+
+    def _name(self, key: str) -> str:
+        """The name of a key's figure. Of several keys of one figure the first has its name; the others stand for themselves."""
+        found = self._names.get(key)
+        if found is None:
+            name = name_of(key)
+            found = self._names[key] = key if name in self._names.values() else name
+        return found
+
+    def _add(self, name: str, step: float, value: float) -> None:
+        series = self.series.get(name)
+        if series is None:
+            if len(self.series) >= MOST_KEYS:
+                return
+            series = self.series[name] = Series()
+        _point(series, step, value)
+
+    def _timed(self, row: Mapping[str, Any]) -> None:
+        step, spent = _step(row), number(row.get("step_time"))
+        if step is None or not math.isfinite(spent):
+            return
+        so_far = self.seconds.values[-1] if self.seconds.values else 0.0
+        _point(self.seconds, step, so_far + spent)
+        for key in ("step_time", "tokens_per_second"):
+            if math.isfinite(value := number(row.get(key))) and "time/eval" not in row:
+                self._add(self._name(key), step, value)
+        for key, raw in row.items():
+            if key.startswith("time/") and math.isfinite(value := number(raw)):
+                self._add(self._name(key), step, value)
+
+    def at(self, axis: str, steps: array[float]) -> list[float]:
+        """The second (`axis` "time") or the token ("tokens") of each of some ascending steps; where none are known, the step."""
+        known = self.seconds if axis == "time" else self.tokens
+        if axis == "step" or not known.steps:
+            return list(steps)
+        found, i = [], 0
+        for step in steps:
+            while i + 1 < len(known.steps) and known.steps[i + 1] <= step:
+                i += 1
+            found.append(known.values[i] if known.steps[i] <= step else 0.0)
+        return found
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped or failed (its process ended without a word)."""
+        last = next((e.get("kind") for e in reversed(self.events) if e.get("kind") in _KINDS), None)
+        if last in ("finished", "stopped"):
+            return str(last)
+        alive = _holder_lives(self.path)
+        if alive is None:
+            alive = time.time() - self.written < SILENT_SECONDS
+        return "running" if alive else "failed" if last else "stopped"
+
+    def alerts(self, state: str) -> list[Alert]:
+        """What the rules say, and whether a running run has fallen silent."""
+        found = self.watch.alerts()
+        usual = statistics.median(self.series["step_time"].values[-100:]) if "step_time" in self.series else 0.0
+        silent = time.time() - self.written
+        if state == "running" and silent > max(SILENT_SECONDS, 10 * usual):
+            found.insert(0, Alert("silent", self.last_step, None, self.last_step, silent))
+        return found
+
+
+_KINDS = ("started", "resumed", "saved", "finished", "stopped")
+
+
+def _rows(tail: Tail, most: int) -> Iterator[dict[str, Any]]:
+    for _, line in tail.lines(most):
+        if (row := parsed(line)) is not None:
+            yield row
+
+
+def _step(row: Mapping[str, Any]) -> float | None:
+    step = row.get("step")
+    return float(step) if type(step) is int and 0 <= step < 2**53 else None
+
+
+def _point(series: Series, step: float, value: float) -> None:
+    """Add a point; a second one of a step takes the place of the first, and one of an earlier step is of no use."""
+    if series.steps and step <= series.steps[-1]:
+        if step == series.steps[-1]:
+            series.values[-1] = value
+        return
+    series.steps.append(step)
+    series.values.append(value)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _holder_lives(path: Path) -> bool | None:
+    """Whether the process that holds a run's lock is alive; None where that cannot be told from here.
+
+    The lock itself isn't tried: a trainer that starts in that moment would be refused.
+    """
+    words = content(path / ".lock", 4096).decode("utf-8", "replace").split()
+    if len(words) < 4 or words[0] != "process" or not words[1].isdigit() or words[3].rstrip(",") != socket.gethostname():
+        return None
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return _is_locked(path / ".lock")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether Linux lists a lock on a file; true where it keeps no such list. A process may have another one's old number."""
+    try:
+        inode, held = path.stat().st_ino, Path("/proc/locks").read_text()
+    except OSError:
+        return True
+    return any(f":{inode} " in line for line in held.splitlines())

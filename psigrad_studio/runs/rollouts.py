@@ -1,0 +1,286 @@
+"""The completions of a run, found by their place in rollouts.jsonl: a few numbers of each are kept, texts are read when asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psigrad.report.read import number
+from psigrad_studio.runs.files import LONGEST_LINE, Tail, opened, parsed
+
+KINDS = ("train", "eval", "episode", "other")
+STATUSES = ("scored", "failed", "unscored", "")
+MOST = 2_000_000
+# The order in which psigrad writes a row. A quote within a string is escaped, so `"reward": ` is a key wherever it stands.
+_HEAD = re.compile(rb'\{"step": (\d{1,15}), "kind": "(\w+)", "row": (-?\d{1,15}), "k": (\d{1,9}), "prompt": ')
+_REWARD, _FINISH = b'], "reward": ', b'"finish_reason": "'
+_SCORE = re.compile(rb'\], "reward": ([^,]+), "parts": \{')
+_STATUS = re.compile(rb'\}, "status": "(\w+)", "reason": ')
+_ADVANTAGE = re.compile(rb'", "advantage": ([^,]+), "')
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rollouts: None of a field takes all."""
+
+    step: float | None = None
+    kind: str | None = None
+    status: str | None = None
+    low: float | None = None
+    high: float | None = None
+    zero: bool = False
+    """Only those that were trained on with an advantage of 0."""
+    text: str = ""
+    order: str = "newest"
+    """newest, oldest, best or worst."""
+
+
+@dataclass(frozen=True)
+class Brief:
+    """The numbers of one row that the index keeps."""
+
+    step: float
+    kind: str
+    row: int
+    k: int
+    reward: float
+    advantage: float
+    status: str
+    cut: bool
+
+
+class Rollouts:
+    """The index of one file, grown as the file grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path / "rollouts.jsonl", threading.Lock()
+        self._tail = Tail(self.path)
+        self.generation = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._offset, self._group = array("q"), array("q")
+        self._step, self._reward, self._advantage = array("d"), array("d"), array("d")
+        self._kind, self._status, self._cut = array("b"), array("b"), array("b")
+        self._last: tuple[float, str, int, int] | None = None
+        self.whole = False
+
+    def __len__(self) -> int:
+        return len(self._offset)
+
+    def read(self, seconds: float = 2.0) -> bool:
+        """Take in new rows for at most so long; False where more are left."""
+        deadline = time.monotonic() + seconds
+        with self.lock:
+            if self._tail.restarted():
+                self._tail = Tail(self.path)
+                self.generation += 1
+                self._clear()
+            self.whole = False
+            while time.monotonic() < deadline and len(self) < MOST:
+                before = self._tail.offset
+                for at, line in self._tail.lines(1 << 20):
+                    if (brief := brief_of(line)) is not None:
+                        self._add(at, brief)
+                if self._tail.offset - before < 1 << 20:
+                    self.whole = True
+                    break
+            return self.whole
+
+    def _add(self, at: int, brief: Brief) -> None:
+        last, here = self._last, (brief.step, brief.kind, brief.row, brief.k)
+        # a prompt may be drawn twice in a step: then k begins again
+        same = last is not None and last[:3] == here[:3] and brief.k > last[3]
+        group = (self._group[-1] if self._group else -1) + (not same)
+        self._last = here
+        self._offset.append(at)
+        self._group.append(group)
+        self._step.append(brief.step)
+        self._reward.append(brief.reward)
+        self._advantage.append(brief.advantage)
+        self._kind.append(KINDS.index(brief.kind) if brief.kind in KINDS else 3)
+        self._status.append(STATUSES.index(brief.status) if brief.status in STATUSES else 3)
+        self._cut.append(brief.cut)
+
+    def find(self, wanted: Wanted, seconds: float = 2.0) -> tuple[list[int], bool]:
+        """Numbers of the rows that are wanted, in order, and whether all were looked at before the time was over."""
+        with self.lock:
+            numbers = _filtered(self, wanted)
+        return (numbers.tolist(), True) if not wanted.text else self._containing(numbers.tolist(), wanted.text, seconds)
+
+    def _containing(self, numbers: Sequence[int], text: str, seconds: float) -> tuple[list[int], bool]:
+        deadline, needle, found = time.monotonic() + seconds, text.casefold(), []
+        raw = json.dumps(text)[1:-1].encode().lower() if text.isascii() else b""
+        for i, (n, line) in enumerate(self._lines(numbers)):
+            if raw in line.lower() and _speaks(line, needle):
+                found.append(n)
+            if i % 64 == 0 and time.monotonic() > deadline:
+                return found, False
+        return found, True
+
+    def _lines(self, numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        try:
+            with opened(self.path) as stream:
+                for n in numbers:
+                    stream.seek(self._offset[n])
+                    yield n, stream.readline(LONGEST_LINE)
+        except (OSError, IndexError):
+            return
+
+    def rows(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+        """Rows by their numbers; those that cannot be read (any more) are left out."""
+        found = ((n, parsed(line)) for n, line in self._lines([n for n in numbers if 0 <= n < len(self)]))
+        return [(n, row) for n, row in found if row is not None and _step_of(row) == self._step[n]]
+
+    def group_of(self, n: int) -> list[int]:
+        """Numbers of the rows of the group that a row belongs to."""
+        with self.lock:
+            if not 0 <= n < len(self):
+                return []
+            first = last = n
+            while first > 0 and self._group[first - 1] == self._group[n]:
+                first -= 1
+            while last + 1 < len(self) and self._group[last + 1] == self._group[n]:
+                last += 1
+            return list(range(first, last + 1))
+
+    def group(self, n: int) -> int:
+        """The number of a row's group."""
+        return self._group[n]
+
+    def overview(self) -> dict[str, Any]:
+        """What there is to choose from: steps with rows, kinds, statuses, and the range of rewards."""
+        with self.lock:
+            step, kind, status, reward = (np.array(x) for x in (self._step, self._kind, self._status, self._reward))
+        known = reward[np.isfinite(reward)]
+        return {
+            "total": len(step),
+            "steps": np.unique(step).tolist(),
+            "kinds": [KINDS[i] for i in np.unique(kind)],
+            "statuses": [STATUSES[i] for i in np.unique(status)],
+            "rewards": [float(known.min()), float(known.max())] if known.size else None,
+        }
+
+    def dead(self, step: float) -> tuple[int, int, int, int]:
+        """Of the groups that were trained for in a step: how many, how many with equal rewards, and how many of these at the
+        run's highest and at its lowest reward.
+        """
+        with self.lock:
+            steps, kinds, reward, group = (np.array(x) for x in (self._step, self._kind, self._reward, self._group))
+        trained = (kinds == 0) & np.isfinite(reward)
+        if not trained.any():
+            return 0, 0, 0, 0
+        top, bottom = reward[trained].max(), reward[trained].min()
+        there = trained & (steps == step)
+        found = [reward[there & (group == g)] for g in np.unique(group[there])]
+        dead = [r[0] for r in found if len(r) > 1 and (r == r[0]).all()]
+        return len(found), len(dead), sum(r == top for r in dead), sum(r == bottom for r in dead)
+
+    def worst(self, step: float, by: str, count: int = 3) -> list[int]:
+        """The rollouts of a step to look at first: of the lowest reward, those cut, or those without a score."""
+        with self.lock:
+            steps, kinds = np.array(self._step), np.array(self._kind)
+            there = np.flatnonzero((steps == step) & (kinds == 0))
+            reward = np.array(self._reward)[there]
+            first = {"longest": -np.array(self._cut)[there], "unscored": -(np.array(self._status)[there] == 2).astype(int)}
+        order = np.lexsort((np.nan_to_num(reward, nan=math.inf), first.get(by, np.zeros(len(there)))))
+        return [int(n) for n in there[order][:count]]
+
+
+def _filtered(index: Rollouts, wanted: Wanted) -> NDArray[np.int64]:
+    step, reward = np.array(index._step), np.array(index._reward)
+    keep = np.ones(len(step), bool)
+    if wanted.step is not None:
+        keep &= step == wanted.step
+    if wanted.kind is not None:
+        keep &= np.array(index._kind) == KINDS.index(wanted.kind)
+    if wanted.status is not None:
+        keep &= np.array(index._status) == STATUSES.index(wanted.status)
+    if wanted.low is not None:
+        keep &= reward >= wanted.low
+    if wanted.high is not None:
+        keep &= reward <= wanted.high
+    if wanted.zero:
+        keep &= np.array(index._advantage) == 0
+    numbers = np.flatnonzero(keep)
+    if wanted.order in ("best", "worst"):
+        sign = -1.0 if wanted.order == "best" else 1.0
+        numbers = numbers[np.isfinite(reward[numbers])]
+        return np.asarray(numbers[np.argsort(sign * reward[numbers], kind="stable")], np.int64)
+    if wanted.order == "newest":  # the newest step first, and within it as it was written
+        numbers = numbers[np.argsort(-step[numbers], kind="stable")]
+    return np.asarray(numbers, np.int64)
+
+
+def brief_of(line: bytes) -> Brief | None:
+    """The numbers of a line; None where it is no rollout. Lines as psigrad writes them are not parsed whole."""
+    head = _HEAD.match(line)
+    score = head and _SCORE.match(line, max(line.find(_REWARD, head.end()), 0))
+    status = score and _STATUS.search(line, score.end())
+    advantage = status and _ADVANTAGE.search(line, status.end())
+    finish = line.find(_FINISH, advantage.end() - 1) if advantage else -1
+    if not head or not score or not status or not advantage or finish < 0:
+        return _parsed_brief(line)
+    return Brief(
+        float(head[1]),
+        head[2].decode(),
+        int(head[3]),
+        int(head[4]),
+        _number(score[1]),
+        _number(advantage[1]),
+        status[1].decode(),
+        line.startswith(b'length"', finish + len(_FINISH)),
+    )
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return number(text.decode("ascii", "replace").strip('"'))
+
+
+def _parsed_brief(line: bytes) -> Brief | None:
+    row = parsed(line)
+    step = None if row is None else _step_of(row)
+    if row is None or step is None:
+        return None
+    name, k = row.get("row"), row.get("k", row.get("episode"))
+    return Brief(
+        step,
+        str(row.get("kind", "other")),
+        name if type(name) is int else -1,
+        k if type(k) is int else 0,
+        number(row.get("reward")),
+        number(row.get("advantage")),
+        str(row.get("status", "")),
+        row.get("finish_reason") == "length",
+    )
+
+
+def _step_of(row: dict[str, Any]) -> float | None:
+    step = row.get("step")
+    return float(step) if type(step) is int and 0 <= step < 2**53 else None
+
+
+def _speaks(line: bytes, needle: str) -> bool:
+    """Whether prompt or completion of a line hold a text, capital letters or not."""
+    row = parsed(line) or {}
+    return any(needle in _text(row.get(name)).casefold() for name in ("prompt", "completion"))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(str(m.get("content", "")) if isinstance(m, dict) else str(m) for m in value)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,136 @@
+"""A completion token by token: its text, log-probs, ratio, KL, entropy and advantage, as far as a run wrote them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from psigrad.report.read import number, visible
+from psigrad_studio.runs.files import content, parsed
+
+MOST_TOKENS = 2000
+_COLUMNS = {
+    "logprob": "logprobs",
+    "sampling": "sampling_logprobs",
+    "trained": "trained_logprobs",
+    "entropy": "entropy",
+    "advantage": "advantages",
+}
+
+
+def token_table(row: Mapping[str, Any], texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Columns of equal length; a figure that the run did not write has no column.
+
+    ratio = π_trained / π_sampled, at the last pass over the batch; kl = the k3 estimate of KL(π_sampled ‖ π_ref) of the token.
+    """
+    count = len(texts)
+    found: dict[str, list[Any]] = {"text": list(texts)}
+    for name, key in _COLUMNS.items():
+        if isinstance(row.get(key), list):
+            found[name] = _figures(row[key], count)
+    old = found.get("logprob")
+    if old is not None and "trained" in found:
+        found["ratio"] = [_exp(new - was) if _both(new, was) else None for new, was in zip(found["trained"], old, strict=True)]
+    if old is not None and isinstance(row.get("ref_logprobs"), list):
+        reference = _figures(row["ref_logprobs"], count)
+        found["kl"] = [_k3(ref - was) if _both(ref, was) else None for ref, was in zip(reference, old, strict=True)]
+    mask = row.get("mask")
+    found["mask"] = [bool(m) for m in mask[:count]] + [False] * (count - len(mask)) if isinstance(mask, list) else [True] * count
+    rewards = row.get("step_rewards")
+    if isinstance(rewards, list):
+        at = {pair[0]: number(pair[1]) for pair in rewards if isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int}
+        found["earned"] = [finite(at.get(i)) for i in range(count)]
+    return found
+
+
+def _figures(values: Sequence[Any], count: int) -> list[float | None]:
+    own = [finite(number(value)) for value in values[:count]]
+    return own + [None] * (count - len(own))
+
+
+def finite(value: float | None) -> float | None:
+    """A number that JSON has, or None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _both(a: float | None, b: float | None) -> bool:
+    return a is not None and b is not None
+
+
+def _exp(x: float) -> float | None:
+    return math.exp(x) if abs(x) < 500 else None
+
+
+def _k3(log_ratio: float) -> float | None:
+    """exp(x) − 1 − x with x = log π_ref − log π."""
+    e = _exp(log_ratio)
+    return None if e is None else e - 1 - log_ratio
+
+
+def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    """The text of each token of a completion. Without a tokenizer, its number."""
+    given = row.get("completion_ids")
+    ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and 0 <= i < 2**31][:MOST_TOKENS]
+    if tokenizer is None:
+        return [f"#{i}" for i in ids]
+    return [visible(text) for text in _pieces(tokenizer, ids)]
+
+
+def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Texts that join to the whole; a character that takes several tokens stands on the last of them."""
+    found, start, said = [], 0, ""
+    for end in range(1, len(ids) + 1):
+        now = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
+        if now.endswith("\ufffd") and end < len(ids) and end - start < 16:
+            found.append("")
+            continue
+        found.append(now[len(said) :] if now.startswith(said) else now)
+        # what follows is decoded after the last token, since some tokenizers write a first token otherwise
+        start = end - 1
+        said = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
+    return found
+
+
+def tokenizer_of(run: Path, config: Mapping[str, Any], root: Path) -> Any:
+    """The tokenizer that a run saved, or that of the model it began with if this lies among the runs; None if there is none."""
+    places = [run / "model", *sorted((run / "checkpoints").glob("step-*"), reverse=True)[:1]]
+    model = config.get("model")
+    if isinstance(model, Mapping) and isinstance(model.get("path"), str):
+        places += _inside(Path(model["path"]), root, run)
+    for place in places:
+        file = place / "tokenizer.json"
+        if (said := content(file, 32 << 20)) and (found := _loaded(said)) is not None:
+            return found
+    return None
+
+
+def _inside(path: Path, root: Path, run: Path) -> list[Path]:
+    """Where a model may lie that a run names, as long as it is below the folder of runs."""
+    try:
+        top = root.resolve()
+        tried = (
+            [path]
+            if path.is_absolute()
+            else [base / path for base in (Path(), *run.parents) if base == Path() or top in (base, *base.parents)]
+        )
+        return [found for one in tried if top in (found := one.resolve()).parents]
+    except (OSError, ValueError, RuntimeError):
+        return []
+
+
+@lru_cache(maxsize=8)
+def _loaded(said: bytes) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(said)
+    except Exception:  # whatever a file that is no tokenizer makes of it: numbers are shown then
+        return None
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    """A run's settings, or nothing."""
+    return parsed(content(run / "config.json")) or {}

@@ -1,0 +1,335 @@
+"""The guard before every route: Host, Origin, session, CSRF, size and rate. What it refuses never reaches a page.
+
+It stands outside the application, so that a new route cannot be forgotten. Refusals are `{"error": {"code", "message"}}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from psigrad.errors import UserError
+from psigrad_studio.door import Door
+from psigrad_studio.labels import secret
+from psigrad_studio.settings import StudioSettings
+from psigrad_studio.shell import locked_page
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
+SAFE = frozenset({"GET", "HEAD"})
+ENTER = "/enter"
+JOIN = ("/join", "/api/join/")
+"""Where who was invited comes in: open to strangers, each of whose requests counts as a refused one."""
+STATIC = "/static/"
+SESSION, API = "psigrad_session_", "psigrad_api_"
+"""How the tokens of the labels begin."""
+SHARE = 0.3
+"""Of the owner's rate, what each invited person may ask for."""
+CSRF_HEADER = "x-psigrad-csrf"
+_ODD_PATH = re.compile(r"[\x00-\x1f\x7f\\]|//|(^|/)\.\.?(/|$)")
+_ENCODED = re.compile(rb"%(2f|5c|00|2e|25)", re.IGNORECASE)
+_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
+}
+
+
+class Refused(HTTPException):
+    """A request that goes no further; `code` names the reason to programs, `detail` to people."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(status, message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Guests:
+    """People who come in without the key, by a session or an API token of the labels.
+
+    `pages` are the names of what they may open; `recognise` says whose a token is (None: nobody's), and may wait.
+    """
+
+    pages: frozenset[str]
+    recognise: Callable[[str], Any]
+    imports: str
+    """The path where administrators may send `StudioSettings.import_bytes`."""
+
+
+class Bucket:
+    """`burst` requests at once and `rate` per second in the long run."""
+
+    def __init__(self, rate: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.rate, self.burst, self.now = rate, burst, now
+        self.level, self.seen = float(burst), now()
+
+    def take(self) -> bool:
+        """Whether one more is allowed."""
+        now = self.now()
+        self.level = min(self.burst, self.level + (now - self.seen) * self.rate)
+        self.seen = now
+        if self.level < 1:
+            return False
+        self.level -= 1
+        return True
+
+
+class Guard:
+    """ASGI middleware that lets through what comes from a page of ours in the hands of whoever has the key or was invited.
+
+    It leaves in the state of a request: `owner` (came in by the key), `person` (whom the labels know, else None), `token` (of
+    their session) and `csrf`.
+    """
+
+    def __init__(self, app: ASGIApp, settings: StudioSettings, door: Door, invited: Guests) -> None:
+        self.app, self.settings, self.door, self.invited = app, settings, door, invited
+        self.cookie, self.desk_cookie = f"psigrad-{settings.port}", f"psigrad-desk-{settings.port}"
+        self.guests, self.visitors = (Bucket(settings.requests_per_second, settings.burst) for _ in range(2))
+        self.strangers = Bucket(settings.strangers_per_second, settings.strangers_burst)
+        self.people: dict[int, Bucket] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or refuse it."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                present = {name.lower() for name, _ in message["headers"]}
+                given = HEADERS | {"cache-control": "no-store"}
+                extra = [(k.encode(), v.encode()) for k, v in given.items() if k.encode() not in present]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        try:
+            await self._check(scope)
+            await self.app(scope, self._limited(scope, receive), with_headers)
+        except Refused as refused:
+            if not started:
+                await _answer(with_headers, refused, scope)
+        except Exception:
+            logging.getLogger("psigrad_studio").exception("%s %s failed", scope["method"], scope["path"])
+            if not started:
+                await _answer(with_headers, Refused(500, "failed", "The studio failed at this; its terminal says why."), scope)
+
+    async def _check(self, scope: Scope) -> None:
+        """Raises `Refused` for whatever is not a request of our own page; those refused here count against the strangers."""
+        try:
+            self._check_form(scope)
+            self._check_source(scope)
+            if scope["path"] == ENTER:
+                self._check_key(scope)
+            elif not scope["path"].startswith(STATIC):
+                await self._check_session(scope)
+        except Refused:
+            if not self.strangers.take():
+                raise Refused(429, "too_many", "Too many requests were refused; wait a minute.") from None
+            raise
+        if not self._bucket(scope).take():
+            raise Refused(429, "too_many", "Too many requests at once; wait a second.")
+
+    def _bucket(self, scope: Scope) -> Bucket:
+        """Whose rate a request counts against. Each invited person has a share of their own, so that nobody keeps others out."""
+        asker = scope.get("state", {})
+        person = asker.get("person")
+        if asker.get("owner"):
+            return self.guests
+        if person is None:
+            return self.strangers if _is_open(scope) and scope["method"] not in SAFE else self.visitors
+        share = Bucket(self.settings.requests_per_second * SHARE, max(1, int(self.settings.burst * SHARE)))
+        return self.people.setdefault(person.id, share)
+
+    def _check_form(self, scope: Scope) -> None:
+        if scope["method"] not in METHODS:
+            raise Refused(405, "method", "This method is not served.")
+        if _ODD_PATH.search(scope["path"]) or _ENCODED.search(scope.get("raw_path") or b"") or len(scope["path"]) > 1024:
+            raise Refused(400, "path", "This path is not well-formed.")
+
+    def _check_source(self, scope: Scope) -> None:
+        """Our name in Host, ours in Origin where there is one (always, for what may change anything), no other site behind it."""
+        if _header(scope, "host") not in self.settings.hosts:
+            raise Refused(421, "host", "This server does not go by that name; open the address that it printed.")
+        origin, site = _header(scope, "origin"), _header(scope, "sec-fetch-site")
+        safe = scope["method"] in SAFE
+        if origin is not None and origin not in self.settings.origins:
+            raise Refused(403, "origin", "Requests from other sites are refused.")
+        if origin is None and not safe and _bearer(scope) is None:
+            raise Refused(403, "origin", "The request does not say which page it comes from.")
+        visits = safe and _header(scope, "sec-fetch-mode") == "navigate" and _header(scope, "sec-fetch-dest") == "document"
+        if site not in (None, "same-origin", "none") and not visits:
+            raise Refused(403, "site", "Requests from other sites are refused.")
+
+    def _check_key(self, scope: Scope) -> None:
+        if scope["method"] != "GET":
+            raise Refused(405, "method", "This method is not served.")
+        if _header(scope, "host") not in self.settings.own_hosts:
+            raise Refused(403, "key", "The key opens the studio on its own machine only; elsewhere ask for an invite.")
+        values = [part[4:] for part in scope["query_string"].split(b"&") if part.startswith(b"key=")]
+        if len(values) != 1 or not self.door.admits(values[0].decode("latin-1")):
+            raise Refused(403, "key", "The key is not the one of this studio; open the address that it printed.")
+
+    async def _check_session(self, scope: Scope) -> None:
+        """Find out who asks. An API token counts alone: nothing that a browser adds by itself goes with it."""
+        token, asker = _bearer(scope), {"owner": False, "person": None, "token": "", "csrf": ""}
+        if token is not None:
+            asker |= {"person": await self._recognised(token, API)}
+        elif (session := self.door.session_of(_only(_cookies(scope, self.cookie)))) is not None:
+            asker |= {"owner": True, "csrf": self.door.csrf_token(session)}
+        elif (person := await self._recognised(given := _only(_cookies(scope, self.desk_cookie)), SESSION)) is not None:
+            asker |= {"person": person, "token": given, "csrf": secret.csrf(given)}
+        known = asker["owner"] or asker["person"] is not None
+        if not known and not _is_open(scope):
+            raise Refused(401, "session", "This studio is locked; open the address that psigrad studio printed in its terminal.")
+        if known and token is None and scope["method"] not in SAFE:
+            self._check_csrf(scope, asker)
+        if known and not asker["owner"] and not self._may_visit(scope["path"], token is not None):
+            raise Refused(403, "guest", "This part of the studio is its owner's; you were invited to label.")
+        scope["state"] = {**scope.get("state", {}), **asker}
+
+    def _check_csrf(self, scope: Scope, asker: Mapping[str, Any]) -> None:
+        given = _header(scope, CSRF_HEADER) or ""
+        session = self.door.session_of(_only(_cookies(scope, self.cookie))) if asker["owner"] else None
+        holds = self.door.csrf_holds(session, given) if session is not None else _same(given, asker["csrf"])
+        if not holds:
+            raise Refused(403, "csrf", "The request lacks the token of its page; reload the page.")
+
+    async def _recognised(self, token: str, kind: str) -> Any:
+        """Whose a token is. The labels are asked in a thread, as they may keep one waiting."""
+        if not token.startswith(kind) or len(token) > 200:
+            return None
+        try:
+            return await run_in_threadpool(self.invited.recognise, token)
+        except UserError as error:
+            raise Refused(503, "busy", str(error)) from error
+
+    def _may_visit(self, path: str, by_token: bool) -> bool:
+        """What is open to those without the key; programs have no use for documents."""
+        if any(path.startswith(f"/api/{name}/") for name in self.invited.pages):
+            return True
+        return not by_token and (path == "/" or path.startswith(JOIN) or path[1:] in self.invited.pages)
+
+    def _most_bytes(self, scope: Scope) -> int:
+        asker = scope.get("state", {})
+        trusted = asker.get("owner") or getattr(asker.get("person"), "admin", False)
+        return self.settings.import_bytes if trusted and scope["path"] == self.invited.imports else self.settings.body_bytes
+
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """`receive` that refuses a body which is too long, too slow, compressed, or no JSON."""
+        length, kind = _header(scope, "content-length"), _header(scope, "content-type")
+        most = self._most_bytes(scope)
+        if _header(scope, "content-encoding") not in (None, "identity"):
+            raise Refused(415, "encoding", "Compressed bodies are refused.")
+        if length is not None and (not re.fullmatch("[0-9]{1,12}", length) or int(length) > most):
+            raise Refused(413, "size", f"What was sent is too long; at most {most // 1024} KB are read.")
+        has_body = length not in (None, "0") or _header(scope, "transfer-encoding") is not None
+        if has_body and scope["method"] in SAFE:
+            raise Refused(400, "body", "This method takes no body.")
+        if has_body and (kind or "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "type", "Bodies are application/json.")
+        seen, deadline = 0, time.monotonic() + self.settings.body_seconds
+        whole = False
+
+        async def limited() -> Message:
+            nonlocal seen, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.001))
+            except TimeoutError:
+                raise Refused(408, "slow", "The body took too long to arrive.") from None
+            seen += len(message.get("body", b""))
+            if seen > most:
+                raise Refused(413, "size", f"What was sent is too long; at most {most // 1024} KB are read.")
+            whole = not message.get("more_body", False)
+            return message
+
+        return limited
+
+
+def _is_open(scope: Scope) -> bool:
+    return bool(scope["path"].startswith(JOIN))
+
+
+def _bearer(scope: Scope) -> str | None:
+    """The API token of a request; a proxy's own scheme (Basic) is none of our business."""
+    scheme, _, token = (_header(scope, "authorization") or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
+
+
+def _all(scope: Scope, name: str) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name.encode()]
+
+
+def _header(scope: Scope, name: str) -> str | None:
+    """The value of a header; one that comes twice is malformed."""
+    found = _all(scope, name)
+    if len(found) > 1:
+        raise Refused(400, "header", "A header comes twice.")
+    return found[0] if found else None
+
+
+def _cookies(scope: Scope, name: str) -> list[str]:
+    pairs = [part.strip().partition("=") for text in _all(scope, "cookie") for part in text.split(";")]
+    return [value for key, _, value in pairs if key == name]
+
+
+def _only(values: list[str]) -> str:
+    """The value, where there is one; a cookie that comes twice is nobody's."""
+    return values[0] if len(values) == 1 else ""
+
+
+def error_body(code: str, message: str) -> dict[str, Any]:
+    """The one form of an error."""
+    return {"error": {"code": code, "message": message}}
+
+
+async def _answer(send: Send, refused: Refused, scope: Scope) -> None:
+    accept = next((value for key, value in scope["headers"] if key == b"accept"), b"")
+    if b"text/html" in accept and scope["method"] == "GET":
+        body, kind = locked_page(refused.detail).encode(), b"text/html; charset=utf-8"
+    else:
+        body, kind = json.dumps(error_body(refused.code, refused.detail)).encode(), b"application/json"
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    if refused.status_code in (429, 408, 413):
+        headers.append((b"connection", b"close") if refused.status_code != 429 else (b"retry-after", b"2"))
+    await send({"type": "http.response.start", "status": refused.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

@@ -1,0 +1,120 @@
+"""`psigrad studio`: a port, an address to print, a browser to open, and the server behind them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from psigrad.errors import UserError
+from psigrad_studio.settings import LOOPBACK, StudioSettings
+
+FIRST_PORT, PORTS = 8420, 20
+NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?")
+
+
+def studio(
+    runs: str = "",
+    *,
+    port: int = 0,
+    open_browser: bool = True,
+    say: Callable[[str], None] | None = None,
+    checkpoints: Sequence[str] = (),
+    model_memory: float = 8.0,
+    database: str = "",
+    allow_host: Sequence[str] = (),
+) -> None:
+    """Serve the studio on this machine until Ctrl-C. `port` 0 takes the first free one from 8420 on.
+
+    The chat page offers `checkpoints` beside the models of the runs, and keeps `model_memory` GB of weights. Labels are kept in
+    `database`, a path or a postgresql:// URL. `allow_host` are names by which a reverse proxy asks.
+
+    Raises `UserError` where a folder, the database or the port cannot be used, or the extra is not installed.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"The studio needs what is not installed: {', '.join(missing)}; run: pip install 'psigrad[studio]'")
+    if runs and not Path(runs).is_dir():
+        raise UserError(f"The runs folder {runs!r} does not exist; name the folder that holds your runs, or none for `runs`.")
+    for folder in checkpoints:
+        if not Path(folder).is_dir():
+            raise UserError(f"The checkpoint {folder!r} is no folder; name one that holds a model.")
+    if not 0 < model_memory < 1e6:
+        raise UserError(f"model_memory is {model_memory}; expected gigabytes above 0.")
+    for name in allow_host:
+        if not _HOST.fullmatch(name):
+            raise UserError(
+                f"The host {name!r} is no name in small letters; expected one as in labels.example.org, without http://."
+            )
+    if database:
+        _try(database)
+    listening = listen(port)
+    settings = replace(
+        StudioSettings(port=listening.getsockname()[1]),
+        runs=Path(runs or "runs"),
+        checkpoints=tuple(Path(folder) for folder in checkpoints),
+        model_bytes=int(model_memory * 2**30),
+        database=database,
+        allowed_hosts=tuple(allow_host),
+    )
+    serve(settings, listening, open_browser=open_browser, say=say or partial(print, flush=True))
+
+
+def _try(where: str) -> None:
+    """Whether the labels can be opened is told at the start, and not to the first labeller."""
+    from psigrad_studio.labels import database
+
+    database.connect(where).close()
+
+
+def listen(port: int = 0) -> socket.socket:
+    """A socket on the loopback interface: on `port`, or on the first free one from 8420 on."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"The port is {port}; expected 1 to 65535, or none for the first free one from {FIRST_PORT} on.")
+    candidates = [port] if port else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
+    why = ""
+    for candidate in candidates:
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((LOOPBACK, candidate))
+            listening.listen(128)  # Linux lets two sockets have one port until one of them listens
+            return listening
+        except OSError as error:
+            listening.close()
+            why = error.strerror or str(error)
+    raise UserError(f"The port {port} cannot be used: {why}; name another with --port, or none for a free one.")
+
+
+def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: bool, say: Callable[[str], None]) -> None:
+    """Run the server on a socket, and say where it is once it answers."""
+    from psigrad_studio.app import create_app
+    from psigrad_studio.door import Door
+    from psigrad_studio.http import server
+
+    door = Door(settings.key, settings.session_seconds)
+    address = f"http://{LOOPBACK}:{settings.port}/enter?key="
+
+    def greet() -> None:
+        say(f"psigrad studio  {address}{settings.key}")
+        say("The address holds the key; keep it to yourself. Ctrl-C stops the studio.")
+        if open_browser and _has_screen():
+            # other users of the machine can see a browser's arguments, so it gets a key that is good only once
+            threading.Thread(target=webbrowser.open, args=(address + door.one_time_key(),), daemon=True).start()
+
+    server(create_app(settings, door), settings, greet).run(sockets=[listening])
+
+
+def _has_screen(system: str = sys.platform, environment: Any = os.environ) -> bool:
+    """Whether a browser would have a window, and not take over the terminal."""
+    return not system.startswith("linux") or bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,175 @@
+"""What every page has around it: the document with its navigation, and the static files, read once when the server starts."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import HTMLResponse, Response
+
+KINDS = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """One entry of the navigation: a body, a module and a style in static/<name>/, and a router with what the module asks for."""
+
+    name: str
+    """Names the folder in static/ and the address /<name>."""
+    title: str
+    router: APIRouter
+    guests: bool = False
+    """Whether people who were invited, and have no key, may open it and ask what stands under /api/<name>/."""
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A static file in memory. Nothing of a request ever becomes a path in the file system."""
+
+    body: bytes
+    kind: str
+    tag: str
+
+
+def assets() -> dict[str, Asset]:
+    """Every script, style and picture of static/, by path."""
+    found: dict[str, Asset] = {}
+
+    def walk(folder: Traversable, prefix: str) -> None:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                walk(entry, f"{prefix}{entry.name}/")
+            elif (kind := KINDS.get(entry.name.rpartition(".")[2])) is not None:
+                body = entry.read_bytes()
+                found[prefix + entry.name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:20]}"')
+
+    walk(resources.files("psigrad_studio") / "static", "")
+    return found
+
+
+def static_router() -> APIRouter:
+    """Serves `assets`."""
+    router, table = APIRouter(), assets()
+
+    @router.get("/static/{path:path}")
+    async def static(path: str, request: Request) -> Response:
+        asset = table.get(path)
+        if asset is None:
+            raise HTTPException(404)
+        headers = {"etag": asset.tag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == asset.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(asset.body, media_type=asset.kind, headers=headers)
+
+    return router
+
+
+def page_router(page: Page, pages: Sequence[Page]) -> APIRouter:
+    """Serves the document of a page."""
+    router = APIRouter()
+    body = (resources.files("psigrad_studio") / "static" / page.name / "page.html").read_text(encoding="utf-8")
+
+    @router.get(f"/{page.name}")
+    async def document(request: Request) -> HTMLResponse:
+        shown = pages if request.state.owner else [p for p in pages if p.guests]
+        return HTMLResponse(_document(page, shown, body, request.state.csrf))
+
+    return router
+
+
+def _document(page: Page, pages: Sequence[Page], body: str, csrf: str) -> str:
+    current = {True: ' aria-current="page"', False: ""}
+    links = "".join(f'<a href="/{p.name}"{current[p is page]}>{html.escape(p.title)}</a>' for p in pages)
+    return _fill(
+        _DOCUMENT,
+        {"title": f"{page.title} · psigrad", "csrf": csrf, "name": page.name},
+        links=links,
+        body=body,
+    )
+
+
+def locked_page(message: str) -> str:
+    """What someone sees who is not let in."""
+    return _fill(_LOCKED, {"message": message})
+
+
+def missing_page() -> str:
+    """What a browser shows at an address that leads nowhere."""
+    return _MISSING
+
+
+def _fill(template: str, texts: Mapping[str, str], **markup: str) -> str:
+    for name, text in texts.items():
+        template = template.replace(f"[{name}]", html.escape(text))
+    for name, text in markup.items():
+        template = template.replace(f"[{name}]", text)
+    return template
+
+
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="/static/mark.svg" type="image/svg+xml">
+<script src="/static/theme.js"></script>
+<link rel="stylesheet" href="/static/base.css">
+"""
+_DOCUMENT = (
+    _HEAD
+    + """<meta name="csrf" content="[csrf]">
+<title>[title]</title>
+<link rel="stylesheet" href="/static/[name]/style.css">
+<script type="module" src="/static/shell.js"></script>
+<script type="module" src="/static/[name]/main.js"></script>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the content</a>
+<header class="bar">
+<a class="brand" href="/"><img src="/static/mark.svg" alt="" width="22" height="22"><span>psigrad studio</span></a>
+<nav aria-label="Pages">[links]</nav>
+<button type="button" id="theme" class="quiet"></button>
+</header>
+<main id="main" tabindex="-1">
+[body]
+</main>
+<div id="notice" class="notice" role="alert" hidden></div>
+</body>
+</html>
+"""
+)
+_LOCKED = (
+    _HEAD
+    + """<title>Locked · psigrad</title>
+</head>
+<body class="locked">
+<main>
+<img src="/static/mark.svg" alt="" width="40" height="40">
+<h1>This page stays closed</h1>
+<p>[message]</p>
+<p class="soft">Were you invited to label? <a href="/join">Log in with your name and password</a>.</p>
+</main>
+</body>
+</html>
+"""
+)
+_MISSING = (
+    _HEAD
+    + """<title>Nothing here · psigrad</title>
+</head>
+<body class="locked">
+<main>
+<img src="/static/mark.svg" alt="" width="40" height="40">
+<h1>There is nothing here</h1>
+<p>No page of the studio has this address. <a href="/">Go to its first page</a>.</p>
+</main>
+</body>
+</html>
+"""
+)
