@@ -9,18 +9,20 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-long test-vllm bench lint types install clean
+.PHONY: help demo test test-studio test-long test-vllm bench lint types size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make test       install, then lint, type-check and run the whole test suite"
+	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
 	@echo "make lint       ruff"
-	@echo "make types      mypy --strict on the mathematics"
+	@echo "make types      mypy --strict"
+	@echo "make size       lines of code in each room"
 	@echo "make install    the environment alone, in $(VENV)"
 	@echo "make clean      remove the environment"
 
@@ -39,6 +41,9 @@ demo: $(INSTALLED)
 
 test: lint types
 	$(RUN) -m pytest --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
+
+test-studio: $(INSTALLED)
+	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
@@ -78,6 +83,9 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(RUN) -m mypy $(wildcard psigrad/objective psigrad/tabular)
+
+size:
+	$(PYTHON) tools/size.py
 
 clean:
 	rm -rf $(VENV)

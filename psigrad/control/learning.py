@@ -20,10 +20,10 @@ from psigrad.control.dqn import DQN
 from psigrad.control.flat_optimizer import FlatOptimizer
 from psigrad.control.rollouts import Collector, play
 from psigrad.control.vector import Environments
-from psigrad.training import checkpoint
+from psigrad.records import checkpoint
+from psigrad.records.run_folder import to_line
 from psigrad.training.journal import Clock, Journal
 from psigrad.training.progress import bar
-from psigrad.training.run_folder import to_line
 
 OPTIMIZER, REPLAY = "optimizer.safetensors", "replay.safetensors"
 # What the figures of a policy gradient are called in control, after Stable-Baselines3.

@@ -17,8 +17,8 @@ from typing import Any
 
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, number, shown, visible
 from psigrad.report import plots
-from psigrad.report.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, number, shown, visible
 
 SAMPLES = 24
 _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig, "control": ControlConfig}

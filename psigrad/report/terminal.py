@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.report.read import RunData, interval, load, shown, visible
+from psigrad.records.read import RunData, interval, load, shown, visible
 
 
 def printable(text: Any, width: int = 60, encoding: str = "utf-8") -> str:

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 from psigrad.native.halves import Half, Halves
 from psigrad.native.kernels import kernels
-from psigrad.training.checkpoint import CheckpointError
+from psigrad.records.checkpoint import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -231,30 +231,6 @@ def to_batch(groups: Sequence[Sequence[Trajectory]]) -> Batch:
     )
 
 
-def record(trajectory: Trajectory, step: int, kind: str, row: Any, advantage: float | None = None) -> dict[str, Any]:
-    """One line of rollouts.jsonl."""
-    completion = trajectory.completion
-    return {
-        "step": step,
-        "kind": kind,
-        "row": trajectory.row,
-        "k": trajectory.k,
-        "prompt": row.prompt,
-        "completion": trajectory.text,
-        "completion_ids": list(completion.ids),
-        "reward": trajectory.reward,
-        "parts": trajectory.parts,
-        "status": trajectory.status,
-        "reason": trajectory.reason,
-        "advantage": advantage,
-        **({"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]} if trajectory.mask else {}),
-        **({"step_rewards": [list(pair) for pair in trajectory.step_rewards]} if trajectory.step_rewards else {}),
-        "finish_reason": completion.finish_reason,
-        "seed": completion.seed,
-        "version": trajectory.version,
-    }
-
-
 def step_seeds(seed: int, purpose: str, step: int, prompts: Sequence[Prompt]) -> Callable[[int, int], int]:
     """Seed of completion k of the i-th prompt: a hash of (run seed, purpose, step, dataset row, k)."""
     return lambda i, k: seeds.derive(seed, purpose, step, prompts[i].index, k)

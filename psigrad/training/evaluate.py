@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from psigrad import seeds
+from psigrad.intervals import mean_interval, pass_at_k
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
+from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
-from psigrad.training.collect import Prompt, record, rollout
-from psigrad.training.intervals import mean_interval, pass_at_k
+from psigrad.training.collect import Prompt, rollout
 from psigrad.training.journal import Clock, Journal
 
 
@@ -64,7 +65,7 @@ class Evaluator:
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
         rows = {p.index: p.row for p in self.prompts}
-        journal.rollouts([record(t, step, "eval", rows[t.row]) for t in trajectories])
+        journal.rollouts([rollout_row(t, step, "eval", rows[t.row].prompt) for t in trajectories])
         journal.metrics(step, figures)
         journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
 

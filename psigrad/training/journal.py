@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.training.run_folder import RunFolder
+from psigrad.records.run_folder import RunFolder
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import Tracker
 

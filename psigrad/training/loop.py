@@ -14,10 +14,11 @@ from psigrad import seeds
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preference_catalog import OnlinePreference
+from psigrad.records.rows import rollout_row
 from psigrad.rewards import check_unscored
 from psigrad.rollout.types import Trajectory
 from psigrad.training import learn, prefer
-from psigrad.training.collect import prompts_from, record, rollout, scored_groups, to_batch
+from psigrad.training.collect import prompts_from, rollout, scored_groups, to_batch
 from psigrad.training.cycle import cycle
 from psigrad.training.journal import Clock
 from psigrad.training.learn import Update
@@ -159,7 +160,7 @@ def _record(run: Online, collected: Collected, update: Update, number: int) -> N
     run.journal.rollouts(
         [
             {
-                **record(t, number, "train", rows[t.row], advantage.get(id(t))),
+                **rollout_row(t, number, "train", rows[t.row].prompt, advantage.get(id(t))),
                 **(log_probs_of(t.completion) if id(t) in shown else {}),
                 **tokens.get(id(t), {}),
             }

@@ -19,9 +19,10 @@ import transformers
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, Run, SFTConfig
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
-from psigrad.training import checkpoint, state
+from psigrad.records import checkpoint
+from psigrad.records.run_folder import RunFolder
+from psigrad.training import state
 from psigrad.training.journal import Journal
-from psigrad.training.run_folder import RunFolder
 from psigrad.training.state import Learner, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers

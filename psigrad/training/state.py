@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from psigrad.training import checkpoint
+from psigrad.records import checkpoint
 from psigrad.training.update import Optimizer
 
 OPTIMIZER = "optimizer.safetensors"

@@ -12,7 +12,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from psigrad import seeds
-from psigrad.report.read import visible
+from psigrad.records.read import visible
 from psigrad_studio.labels import material, people
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.material import Group

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from psigrad.records.signals import BY_NAME
 from psigrad_studio.runs.history import History, Series
 from psigrad_studio.runs.shelf import Shelf
-from psigrad_studio.runs.signals import BY_NAME
 
 MOST_POINTS = 50_000
 SECONDS = 1.0

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.report.read import number
-from psigrad_studio.runs.alerts import Alert, Watch
+from psigrad.records.read import number
+from psigrad.records.signals import name_of
+from psigrad.records.warnings import Alert, Watch
 from psigrad_studio.runs.files import Tail, content, parsed
-from psigrad_studio.runs.signals import name_of
 
 BYTES_AT_ONCE = 1 << 20
 MOST_KEYS = 400

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psigrad.report.read import number
+from psigrad.records.read import number
 from psigrad_studio.runs.files import LONGEST_LINE, Tail, opened, parsed
 
 KINDS = ("train", "eval", "episode", "other")

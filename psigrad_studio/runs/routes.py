@@ -16,16 +16,16 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from psigrad.errors import UserError
-from psigrad.report.read import flat
+from psigrad.records.read import flat
+from psigrad.records.signals import SIGNALS
+from psigrad.records.warnings import BY_NAME, RULES
 from psigrad_studio.desk.store import Form, Store, answer
 from psigrad_studio.labels import projects
 from psigrad_studio.labels.projects import Settings
 from psigrad_studio.runs import inspect
-from psigrad_studio.runs.alerts import BY_NAME, RULES
 from psigrad_studio.runs.curves import curves
 from psigrad_studio.runs.rollouts import Wanted
 from psigrad_studio.runs.shelf import Shelf, alert_of
-from psigrad_studio.runs.signals import SIGNALS
 from psigrad_studio.runs.tokens import config_of
 from psigrad_studio.security import Refused
 from psigrad_studio.settings import StudioSettings

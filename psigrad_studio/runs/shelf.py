@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from psigrad.errors import UserError
-from psigrad.report.read import flat, kind_of
-from psigrad_studio.runs.alerts import BY_NAME, Alert
+from psigrad.records.read import flat, kind_of
+from psigrad.records.warnings import BY_NAME, Alert
 from psigrad_studio.runs.catalogue import Catalogue, Place
 from psigrad_studio.runs.files import opened
 from psigrad_studio.runs.history import History

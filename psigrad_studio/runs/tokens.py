@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from psigrad.report.read import number, visible
+from psigrad.records.read import number, visible
 from psigrad_studio.runs.files import content, parsed
 
 MOST_TOKENS = 2000

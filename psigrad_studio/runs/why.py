@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psigrad.report.read import number, visible
-from psigrad.report.read import shown as _shown
+from psigrad.records.read import number, visible
+from psigrad.records.read import shown as _shown
 
 Row = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from psigrad.control import training as control
 from psigrad.control.rollouts import Collector
 from psigrad.errors import UserError
 from psigrad.objective import catalog
-from psigrad.training import run_folder
+from psigrad.records import run_folder
 
 SMALL = {"eval_episodes": 4, "eval_steps": 2, "report": False, "progress": False, "save_steps": 2, "log_interval": 1}
 METHODS = {

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from psigrad import report
+from psigrad.records.read import load
 from psigrad.report import plots
-from psigrad.report.read import load
 
 
 def drawn(folder) -> dict[str, str]:

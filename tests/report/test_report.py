@@ -9,7 +9,7 @@ import pytest
 
 from psigrad import report
 from psigrad.errors import UserError
-from psigrad.report.read import load, load_all
+from psigrad.records.read import load, load_all
 
 
 def test_the_page_runs_nothing_and_fetches_nothing(run, page):

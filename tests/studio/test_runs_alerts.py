@@ -8,9 +8,9 @@ import random
 import pytest
 from run_folders import figures
 
-from psigrad_studio.runs.alerts import BY_NAME, RULES, Watch
-from psigrad_studio.runs.signals import BY_NAME as SIGNALS
-from psigrad_studio.runs.signals import name_of
+from psigrad.records.signals import BY_NAME as SIGNALS
+from psigrad.records.signals import name_of
+from psigrad.records.warnings import BY_NAME, RULES, Watch
 
 ROWS = 80
 BEGIN = 60
@@ -99,7 +99,7 @@ def test_a_steady_or_noisy_gradient_is_no_leap():
 def test_the_deviation_of_the_gradient_is_that_of_the_last_50_rows():
     import statistics
 
-    from psigrad_studio.runs.alerts import Memory
+    from psigrad.records.warnings import Memory
 
     memory, rng = Memory(), random.Random(1)
     values = [rng.uniform(0, 1e3) for _ in range(500)]

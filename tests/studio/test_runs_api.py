@@ -15,7 +15,7 @@ import pytest
 from live_studio import live_studio, until
 from run_folders import GIF, TOKENS, append, figures, make_run, rollout
 
-from psigrad.training.run_folder import RunFolder, to_line
+from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.labels import people, projects
 from psigrad_studio.runs import catalogue
 

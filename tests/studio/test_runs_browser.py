@@ -12,7 +12,7 @@ from live_studio import live_studio, until
 from playwright.sync_api import Page, expect
 from run_folders import CURATED, GIF, append, figures, make_run, rollout, words
 
-from psigrad.training.run_folder import RunFolder
+from psigrad.records.run_folder import RunFolder
 
 EVIL = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from run_folders import append, figures, make_run, rollout, words
 
-from psigrad.training.run_folder import RunFolder, to_line
+from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.runs.catalogue import Catalogue
 from psigrad_studio.runs.curves import thinned
 from psigrad_studio.runs.files import Tail, opened

@@ -14,8 +14,8 @@ from tiny_jobs import episodes_config, forked, online_config, ppo_config, prefer
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.recipes import online, preference, reward, sft
+from psigrad.records import checkpoint
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.training import checkpoint
 from psigrad.training.journal import Journal
 from psigrad.training.update import Optimizer
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from psigrad.training.run_folder import to_line
+from psigrad.records.run_folder import to_line
 
 GIF = bytes.fromhex("47494638396101000100800000000000ffffff21f90401000000002c00000000010001000002024401003b")
 CURATED = (

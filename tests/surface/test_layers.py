@@ -14,18 +14,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "psigrad"
 # From top to bottom: a room may import from those behind it.
 ROOMS = (
-    *("cli", "bench", "experiments", "planning", "recipes", "control", "report", "training", "rollout", "rewards", "models"),
-    *("native", "data", "config", "objective", "tabular"),
+    *("cli", "bench", "experiments", "planning", "recipes", "control", "report", "training", "records", "rollout", "rewards"),
+    *("models", "native", "data", "config", "objective", "tabular"),
 )
-LEAVES = ("errors", "seeds")
+LEAVES = ("errors", "intervals", "seeds")
 ALONE = ("objective", "tabular")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 for room in ("cli", "experiments"):
     ALLOWED[room] |= {"tabular"}
-# report/ reads run folders, and nothing else of the library.
+# Whoever reads run folders reads files, and nothing else of the library.
 ALLOWED |= {
     "native": {"native"},
-    "report": {"report", "config", *LEAVES},
+    "report": {"report", "records", "config", *LEAVES},
+    "records": {"records", "rollout", *LEAVES},
     "config": {"config", "objective", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},

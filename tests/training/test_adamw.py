@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.training import checkpoint
+from psigrad.records import checkpoint
+from psigrad.records.checkpoint import CheckpointError
 from psigrad.training.adamw import AdamW, steps_natively
-from psigrad.training.checkpoint import CheckpointError
 from psigrad.training.update import Optimizer
 
 SHAPES = {"a.weight": (3, 4), "b.weight": (4, 3), "a.bias": (4,), "b.bias": (4,)}

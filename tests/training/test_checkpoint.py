@@ -22,8 +22,8 @@ import pytest
 import torch
 from tiny_jobs import forked
 
-from psigrad.training import checkpoint
-from psigrad.training.checkpoint import CheckpointError, latest, prune, save, verify
+from psigrad.records import checkpoint
+from psigrad.records.checkpoint import CheckpointError, latest, prune, save, verify
 
 FILES = ("model.safetensors", "nested/config.json", "state.json", "manifest.json")
 
@@ -404,7 +404,7 @@ def test_checkpoints_survive_another_process(tmp_path):
     """Written there, verified here."""
     root = Path(checkpoint.__file__).parents[2]
     code = (
-        "import sys; from pathlib import Path; from psigrad.training.checkpoint import save\n"
+        "import sys; from pathlib import Path; from psigrad.records.checkpoint import save\n"
         "save(Path(sys.argv[1]), 7, lambda folder: (folder / 'a').write_text('x') and None, meta={})"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env={"PYTHONPATH": str(root)}, check=True, timeout=120)

@@ -9,7 +9,7 @@ import random
 import pytest
 from scipy import stats
 
-from psigrad.training.intervals import mean_interval, pass_at_k, wilson
+from psigrad.intervals import mean_interval, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (3, 10), (190, 200), (1, 1)])

@@ -19,7 +19,7 @@ import psigrad
 from psigrad.config import EvalConfig, Evaluation, Model
 from psigrad.errors import UserError
 from psigrad.recipes import evaluate, online, sft
-from psigrad.training import checkpoint
+from psigrad.records import checkpoint
 
 
 def lines(path: Path) -> list[dict]:

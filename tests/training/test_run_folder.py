@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from tiny_jobs import forked
 
-from psigrad.training import checkpoint, run_folder
-from psigrad.training.run_folder import RunFolder, RunFolderError, to_line
+from psigrad.records import checkpoint, run_folder
+from psigrad.records.run_folder import RunFolder, RunFolderError, to_line
 
 CONFIG = {
     "recipe": "grpo",

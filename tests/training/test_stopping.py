@@ -10,9 +10,9 @@ from resuming import RECIPES, digest, events_of, run_to_end
 from tiny_jobs import forked
 
 from psigrad.models.language_model import LanguageModel
+from psigrad.records import checkpoint
 from psigrad.rewards.pool import PoolScoring
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.training import checkpoint
 from psigrad.training.evaluate import Evaluator
 from psigrad.training.journal import Stopped
 from psigrad.training.update import Optimizer

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from psigrad.data.batches import pack_by_tokens
 from psigrad.data.pairs import Answer, Judged, Pair
+from psigrad.intervals import mean_interval
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, Ids
 from psigrad.objective import Loss
 from psigrad.objective.preference import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
-from psigrad.training.intervals import mean_interval
 from psigrad.training.tasks import Share
 from psigrad.training.tasks.supervised import summed
 

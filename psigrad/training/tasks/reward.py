@@ -11,12 +11,12 @@ from torch import Tensor
 
 from psigrad.data.batches import pack_by_tokens
 from psigrad.data.pairs import Pair, Steps
+from psigrad.intervals import mean_interval
 from psigrad.models.packing import Groups, Rows
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Loss
 from psigrad.objective.preference import correct
 from psigrad.objective.reward_model import BradleyTerry, calibration, process_loss
-from psigrad.training.intervals import mean_interval
 from psigrad.training.tasks import Share
 from psigrad.training.tasks.supervised import summed
 

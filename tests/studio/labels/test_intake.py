@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 
 from psigrad.data.rows import RowError
 from psigrad.errors import UserError
-from psigrad.training.run_folder import RunFolder, to_line
+from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.labels import intake, material
 from psigrad_studio.labels.intake import Added, Making
 from psigrad_studio.labels.refusals import Forbidden, Refusal

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.training import disk
+from psigrad.records import disk
 
 MANIFEST = "manifest.json"
 # A checkpoint that is being replaced keeps its content under the second form until the new one is in place.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from psigrad.errors import UserError
-from psigrad.training import checkpoint, disk
+from psigrad.records import checkpoint, disk
 
 ROWS = ("metrics", "timings", "rollouts", "events")
 # Settings that may differ between a run and its continuation, because nothing that is computed depends on them.
