@@ -24,7 +24,7 @@ from live_studio import LiveStudio, live_studio, until
 from psigrad_studio.door import ONE_TIME_SECONDS, Door
 from psigrad_studio.security import HEADERS, Bucket, Guard, Refused
 
-STATIC = Path(__file__).parents[2] / "psigrad" / "studio" / "static"
+STATIC = Path(__file__).parents[2] / "psigrad_studio" / "static"
 WORLD = {
     "rows": 8,
     "columns": 8,
