@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from psigrad.objective import Batch, Evaluation, PolicyGradient, ratio, resolve
 from psigrad.objective.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
-from psigrad.objective.aggregate import sequence_sum, token_mean
+from psigrad.objective.aggregate import sequence_mean, token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
@@ -19,7 +19,7 @@ from psigrad.objective.keep import has_signal
 from psigrad.objective.kl import KL
 from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.ratio import token
-from psigrad.objective.surrogate import clip, dual_clip, score
+from psigrad.objective.surrogate import clip, dual_clip, unclipped
 
 GRPO = resolve("grpo")
 PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")
@@ -295,24 +295,21 @@ def test_a_batch_is_a_detached_copy() -> None:
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_log_probs_are_summed_in_float32(half: torch.dtype) -> None:
-    """The loss is that of the same rounded log-probs held in float32; in half precision 4,096 terms would not add up."""
-    n, t = 8, 512
-    logp = (-torch.rand(n, t, generator=torch.Generator().manual_seed(0))).to(half)
-    reward, mask, group = (
-        torch.arange(n).float()[:, None] * torch.eye(1, t),
-        torch.ones(n, t, dtype=torch.bool),
-        torch.arange(n) // 4,
-    )
-    method = PolicyGradient(group_mean(), ratio.none, score, sequence_sum)
+    """The log-ratio of a completion is that of the same rounded log-probs held in float32."""
+    n, t, g = 8, 512, torch.Generator().manual_seed(0)
+    logp, old = ((-torch.rand(n, t, generator=g)).to(half) for _ in range(2))
+    reward = torch.arange(n).float()[:, None] * torch.eye(1, t)
+    mask, group = torch.ones(n, t, dtype=torch.bool), torch.arange(n) // 4
+    method = PolicyGradient(group_mean(), ratio.trajectory, unclipped, sequence_mean)
 
-    def loss(logp: torch.Tensor) -> torch.Tensor:
-        prepared = method.prepare(Batch(mask, reward, logp, group), {})
+    def loss(logp: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        prepared = method.prepare(Batch(mask, reward, old, group), {})
         return method.loss(prepared, Evaluation(logp), method.totals(prepared), {}).value
 
-    assert loss(logp).dtype == torch.float32
-    assert float(loss(logp)) == float(loss(logp.float()))
-    rounded = (logp * logp).sum().item()
-    assert rounded != pytest.approx(float((logp.float() ** 2).sum()), rel=1e-6), "negative control: half precision rounds"
+    assert loss(logp, old).dtype == torch.float32
+    assert float(loss(logp, old)) == float(loss(logp.float(), old.float()))
+    halves, singles = (logp - old).float().sum(), (logp.float() - old.float()).sum()
+    assert float(halves) != pytest.approx(float(singles), abs=1e-4), "negative control: half precision rounds each step"
 
 
 @pytest.mark.parametrize("low_precision_clip", [clip(0.2, 0.2)])
