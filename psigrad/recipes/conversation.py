@@ -12,7 +12,7 @@ from psigrad.data.rows import Row
 from psigrad.data.sources import from_rows
 from psigrad.errors import UserError
 from psigrad.recipes import setup
-from psigrad.rewards.importing import imported
+from psigrad.importing import imported_callable
 from psigrad.rollout import environments
 from psigrad.rollout.episodes import Episodes, environment_rows
 from psigrad.rollout.tools import ToolBox, schemas
@@ -33,7 +33,7 @@ def episodes_for(config: OnlineConfig | EvalConfig | SampleConfig) -> Episodes |
 
 
 def _tools(config: OnlineConfig | EvalConfig | SampleConfig) -> list[Callable[..., Any]]:
-    return [imported(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
+    return [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
 
 
 def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row], list[Row]]:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.rewards.importing import imported
+from psigrad.importing import imported_callable
 from psigrad.rewards.types import text_of
 
 
@@ -67,4 +67,4 @@ def _adapted(kind: str, function: str) -> Callable[..., Any]:
     """The function that an adapter wraps."""
     if not function:
         raise UserError(f"The reward {kind!r} wraps a function; write it as {{reward: {kind}, function: module:name}}.")
-    return imported(function)
+    return imported_callable(function, "reward")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from psigrad.errors import UserError, nearest
-from psigrad.rewards.importing import imported
+from psigrad.importing import imported_callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
     if not isinstance(reward, str):
         raise UserError(f"The reward {reward!r} is a {type(reward).__name__}; give a name, module:function or a function.")
     if ":" in reward:
-        return RewardSpec(reward.rpartition(":")[2], imported(reward))
+        return RewardSpec(reward.rpartition(":")[2], imported_callable(reward, "reward"))
     from psigrad.rewards import builtin
 
     if reward not in builtin.NAMES:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from psigrad.rewards.importing import FILE_MODULE, load_file
+from psigrad.importing import FILE_MODULE, load_file
 from psigrad.rewards.types import RewardError
 
 # ("name", (module, qualified name)) or ("value", dill's bytes)

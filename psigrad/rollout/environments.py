@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from psigrad.errors import UserError, nearest
-from psigrad.rewards.importing import imported
+from psigrad.importing import imported_callable
 
 Message = dict[str, Any]
 # What the policy reads next: text (a user's turn where the prompt is a conversation), or messages with roles of their own.
@@ -54,7 +54,7 @@ def resolve(environment: str | Factory) -> Factory:
             hint = nearest(environment, games.GAMES) or "."
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")
         return games.GAMES[environment]
-    found = imported(environment, "environment")
+    found = imported_callable(environment, "environment")
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):
             raise UserError(f"The environment {environment!r} has no {method}(); give a class with reset(row) and step(text).")

@@ -17,7 +17,7 @@ ROOMS = (
     *("cli", "bench", "experiments", "planning", "recipes", "control", "report", "training", "records", "rollout", "rewards"),
     *("models", "native", "data", "config", "objective", "tabular"),
 )
-LEAVES = ("errors", "intervals", "seeds")
+LEAVES = ("errors", "importing", "intervals", "seeds")
 ALONE = ("objective", "tabular")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 for room in ("cli", "experiments"):
@@ -32,7 +32,7 @@ ALLOWED |= {
     "tabular": {"tabular"},
     "rewards": {"rewards", "config", *LEAVES},
 }
-ALLOWED |= {leaf: {leaf} for leaf in LEAVES}
+ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

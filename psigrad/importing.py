@@ -1,4 +1,4 @@
-"""Functions and classes by name: "module:attribute" and "file.py:attribute", with the current folder importable."""
+"""The one importer of "module:object" and "file.py:object": rewards, environments, tools, algorithms and their parts."""
 
 from __future__ import annotations
 
@@ -6,30 +6,37 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from psigrad.errors import UserError, nearest
 
 # Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
-FILE_MODULE = "_psigrad_reward_"
+FILE_MODULE = "_psigrad_file_"
 
 
-def imported(path: str, kind: str = "reward") -> Callable[..., Any]:
-    """The object that "module:attribute" or "file.py:attribute" names; `kind` is what errors call it."""
+def imported(path: str, kind: str) -> Any:
+    """The object that "module:object" or "file.py:object" names; `kind` is what errors call it.
+
+    The current folder is importable. Raises `UserError` where nothing of that name is found, or its module raises.
+    """
     module_name, _, attribute = path.rpartition(":")
     module = _module(module_name, path, kind)
-    function = getattr(module, attribute, None)
-    if function is None:
-        raise UserError(f"The {kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
-    if not callable(function):
-        raise UserError(f"The {kind} {path!r} is a {type(function).__name__}; expected a function.")
-    found: Callable[..., Any] = function
+    if not hasattr(module, attribute):
+        raise UserError(f"The {kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module)) or '.'}")
+    return getattr(module, attribute)
+
+
+def imported_callable(path: str, kind: str) -> Any:
+    """As `imported`, for what is called: a function or a class."""
+    found = imported(path, kind)
+    if not callable(found):
+        raise UserError(f"The {kind} {path!r} is a {type(found).__name__}; expected a function.")
     return found
 
 
-def _module(name: str, path: str, kind: str) -> Any:
+def _module(name: str, path: str, kind: str) -> ModuleType:
     try:
         if name.endswith(".py"):
             file = Path(name).resolve()
@@ -41,7 +48,7 @@ def _module(name: str, path: str, kind: str) -> Any:
         raise UserError(f"The {kind} {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
-def load_file(name: str, file: str) -> Any:
+def load_file(name: str, file: str) -> ModuleType:
     """The module in a file, under the given name."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
