@@ -14,6 +14,7 @@ from torch import Tensor
 from psigrad.bench.phases import Phases
 from psigrad.bench.workload import Workload, fixed_batch, read, reward
 from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
+from psigrad.config.algorithms import resolve
 from psigrad.data import pairs
 from psigrad.data.rows import Row, validate
 from psigrad.data.templates import example
@@ -21,7 +22,7 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import Batch, PolicyGradient, resolve, terminal
+from psigrad.objective import Batch, PolicyGradient, terminal
 from psigrad.objective.preference_catalog import DPO
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.rewards import InlineScorer

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
+from pydantic import AfterValidator
 
 from psigrad.config.sections import (
     Count,
@@ -22,6 +23,26 @@ from psigrad.config.sections import (
     Sampling,
     Share,
 )
+
+if TYPE_CHECKING:
+    from psigrad.objective import PolicyGradient
+    from psigrad.objective.online_preference import OnlinePreference
+    from psigrad.objective.preference import KahnemanTversky, Preference
+
+    Algorithm = str | Mapping[str, Any] | PolicyGradient | OnlinePreference
+    Loss = str | Mapping[str, Any] | Preference | KahnemanTversky
+else:
+    # The classes are known by name: to import them takes torch, and settings are read before it is there.
+    def _named(*classes: str) -> AfterValidator:
+        def check(value: Any) -> Any:
+            if not isinstance(value, str | Mapping) and not {c.__name__ for c in type(value).__mro__} & set(classes):
+                raise ValueError(f"expected a name, a mapping of parts, or a {classes[0]}")
+            return value
+
+        return AfterValidator(check)
+
+    Algorithm = Annotated[Any, _named("PolicyGradient", "OnlinePreference")]
+    Loss = Annotated[Any, _named("Preference", "KahnemanTversky")]
 
 
 @dataclass(frozen=True)
@@ -55,7 +76,7 @@ class OnlineConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
-    algorithm: Any = "grpo"
+    algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reward: tuple[Reward, ...] = ()
     """Reward functions: built-in names or module:function, with TRL's signature."""
@@ -142,7 +163,7 @@ class PreferenceConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
-    loss: Any = "dpo"
+    loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
     reference: str = ""
     """Folder or hub name of the reference policy; empty: the model that training starts from."""

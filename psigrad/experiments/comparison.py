@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from psigrad import objective
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.config.load import load, to_dict
+from psigrad.config.methods import declaration
 from psigrad.data import preferences
 from psigrad.errors import UserError
-from psigrad.objective import preference_catalog
-from psigrad.recipes import evaluate, online, preference
+from psigrad.recipes import api, evaluate, online
 from psigrad.recipes.sample import read_jsonl, write_jsonl
 from psigrad.training import session
 from psigrad.training.progress import bar
@@ -74,11 +73,13 @@ def check(comparison: Comparison) -> None:
         raise UserError("compare got no method or no seed; for example: psigrad compare grpo rloo ppo --seeds 0 1 2 …")
     if not comparison.config.run.max_steps:
         raise UserError("compare needs --max-steps: equal samples are so many steps of equal batches.")
-    offline = preference_catalog.names()
     for method in comparison.methods:
-        if method in offline and not comparison.pairs:
+        found = declaration(method)
+        if found.settings not in (OnlineConfig, PreferenceConfig):
+            raise UserError(f"compare takes online methods and preference losses; {method} is neither.")
+        if not found.online and not comparison.pairs:
             raise UserError(f"{method} learns from recorded comparisons; name them with --pairs FILE.")
-        if method not in offline:
+        if found.online:
             made = settings_of(comparison, Path("."), method, 0)
             assert isinstance(made, OnlineConfig)
             online.check(made, online.method(made))
@@ -88,10 +89,12 @@ def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) ->
     """The settings of one run."""
     config = comparison.config
     where = replace(config.run, output_dir=str(folder / f"{method}-{seed}"), seed=seed, progress=False, report=False)
-    if method not in preference_catalog.names():
-        resolved = None if method == "online_dpo" else objective.resolve(method)
-        passes = 4 if resolved and resolved.needs_critic and config.num_iterations == 1 else config.num_iterations
-        return replace(config, algorithm=method, run=where, num_iterations=passes)
+    found = declaration(method)
+    if found.online:
+        # the method's own defaults where the comparison says nothing else; the samples of a step are equal for all
+        usual = OnlineConfig()
+        own = {n: v for n, v in found.defaults.items() if n != "num_generations" and getattr(config, n) == getattr(usual, n)}
+        return replace(config, **{**own, "algorithm": method}, run=where)
     samples = config.prompts_per_step * config.num_generations
     return PreferenceConfig(
         model=config.model,
@@ -115,10 +118,9 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
     if result.exists():
         return
     job = folder / "settings" / f"{method}-{seed}.json"
-    kind = "preference" if method in preference_catalog.names() else "online"
     settings = to_dict(settings_of(comparison, folder, method, seed))
     judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
-    job.write_text(json.dumps({"kind": kind, "method": method, "seed": seed, "settings": settings, "judged": judged}))
+    job.write_text(json.dumps({"method": method, "seed": seed, "settings": settings, "judged": judged}))
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "psigrad.experiments.comparison", str(job), str(result)], stderr=subprocess.PIPE
@@ -137,8 +139,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
 def work(job: Path, result: Path) -> None:
     """One run, and what it came to on the held-out prompts: the metric (the truth) and the reward that was trained on."""
     task = json.loads(job.read_text())
-    cls, recipe = (PreferenceConfig, preference.run) if task["kind"] == "preference" else (OnlineConfig, online.run)
-    finished = recipe(load(cls, flags=task["settings"]))
+    finished = api.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
     rows = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     timings = [json.loads(line) for line in (finished.folder / "timings.jsonl").read_text().splitlines()]

@@ -11,8 +11,8 @@ from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.data.rows import Row
 from psigrad.data.sources import from_rows
 from psigrad.errors import UserError
-from psigrad.recipes import setup
 from psigrad.importing import imported_callable
+from psigrad.recipes import setup
 from psigrad.rollout import environments
 from psigrad.rollout.episodes import Episodes, environment_rows
 from psigrad.rollout.tools import ToolBox, schemas

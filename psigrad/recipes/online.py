@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from psigrad import objective
 from psigrad.config import OnlineConfig
+from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
 from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective import PolicyGradient
 from psigrad.objective.aggregate import fixed_length
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
-from psigrad.objective.preference_catalog import OnlinePreference, resolve_online
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.scorers import evaluator_for, judge_for
@@ -82,11 +82,9 @@ def run(config: OnlineConfig) -> Result:
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     """The algorithm asked for. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
-    preferring = resolve_online(config.algorithm)
-    if preferring is not None:
-        return preferring
-    algorithm = objective.resolve(config.algorithm)
-    spec = config.algorithm
+    algorithm, spec = resolve_online(config.algorithm), config.algorithm
+    if isinstance(algorithm, OnlinePreference):
+        return algorithm
     named = isinstance(spec, str) or (isinstance(spec, Mapping) and "aggregate" not in spec)
     if named and isinstance(algorithm.aggregate, fixed_length):
         return replace(algorithm, aggregate=fixed_length(config.sampling.max_completion_length))

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from psigrad.config import Model, PreferenceConfig
+from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.pairs import Answer
 from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Ids
-from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky, Preference
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
@@ -41,7 +41,7 @@ def run(config: PreferenceConfig) -> Result:
     The reference's log-probs are computed once, before training, and kept on disk by content; no reference model stays in
     memory. Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
-    loss = preference_catalog.resolve(config.loss)
+    loss = resolve_loss(config.loss)
     setup.check_sampling(config.sampling)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
         found = session.newest_checkpoint(journal)

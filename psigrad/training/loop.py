@@ -13,7 +13,7 @@ from typing import Any
 from psigrad import seeds
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.objective import PolicyGradient
-from psigrad.objective.preference_catalog import OnlinePreference
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.records.rows import rollout_row
 from psigrad.rewards import check_unscored
 from psigrad.rollout.types import Trajectory

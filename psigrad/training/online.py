@@ -9,7 +9,7 @@ from psigrad.config import OnlineConfig
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import PolicyGradient
-from psigrad.objective.preference_catalog import OnlinePreference
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams

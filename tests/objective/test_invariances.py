@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psigrad.objective import Batch, Evaluation, PolicyGradient, ratio, resolve
+from psigrad.config.algorithms import resolve
+from psigrad.objective import Batch, Evaluation, PolicyGradient, ratio
 from psigrad.objective.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
 from psigrad.objective.aggregate import sequence_mean, token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance

@@ -6,10 +6,10 @@ import torch
 from tiny_rewards import early_letters
 
 from psigrad.config import OnlineConfig, Optim, Run
+from psigrad.config.algorithms import resolve
 from psigrad.data.rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
-from psigrad.objective import resolve
 from psigrad.rewards import InlineScorer
 from psigrad.rewards import resolve as reward
 from psigrad.rollout.embedded import EmbeddedSampler

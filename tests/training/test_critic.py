@@ -11,11 +11,11 @@ from in_memory import make
 from tiny_jobs import online_config, ppo_config, reward_config
 
 from psigrad.config import Optim
+from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.models import scalar_model, tiny
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import resolve
 from psigrad.objective.penalty import STATE_KEY
 from psigrad.objective.stats import explained_variance
 from psigrad.recipes import online, reward

@@ -11,10 +11,11 @@ import torch
 from in_memory import make
 
 from psigrad.config import Optim
+from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.language_model import LanguageModel, Lora, prepare
-from psigrad.objective import names, resolve
+from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
@@ -24,7 +25,7 @@ from psigrad.training.journal import Clock
 from psigrad.training.loop import Online
 from psigrad.training.state import State
 
-ONLINE = [n for n in names() if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
+ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
 
 
 @pytest.fixture(scope="module")

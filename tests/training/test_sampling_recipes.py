@@ -13,10 +13,12 @@ from tiny_rewards import early_letters
 
 from psigrad import cli
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Optim, Run, SampleConfig, Sampling
+from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.data import preferences
 from psigrad.errors import UserError
 from psigrad.models import scalar_model, tiny
-from psigrad.objective.preference_catalog import OnlinePreference, resolve, resolve_online
+from psigrad.objective.catalog import GRPO
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.recipes import evaluate, online, reward, sample
 from psigrad.recipes.online import method
 from psigrad.rewards import Failed, Samples, Scored, Unscored
@@ -34,7 +36,7 @@ def tokenizer():
 
 def preferring(tokenizer, loss="dpo", **settings):
     run = make(tokenizer, "grpo", **settings)
-    return replace(run, algorithm=OnlinePreference(resolve(loss)), reference=run.model.frozen_copy())
+    return replace(run, algorithm=OnlinePreference(resolve_loss(loss)), reference=run.model.frozen_copy())
 
 
 def begins_with_a_letter(completions, **columns):
@@ -72,7 +74,7 @@ def test_a_step_of_equal_rewards_moves_no_weight(tokenizer):
 
 
 def test_online_dpo_by_name_with_another_loss():
-    assert resolve_online("grpo") is None and resolve_online("online_dpo").loss.name == "dpo"
+    assert resolve_online("grpo") is GRPO and resolve_online("online_dpo").loss.name == "dpo"
     assert resolve_online({"preset": "online_dpo", "loss": "ipo"}).name == "online_ipo"
     for wrong in ({"preset": "online_dpo", "loss": "kto"}, {"preset": "online_dpo", "psi": "gae"}):
         with pytest.raises(ValueError, match="expected a loss on pairs"):
