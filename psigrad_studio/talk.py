@@ -123,7 +123,8 @@ class _Writer:
     """One answer on its way. Text is sent once it can no longer change: half of a character waits for its other half."""
 
     def __init__(self, model: LanguageModel, question: Question, answer: Answer, again: bool) -> None:
-        from psigrad.recipes.setup import sampler_for, sampling_params
+        from psigrad.recipes.setup import sampling_params
+        from psigrad.rollout.samplers import make as sampler_for
         from psigrad.rollout.types import Request
 
         row = question.row(model.tokenizer)

@@ -26,6 +26,7 @@ from psigrad.models.packing import Ids
 from psigrad.objective.preference import KahnemanTversky, Preference
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
+from psigrad.rollout import samplers
 from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
 from psigrad.training.offline import Generated, Offline
@@ -56,7 +57,7 @@ def run(config: PreferenceConfig) -> Result:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
-            generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
+            generated = Generated(model, samplers.make(config.sampling, model), evaluator)
         learner = Learner(model, setup.optimizer_of(model, config))
         begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(

@@ -32,11 +32,10 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import Sampler, SamplingParams
+from psigrad.rollout.types import SamplingParams
 from psigrad.training import session
-from psigrad.training.collect import Prompt
 from psigrad.training.journal import Journal
+from psigrad.training.ledger import Prompt
 from psigrad.training.session import Result
 from psigrad.training.update import Optimizer
 
@@ -169,21 +168,6 @@ def prompts_of(rows: Sequence[Row], model: LanguageModel, max_prompt_length: int
                 "shorten the prompt, leave the row out or raise the limit."
             )
     return prompts
-
-
-def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
-    """The sampler asked for; models that cannot run packed are sampled by transformers unless vLLM was asked for."""
-    if sampling.sampler == "vllm":
-        from psigrad.rollout.vllm_backend import VLLMSampler
-
-        return VLLMSampler(model, sampling.max_decode_batch, memory=sampling.vllm_memory)
-    if sampling.sampler == "transformers" or model.why_padded:
-        from psigrad.rollout.transformers_backend import TransformersSampler
-
-        return TransformersSampler(model, sampling.max_decode_batch)
-    if sampling.cuda_graphs and model.device.type != "cuda":
-        raise UserError(f"sampling.cuda_graphs is for GPUs and the model is on {model.device}; leave it off.")
-    return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
 
 
 def sampling_params(

@@ -10,6 +10,7 @@ from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
+from psigrad.rollout import samplers
 from psigrad.training import offline, rehearsal, session
 from psigrad.training.offline import Generated, Offline
 from psigrad.training.session import Result
@@ -37,7 +38,7 @@ def run(config: SFTConfig) -> Result:
         if functions and held:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
-            generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
+            generated = Generated(model, samplers.make(config.sampling, model), evaluator)
         learner = Learner(model, setup.optimizer_of(model, config))
         begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
         job = Offline(

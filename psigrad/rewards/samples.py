@@ -61,10 +61,3 @@ def joined(parts: Sequence[Samples]) -> Samples:
 def picked(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
     """What is shown of the samples at these indices."""
     return {name: [values[i] for i in indices] for name, values in shown.items()}
-
-
-def chunks(count: int, groups: Sequence[int] | None) -> list[list[int]]:
-    """Indices that are scored together: neighbours with the same group number, or 16 at a time."""
-    if groups is None:
-        return [list(range(start, min(start + 16, count))) for start in range(0, count, 16)]
-    return [list(part) for _, part in itertools.groupby(range(count), lambda i: groups[i])]

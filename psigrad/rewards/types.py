@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from psigrad.errors import UserError
-from psigrad.rewards.samples import Samples, joined
+from psigrad.rewards.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -49,62 +49,34 @@ class RewardError(UserError):
     """The rewards cannot be used: the functions do not load, or too many completions stay unscored."""
 
 
-class Scorer(Protocol):
-    """Who scores. `RewardPool` does it in processes that can be killed, `InlineScorer` where it stands."""
+class Scoring:
+    """Completions on their way to their rewards, added group by group as they are written.
 
-    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
-        """One result per completion, in order. The functions see neighbours with the same number in `groups` together."""
-        ...
+    This one asks `score` for all groups at the end; a scorer that can begin earlier has a subclass.
+    """
 
+    def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
+        self._score = score
+        self._groups: list[Samples] = []
 
-class Scoring(Protocol):
-    """Completions that are scored as they come, group by group."""
-
-    def add(self, samples: Samples) -> None:
-        """One more group, which is shown to the functions together."""
-        ...
+    def add(self, group: Samples) -> None:
+        """One more group, which reward functions are shown together."""
+        self._groups.append(group)
 
     def turn(self) -> None:
         """Do what can be done now without waiting."""
-        ...
 
     def results(self) -> list[Result]:
         """One result per completion, in the order in which they were added."""
-        ...
+        return self._score(self._groups)
 
 
-@runtime_checkable
-class Streaming(Protocol):
-    """A `Scorer` that can begin before it has seen all completions. Its results are those of `score`."""
+class Scorer(Protocol):
+    """Who scores completions: reward functions in processes, reward models, or a mixture of both."""
 
     def begin(self) -> Scoring:
         """A new scoring; what an earlier one has not finished is given up."""
         ...
-
-
-class AtOnce:
-    """A `Scoring` by any `Scorer`: all completions together, at the end."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-        self._given: list[Samples] = []
-
-    def add(self, samples: Samples) -> None:
-        """See `Scoring`."""
-        self._given.append(samples)
-
-    def turn(self) -> None:
-        """There is nothing to do yet."""
-
-    def results(self) -> list[Result]:
-        """See `Scoring`."""
-        groups = [number for number, part in enumerate(self._given) for _ in range(len(part))]
-        return self._scorer.score(joined(self._given), groups) if groups else []
-
-
-def begin(scorer: Scorer) -> Scoring:
-    """A scoring by `scorer`, as early as it can."""
-    return scorer.begin() if isinstance(scorer, Streaming) else AtOnce(scorer)
 
 
 def text_of(completion: Any) -> str:

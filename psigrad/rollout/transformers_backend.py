@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.rollout.distribution import draw
 from psigrad.rollout.embedded import check_room
-from psigrad.rollout.types import Completion, Request, SamplingParams
+from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
 
 
 class _Drawer(LogitsProcessor):
@@ -32,22 +33,26 @@ class _Drawer(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """Left-padded batches of at most `max_batch` sequences through `model.generate`."""
+
+    exact = True
 
     def __init__(self, model: LanguageModel, max_batch: int = 256) -> None:
         self.model, self.max_batch = model, max_batch
 
     @torch.inference_mode()
-    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The completions of each request, in order. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`: all in one step. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
         check_room(self.model, requests, params)
         self.model.hf.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
         done = iter(
             [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
         )
-        return [[next(done) for _ in request.seeds] for request in requests]
+        yield [(place, [next(done) for _ in request.seeds]) for place, request in enumerate(requests)]
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
