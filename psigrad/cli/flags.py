@@ -206,11 +206,14 @@ def _help(cls: type[Any], name: str) -> str:
     """The string under a field in the source of its class."""
     for part in name.split(".")[:-1]:
         cls = get_type_hints(cls)[part]
-    return _field_docs(cast(Any, cls)).get(name.split(".")[-1], "")
+    leaf = name.split(".")[-1]
+    return next((docs[leaf] for base in cls.__mro__ if leaf in (docs := _field_docs(cast(Any, base)))), "")
 
 
 @cache
 def _field_docs(cls: type[Any]) -> dict[str, str]:
+    if not dataclasses.is_dataclass(cls):
+        return {}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +26,10 @@ from psigrad.objective.preference import KahnemanTversky, Preference
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.rollout import samplers
-from psigrad.training import offline, rehearsal, session
+from psigrad.training import session
 from psigrad.training.journal import Journal
-from psigrad.training.offline import Generated, Offline
+from psigrad.training.offline import Generated
 from psigrad.training.session import Result
-from psigrad.training.state import Learner, State
 from psigrad.training.tasks import Task
 from psigrad.training.tasks.preference import KTOTask, PreferenceTask, mismatched, reference_logps
 
@@ -58,21 +56,7 @@ def run(config: PreferenceConfig) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
-        learner = Learner(model, setup.optimizer_of(model, config))
-        begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
-        job = Offline(
-            config=config,
-            task=task,
-            held_out=held_out,
-            optimizer=learner.optimizer,
-            total_steps=config.run.max_steps or math.ceil(len(task) / config.batch_size),
-            journal=journal,
-            generated=generated,
-        )
-        if config.optim.rehearse:
-            rehearsal.offline(job)
-        offline.train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model)
+        return setup.train_on_rows(config, journal, model, rows, found, task, held_out, generated)
 
 
 def _reference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -33,10 +34,13 @@ from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.rollout.types import SamplingParams
-from psigrad.training import session
+from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
 from psigrad.training.ledger import Prompt
+from psigrad.training.offline import Generated
 from psigrad.training.session import Result
+from psigrad.training.state import Learner, State
+from psigrad.training.tasks import Task
 from psigrad.training.update import Optimizer
 
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig | ControlConfig
@@ -186,6 +190,27 @@ def sampling_params(
         min_p=sampling.min_p,
         stop_token_ids=(*sampling.stop_token_ids, *chat),
     )
+
+
+def train_on_rows(
+    config: SFTConfig | RewardConfig | PreferenceConfig,
+    journal: Journal,
+    model: LanguageModel | ScalarModel,
+    rows: Sequence[Row],
+    found: Path | None,
+    task: Task,
+    held_out: Task | None,
+    generated: Generated | None = None,
+) -> Result:
+    """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind."""
+    learner = Learner(model, optimizer_of(model, config))
+    begun = session.begin(config, journal, [learner], identity(model.tokenizer, rows), found, State())
+    steps = config.run.max_steps or math.ceil(len(task) / config.batch_size)
+    job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
+    if config.optim.rehearse:
+        rehearsal.offline(job)
+    offline.train(job, begun.state, begun.save)
+    return finish(config, journal, model)
 
 
 def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel) -> Result:

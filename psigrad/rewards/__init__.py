@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from psigrad.rewards.pool import RewardPool, check_unscored
 from psigrad.rewards.resolve import RewardSpec, resolve
-from psigrad.rewards.samples import Samples
-from psigrad.rewards.types import Failed, Failure, Result, RewardError, Scored, Scorer, Scoring, Unscored
+from psigrad.rewards.types import Failed, Failure, Result, RewardError, Samples, Scored, Scorer, Scoring, Unscored
 
 __all__ = [
     "Failed",

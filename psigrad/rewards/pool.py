@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.rewards.call import Answer, Malformed, Said, combine
 from psigrad.rewards.process import START_LIMIT, Job, Worker
 from psigrad.rewards.resolve import RewardSpec
-from psigrad.rewards.samples import Samples, picked
 from psigrad.rewards.shipping import homes, pack
-from psigrad.rewards.types import Result, RewardError, Scoring
+from psigrad.rewards.types import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, picked
+from psigrad.rewards.worker import Answer, Malformed, Said
 
 # Seconds between two turns from which on a worker's time does not run: its parent was at work elsewhere.
 _ABSENCE = 1.0
@@ -45,7 +44,7 @@ class RewardPool:
                 raise UserError(f"{name} is {value}; it must be above 0.")
         self.timeout, self.failure_value = timeout, failure_value
         self._functions = [(spec.name, pack(spec.function)) for spec in self.specs]
-        self._homes = homes([spec.function for spec in self.specs])
+        self._homes = homes([spec.function for spec in self.specs], [packed for _, packed in self._functions])
         self._workers: list[Worker] = []
         try:
             for _ in range(workers):
@@ -201,6 +200,27 @@ def taken(job: Job, answer: Answer, said: list[dict[int, Said]]) -> list[Job]:
     else:
         return [Job((which,), (i,)) for i in job.indices]
     return []
+
+
+def combine(names: Sequence[str], weights: Sequence[float], said: Sequence[Said], failure_value: float) -> Result:
+    """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
+
+    A sample that no function with a weight applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
+    """
+    for one in said:
+        if isinstance(one, Malformed):
+            return Unscored(str(one))
+    parts = {name: one if isinstance(one, float) else None for name, one in zip(names, said, strict=True)}
+    for name, one in zip(names, said, strict=True):
+        if isinstance(one, Failure):
+            return Failed(failure_value, f"{name}: {one}", parts)
+    terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
+    if not terms:
+        return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
+    total = sum(terms)
+    if not math.isfinite(total):
+        return Unscored("the weighted sum of its rewards is beyond floating point")
+    return Scored(total, parts)
 
 
 def unique(specs: Sequence[RewardSpec]) -> list[RewardSpec]:

@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.models.packing import Groups, Ids
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
-from psigrad.rewards.samples import joined
+from psigrad.rewards.types import joined
 from psigrad.training.tasks.reward import step_values
 
 

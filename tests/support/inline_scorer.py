@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from psigrad.rewards import Result, RewardSpec, Samples, Scoring
-from psigrad.rewards.call import Said, answer_of, combine
-from psigrad.rewards.pool import checked_weights, taken, unique
+from psigrad.rewards.pool import checked_weights, combine, taken, unique
 from psigrad.rewards.process import Job
-from psigrad.rewards.samples import picked
+from psigrad.rewards.types import picked
+from psigrad.rewards.worker import Said, answer_of
 
 
 class InlineScorer:
