@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
+from psigrad.records import pins
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
@@ -128,14 +128,13 @@ def lora_of(settings: Model) -> Lora | None:
 
 def identity(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, str]:
     """Hashes of what a run stands on besides its settings: a continuation must find them as they were."""
-    parts = {
-        "dataset": [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in rows],
-        "tokenizer": tokenizer.get_vocab(),
-        "chat template": tokenizer.chat_template,
-    }
-    return {
-        name: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest() for name, value in parts.items()
-    }
+    return pins.hashes(
+        {
+            "dataset": [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in rows],
+            "tokenizer": tokenizer.get_vocab(),
+            "chat template": tokenizer.chat_template,
+        }
+    )
 
 
 def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.records.pins import check_format
 
 TEXT_LIMIT = 600
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -160,11 +161,12 @@ def load(folder: str | Path) -> RunData:
     try:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
+        check_format(path, config := _json(path / "config.json"))
         rewards, troubles, samples = _rollouts(path / "rollouts.jsonl")
         return RunData(
             name=path.resolve().name,
             path=path,
-            config=_json(path / "config.json"),
+            config=config,
             metrics=[row for _, row in _lines(path / "metrics.jsonl") if _stepped(row)],
             timings=[row for _, row in _lines(path / "timings.jsonl") if _stepped(row)],
             events=[row for _, row in _lines(path / "events.jsonl")],
