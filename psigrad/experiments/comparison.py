@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -23,13 +22,12 @@ from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.data import preferences
 from psigrad.errors import UserError
+from psigrad.intervals import over_seeds
 from psigrad.recipes import api, evaluate, online
 from psigrad.recipes.sample import read_jsonl, write_jsonl
 from psigrad.training import session
 from psigrad.training.progress import bar
 
-# Student's t, two-sided 95 %, for 1 … 10 degrees of freedom; beyond, the normal value is near enough to name it so.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 UNPAIRED = "unpaired.jsonl"
 FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
 
@@ -201,18 +199,9 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = [run for run in runs if run["method"] == method]
         row: dict[str, Any] = {"method": method, "seeds": len(mine)}
         for name in FIGURES:
-            row[name] = interval([float(run[name]) for run in mine])
+            row[name] = list(over_seeds(float(run[name]) for run in mine))
         made.append(row)
     return made
-
-
-def interval(values: Sequence[float]) -> list[float]:
-    """[mean, low, high]; a single value has no interval but itself."""
-    mean, n = math.fsum(values) / len(values), len(values)
-    if n == 1:
-        return [mean, mean, mean]
-    spread = (_T[n - 2] if n - 2 < len(_T) else 1.96) * statistics.stdev(values) / math.sqrt(n)
-    return [mean, mean - spread, mean + spread]
 
 
 if __name__ == "__main__":
