@@ -82,7 +82,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 
 types: $(INSTALLED)
-	$(RUN) -m mypy $(wildcard psigrad/objective psigrad/tabular)
+	$(RUN) -m mypy psigrad psigrad_studio
 
 size:
 	$(PYTHON) tools/size.py

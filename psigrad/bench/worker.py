@@ -22,7 +22,7 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import Batch, PolicyGradient, terminal
+from psigrad.objective import Batch, Loss, PolicyGradient, terminal
 from psigrad.objective.preference_catalog import DPO
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.rewards import Result, Samples, Scored, Scoring
@@ -74,7 +74,16 @@ class Inline:
 
     @staticmethod
     def _scored(groups: Sequence[Samples]) -> list[Result]:
-        return [Scored(value, {"reward": value}) for group in groups for value in reward(**group.shown)]
+        return [Scored(value, {"reward": value}) for group in groups for value in _called(group)]
+
+
+def _called(group: Samples) -> list[float]:
+    given: dict[str, Any] = group.shown
+    return reward(**given)
+
+
+def _value(share: Callable[[], Loss]) -> Tensor:
+    return share().value
 
 
 Step = Callable[[], tuple[int, dict[str, float]]]
@@ -235,6 +244,6 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
 
     def check() -> dict[str, float]:
         shares = task.shares(range(work.prompts), 4096)
-        return _added_up(optimizer, [lambda share=share: share().value for share in shares])
+        return _added_up(optimizer, [partial(_value, share) for share in shares])
 
     return step, check

@@ -154,7 +154,7 @@ def work(job: Path, result: Path) -> None:
 
 def measured(model: Path, config: OnlineConfig) -> dict[str, float]:
     """Truth, proxy, length and KL to the starting model, on the held-out prompts."""
-    shared = {
+    shared: dict[str, Any] = {
         "model": Model(path=str(model), dtype=config.model.dtype),
         "data": Data(dataset=config.data.eval_dataset, split=config.data.eval_split),
         "sampling": config.sampling,

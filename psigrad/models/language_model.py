@@ -177,7 +177,9 @@ class LanguageModel(Pretrained):
         """A context in which a LoRA model is the model it started from: its reference costs no memory."""
         if self.adapter is None:
             raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
-        return self.adapter.disable_adapter()
+        adapter: Any = self.adapter
+        off: contextlib.AbstractContextManager[Any] = adapter.disable_adapter()
+        return off
 
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form, and the value head beside; a LoRA model saves its adapter only."""
@@ -203,7 +205,7 @@ def load(
     plain = lora is None and device == "cpu"
     try:
         found = bare.load(path, DTYPES[dtype]) if plain else None
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
+        network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]

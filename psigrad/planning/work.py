@@ -201,7 +201,7 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     if not work.samples:
         return Cost(0.0, passes, training, 0.0)
     sampled = work.completion_tokens
-    decoded = 2 * (policy.matrices + policy.head) * sampled
+    decoded = 2.0 * (policy.matrices + policy.head) * sampled
     decoded += 4 * policy.layers * policy.query * sampled * (length.prompt + length.completion / 2)
     rounds = math.ceil(work.rows * work.members / work.slots) * length.longest_completion
     prefill = 2 * policy.matrices * work.rows * length.prompt

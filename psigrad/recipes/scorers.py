@@ -50,8 +50,10 @@ def judge_for(config: Scored, tokenizer: PreTrainedTokenizerBase, functions: Seq
         names: list[str] = []
         if functions:
             specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
-            own, limits = weights[: len(functions)], {"timeout": config.reward_timeout, "workers": config.reward_workers}
-            pool = stack.enter_context(RewardPool(specs, weights=own, **limits))
+            made = RewardPool(
+                specs, weights=weights[: len(functions)], timeout=config.reward_timeout, workers=config.reward_workers
+            )
+            pool = stack.enter_context(made)
             names += [spec.name for spec in pool.specs]
             scorers.append(pool)
         scorers += [_reward_model(path, config, tokenizer, names) for path in paths]

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import (
-    ControlConfig,
     EvalConfig,
     Model,
     OnlineConfig,
@@ -43,7 +42,7 @@ from psigrad.training.state import Learner, State
 from psigrad.training.tasks import Task
 from psigrad.training.update import Optimizer
 
-Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig | ControlConfig
+Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
 def check_sampling(sampling: Sampling) -> None:

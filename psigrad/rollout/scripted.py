@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 
 class ScriptedSampler(Sampler):
@@ -30,6 +30,6 @@ class ScriptedSampler(Sampler):
         stops = {*self.eos_token_ids, *params.stop_token_ids}
         end = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids) + 1)
         count = min(end, len(ids), params.max_tokens)
-        reason = "stop" if count and ids[count - 1] in stops else "length"
+        reason: FinishReason = "stop" if count and ids[count - 1] in stops else "length"
         kept = tuple(logprobs[:count])
         return Completion(tuple(ids[:count]), kept, kept, reason, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.rollout.distribution import draw
 from psigrad.rollout.embedded import check_room
-from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 
 class _Drawer(LogitsProcessor):
@@ -77,9 +78,8 @@ class TransformersSampler(Sampler):
         drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
         # the model's own generation config may hold sampling settings (top_k 20 in Qwen3's): only ours may act
         config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
-        out = self.model.hf.generate(
-            ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer])
-        )
+        generate: Any = self.model.hf.generate
+        out = generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
         tokens = out[:, width:].tolist()
         logprobs, sampling = (torch.stack(x, 1).float().tolist() for x in (drawer.logprobs, drawer.sampling_logprobs))
         return [_completion(tokens[i], logprobs[i], sampling[i], set(stops), seed) for i, (_, seed) in enumerate(batch)]
@@ -88,5 +88,5 @@ class TransformersSampler(Sampler):
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
     """Cut after the first stop token; what generate wrote behind it is padding."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
-    reason = "stop" if ids[count - 1] in stops else "length"
+    reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

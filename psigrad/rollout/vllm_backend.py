@@ -24,7 +24,7 @@ from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.rollout.embedded import check_room
-from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 # Read when vLLM is imported. The engine must live in this process: weights then reach it as they are, without a copy.
 _ENVIRONMENT = {
@@ -265,7 +265,7 @@ def _completion(out: Any, seed: int, params: SamplingParams) -> Completion:
     """What the engine wrote. At temperature 0 it tells log-probs at temperature 1, as our other samplers do."""
     logprobs = tuple(float(step[token].logprob) for step, token in zip(out.logprobs, out.token_ids, strict=True))
     drawn = (0.0,) * len(logprobs) if params.temperature == 0 else logprobs
-    reason = "stop" if out.finish_reason == "stop" else "length"
+    reason: FinishReason = "stop" if out.finish_reason == "stop" else "length"
     return Completion(tuple(out.token_ids), logprobs, drawn, reason, seed)
 
 
@@ -284,4 +284,5 @@ def _with_policy(model: LanguageModel, request: Request, group: list[Completion]
 def _probe(model: LanguageModel) -> list[int]:
     """Token ids drawn once and for all."""
     length = min(PROBE_TOKENS, model.max_length - 1)
-    return np.random.default_rng(0).integers(0, model.vocabulary, length).tolist()
+    ids: list[int] = np.random.default_rng(0).integers(0, model.vocabulary, length).tolist()
+    return ids

@@ -74,7 +74,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     figures: dict[str, float] = {}
     with clock("time/update"):
         shares = run.task.shares(rows, config.micro_batch_tokens)
-        norm = run.optimizer.step([lambda share=share: _counted(share, figures) for share in shares], lr)
+        norm = run.optimizer.step([partial(_counted, share, figures) for share in shares], lr)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
         **figures,

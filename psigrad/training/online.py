@@ -161,8 +161,7 @@ def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | No
             wanted,
             run.params,
             num_generations=config.num_generations,
-            # the place in the endless sequence of prompts names step and prompt at once
-            seed_of=lambda i, k, cursor=cursor: seeds.derive(config.run.seed, "sample", cursor + i, k),
+            seed_of=partial(seed_at, config.run.seed, cursor),
             model=run.model,
             version=state.step,
             episodes=run.episodes,
@@ -178,6 +177,11 @@ def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | No
         if len(groups) == config.prompts_per_step:
             break
     return Collected(trajectories, groups, cursor, cursor - state.cursor)
+
+
+def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
+    """The seed of completion k of a step's i-th prompt, whose place in the endless sequence of prompts names the step too."""
+    return seeds.derive(seed, "sample", cursor + i, k)
 
 
 def learn(
@@ -330,7 +334,7 @@ def learn_preferences(
         for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
             tally.steps += 1
             shares = task.shares(rows.tolist(), config.micro_batch_tokens)
-            norm = run.optimizer.step([lambda share=share: tally.add(share()) for share in shares], lr)
+            norm = run.optimizer.step([partial(tally.of, share) for share in shares], lr)
             tally.stepped(None if norm is None else [norm])
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0

@@ -144,7 +144,8 @@ class MixedScoring(Scoring):
         return [self._added(results) for results in zip(*(part.results() for part in self._parts), strict=True)]
 
     def _added(self, results: Sequence[Result]) -> Result:
-        total, parts, fault = 0.0, {}, None
+        total, fault = 0.0, None
+        parts: dict[str, float | None] = {}
         steps: list[tuple[int, float]] = []
         for result, weight in zip(results, self._weights, strict=True):
             if isinstance(result, Unscored):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,10 @@ class Tally:
         for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
             self._now[name] = self._now.get(name, 0.0) + float(term)
         return loss.value
+
+    def of(self, share: Callable[[], Loss]) -> Tensor:
+        """`add` of what `share` computes."""
+        return self.add(share())
 
     def gap(self, logp: Tensor, batch: Batch) -> None:
         """Hold the trainer's log-probs [n, T] against the sampler's in `batch`."""
