@@ -130,6 +130,15 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\*_|])", r"\\\1", text)
 
 
+def short(signature: str | None) -> str | None:
+    """`signature` with numpy's types by their names, not spelled out as the unions that they are."""
+    if signature is None:
+        return None
+    array_like = r"numpy\._typing\._array_like\._Buffer \| .*?_NestedSequence\[complex \| bytes \| str\]"
+    array = r"ndarray\[tuple\[.*?\], numpy\.dtype\[(?:[^\[\]]|\[[^\]]*\])*\]\]"
+    return re.sub(array, "ndarray", re.sub(array_like, "numpy.typing.ArrayLike", signature))
+
+
 def setup(app: Sphinx) -> None:
     def source_read(app: Sphinx, page: str, source: list[str]) -> None:
         if page == "index":
@@ -139,5 +148,9 @@ def setup(app: Sphinx) -> None:
     def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
         lines[:] = docstring(lines)
 
+    def signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, given: str | None, returned: str | None) -> Any:
+        return short(given), short(returned)
+
     app.connect("source-read", source_read)
+    app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", process)
