@@ -112,3 +112,45 @@ def test_the_architecture_page_names_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = {p.name for p in (ROOT / "psigrad").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     assert all(f"{room}/" in text for room in rooms)
+
+
+def test_the_site_has_every_page_once_and_in_the_order_of_the_index():
+    text = script("conf").contents((ROOT / "docs" / "index.md").read_text())
+    listed = re.findall(r"<([^>]+)>", text)
+    pages = {p.relative_to(ROOT / "docs").with_suffix("").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {p for p in pages if not p.startswith("api/")} - {"index"} | {"api/index"}
+    assert listed.index("walkthrough") < listed.index("control") < listed.index("methods/grpo") < listed.index("settings")
+
+
+def test_docstrings_become_restructured_text():
+    given = ["The `x` of a_t * b; see `f`s.", "", "    A_t = R_t * `b`", "    V", "", "Items:", "- one `y`", "  goes on", "- two"]
+    assert script("conf").docstring(given) == [
+        r"The ``x`` of a\_t \* b; see ``f``\ s.",
+        "",
+        "",
+        ".. code-block:: text",
+        "",
+        "        A_t = R_t * `b`",
+        "        V",
+        "    ",
+        "",
+        "Items:",
+        "",
+        "- one ``y``",
+        "  goes on",
+        "- two",
+    ]
+
+
+def test_links_that_leave_the_documents_are_words_and_a_path():
+    page = "[a](data.md) [b](../psigrad/config/) [`tools/size.py`](../tools/size.py) ![p](images/x.png) [w](https://x.org)"
+    expected = "[a](data.md) b (`psigrad/config`) `tools/size.py` ![p](images/x.png) [w](https://x.org)"
+    assert script("conf").inside(page, ROOT / "docs") == expected
+
+
+def test_every_public_module_of_the_api_pages_is_there():
+    modules = [re.search(r"automodule:: (\S+)", p.read_text()) for p in (ROOT / "docs" / "api").glob("*.md") if p.stem != "index"]
+    assert len(modules) == 8
+    for found in modules:
+        assert importlib.util.find_spec(found[1])
