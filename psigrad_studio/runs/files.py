@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 CHUNK = 1 << 20
 LONGEST_LINE = 64 << 20
@@ -24,15 +23,6 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FileNotFoundError(f"{path} is no regular file")
         yield stream
-
-
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """A line as an object; None where it is none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def content(path: Path, most: int = 4 << 20) -> bytes:

@@ -9,20 +9,19 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import number
+from psigrad.records.rows import figures, number, parsed, stepped
 from psigrad.records.signals import name_of
 from psigrad.records.warnings import Alert, Watch
-from psigrad_studio.runs.files import Tail, content, parsed
+from psigrad_studio.runs.files import Tail, content
 
 BYTES_AT_ONCE = 1 << 20
 MOST_KEYS = 400
 SILENT_SECONDS = 120.0
-_DROPPED = ("step",)
 
 
 @dataclass
@@ -64,12 +63,15 @@ class History:
                 self.generation += 1
                 self._clear()
             before = self._metrics.offset + self._timings.offset + self._events.offset
-            for row in _rows(self._events, most):
-                self.events = [*self.events[-199:], row]
-            for row in _rows(self._timings, most):
-                self._timed(row)
-            for row in _rows(self._metrics, most):
-                self._measured(row)
+            for _, line in self._events.lines(most):
+                if (event := parsed(line)) is not None:
+                    self.events = [*self.events[-199:], event]
+            for _, line in self._timings.lines(most):
+                if (row := stepped(line)) is not None:
+                    self._timed(row)
+            for _, line in self._metrics.lines(most):
+                if (row := stepped(line)) is not None:
+                    self._measured(row["step"], figures(row))
             taken = self._metrics.offset + self._timings.offset + self._events.offset - before
             self.version += taken > 0
             self.whole = taken < most
@@ -84,22 +86,14 @@ class History:
                 return False
         return True
 
-    def _measured(self, row: Mapping[str, Any]) -> None:
-        step = _step(row)
-        if step is None:
-            return
-        figures: dict[str, float] = {}
-        for key, raw in row.items():
-            value = raw if type(raw) is float else number(raw)
-            if key in _DROPPED or (value != value and raw != "NaN"):
-                continue
-            name = self._name(key)
+    def _measured(self, step: int, found: Mapping[str, float]) -> None:
+        named = {self._name(key): value for key, value in found.items()}
+        for name, value in named.items():
             self._add(name, step, value)
-            figures[name] = value
         self.last_step = max(self.last_step, step)
-        if (seen := figures.get("num_tokens")) is not None:
+        if (seen := named.get("num_tokens")) is not None:
             _point(self.tokens, step, seen)
-        self.watch.see(step, figures)
+        self.watch.see(step, named)
 
     def _name(self, key: str) -> str:
         """The name of a key's figure. Of several keys of one figure the first has its name; the others stand for themselves."""
@@ -118,8 +112,8 @@ class History:
         _point(series, step, value)
 
     def _timed(self, row: Mapping[str, Any]) -> None:
-        step, spent = _step(row), number(row.get("step_time"))
-        if step is None or not math.isfinite(spent):
+        step, spent = row["step"], number(row.get("step_time"))
+        if not math.isfinite(spent):
             return
         so_far = self.seconds.values[-1] if self.seconds.values else 0.0
         _point(self.seconds, step, so_far + spent)
@@ -164,17 +158,6 @@ class History:
 
 
 _KINDS = ("started", "resumed", "saved", "finished", "stopped")
-
-
-def _rows(tail: Tail, most: int) -> Iterator[dict[str, Any]]:
-    for _, line in tail.lines(most):
-        if (row := parsed(line)) is not None:
-            yield row
-
-
-def _step(row: Mapping[str, Any]) -> float | None:
-    step = row.get("step")
-    return float(step) if type(step) is int and 0 <= step < 2**53 else None
 
 
 def _point(series: Series, step: float, value: float) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.records.read import number, visible
+from psigrad.records.read import visible
+from psigrad.records.rows import number
 from psigrad_studio.labels.material import ROLLOUT
 from psigrad_studio.runs.rollouts import Rollouts, Wanted
 from psigrad_studio.runs.tokens import MOST_TOKENS, config_of, finite, texts_of, token_table, tokenizer_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 import time
 from array import array
@@ -16,18 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psigrad.records.read import number
-from psigrad_studio.runs.files import LONGEST_LINE, Tail, opened, parsed
+from psigrad.records.rows import RolloutFigures, parsed, rollout_figures
+from psigrad_studio.runs.files import LONGEST_LINE, Tail, opened
 
 KINDS = ("train", "eval", "episode", "other")
 STATUSES = ("scored", "failed", "unscored", "")
 MOST = 2_000_000
-# The order in which psigrad writes a row. A quote within a string is escaped, so `"reward": ` is a key wherever it stands.
-_HEAD = re.compile(rb'\{"step": (\d{1,15}), "kind": "(\w+)", "row": (-?\d{1,15}), "k": (\d{1,9}), "prompt": ')
-_REWARD, _FINISH = b'], "reward": ', b'"finish_reason": "'
-_SCORE = re.compile(rb'\], "reward": ([^,]+), "parts": \{')
-_STATUS = re.compile(rb'\}, "status": "(\w+)", "reason": ')
-_ADVANTAGE = re.compile(rb'", "advantage": ([^,]+), "')
 
 
 @dataclass(frozen=True)
@@ -46,20 +39,6 @@ class Wanted:
     """newest, oldest, best or worst."""
 
 
-@dataclass(frozen=True)
-class Brief:
-    """The numbers of one row that the index keeps."""
-
-    step: float
-    kind: str
-    row: int
-    k: int
-    reward: float
-    advantage: float
-    status: str
-    cut: bool
-
-
 class Rollouts:
     """The index of one file, grown as the file grows."""
 
@@ -73,7 +52,7 @@ class Rollouts:
         self._offset, self._group = array("q"), array("q")
         self._step, self._reward, self._advantage = array("d"), array("d"), array("d")
         self._kind, self._status, self._cut = array("b"), array("b"), array("b")
-        self._last: tuple[float, str, int, int] | None = None
+        self._last: tuple[int, str, int, int] | None = None
         self.whole = False
 
     def __len__(self) -> int:
@@ -91,27 +70,27 @@ class Rollouts:
             while time.monotonic() < deadline and len(self) < MOST:
                 before = self._tail.offset
                 for at, line in self._tail.lines(1 << 20):
-                    if (brief := brief_of(line)) is not None:
-                        self._add(at, brief)
+                    if (found := rollout_figures(line)) is not None:
+                        self._add(at, found)
                 if self._tail.offset - before < 1 << 20:
                     self.whole = True
                     break
             return self.whole
 
-    def _add(self, at: int, brief: Brief) -> None:
-        last, here = self._last, (brief.step, brief.kind, brief.row, brief.k)
+    def _add(self, at: int, found: RolloutFigures) -> None:
+        last, here = self._last, (found.step, found.kind, found.row, found.k)
         # a prompt may be drawn twice in a step: then k begins again
-        same = last is not None and last[:3] == here[:3] and brief.k > last[3]
+        same = last is not None and last[:3] == here[:3] and found.k > last[3]
         group = (self._group[-1] if self._group else -1) + (not same)
         self._last = here
         self._offset.append(at)
         self._group.append(group)
-        self._step.append(brief.step)
-        self._reward.append(brief.reward)
-        self._advantage.append(brief.advantage)
-        self._kind.append(KINDS.index(brief.kind) if brief.kind in KINDS else 3)
-        self._status.append(STATUSES.index(brief.status) if brief.status in STATUSES else 3)
-        self._cut.append(brief.cut)
+        self._step.append(found.step)
+        self._reward.append(found.reward)
+        self._advantage.append(found.advantage)
+        self._kind.append(KINDS.index(found.kind) if found.kind in KINDS else 3)
+        self._status.append(STATUSES.index(found.status) if found.status in STATUSES else 3)
+        self._cut.append(found.cut)
 
     def find(self, wanted: Wanted, seconds: float = 2.0) -> tuple[list[int], bool]:
         """Numbers of the rows that are wanted, in order, and whether all were looked at before the time was over."""
@@ -141,7 +120,7 @@ class Rollouts:
     def rows(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         """Rows by their numbers; those that cannot be read (any more) are left out."""
         found = ((n, parsed(line)) for n, line in self._lines([n for n in numbers if 0 <= n < len(self)]))
-        return [(n, row) for n, row in found if row is not None and _step_of(row) == self._step[n]]
+        return [(n, row) for n, row in found if row is not None and row.get("step") == self._step[n]]
 
     def group_of(self, n: int) -> list[int]:
         """Numbers of the rows of the group that a row belongs to."""
@@ -221,57 +200,6 @@ def _filtered(index: Rollouts, wanted: Wanted) -> NDArray[np.int64]:
     if wanted.order == "newest":  # the newest step first, and within it as it was written
         numbers = numbers[np.argsort(-step[numbers], kind="stable")]
     return np.asarray(numbers, np.int64)
-
-
-def brief_of(line: bytes) -> Brief | None:
-    """The numbers of a line; None where it is no rollout. Lines as psigrad writes them are not parsed whole."""
-    head = _HEAD.match(line)
-    score = head and _SCORE.match(line, max(line.find(_REWARD, head.end()), 0))
-    status = score and _STATUS.search(line, score.end())
-    advantage = status and _ADVANTAGE.search(line, status.end())
-    finish = line.find(_FINISH, advantage.end() - 1) if advantage else -1
-    if not head or not score or not status or not advantage or finish < 0:
-        return _parsed_brief(line)
-    return Brief(
-        float(head[1]),
-        head[2].decode(),
-        int(head[3]),
-        int(head[4]),
-        _number(score[1]),
-        _number(advantage[1]),
-        status[1].decode(),
-        line.startswith(b'length"', finish + len(_FINISH)),
-    )
-
-
-def _number(text: bytes) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return number(text.decode("ascii", "replace").strip('"'))
-
-
-def _parsed_brief(line: bytes) -> Brief | None:
-    row = parsed(line)
-    step = None if row is None else _step_of(row)
-    if row is None or step is None:
-        return None
-    name, k = row.get("row"), row.get("k", row.get("episode"))
-    return Brief(
-        step,
-        str(row.get("kind", "other")),
-        name if type(name) is int else -1,
-        k if type(k) is int else 0,
-        number(row.get("reward")),
-        number(row.get("advantage")),
-        str(row.get("status", "")),
-        row.get("finish_reason") == "length",
-    )
-
-
-def _step_of(row: dict[str, Any]) -> float | None:
-    step = row.get("step")
-    return float(step) if type(step) is int and 0 <= step < 2**53 else None
 
 
 def _speaks(line: bytes, needle: str) -> bool:

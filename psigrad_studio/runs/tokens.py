@@ -8,8 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import number, visible
-from psigrad_studio.runs.files import content, parsed
+from psigrad.records.read import visible
+from psigrad.records.rows import number, parsed
+from psigrad_studio.runs.files import content
 
 MOST_TOKENS = 2000
 _COLUMNS = {

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psigrad.records.read import number, visible
 from psigrad.records.read import shown as _shown
+from psigrad.records.read import visible
+from psigrad.records.rows import number
 
 Row = Mapping[str, Any]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import append, figures, make_run, rollout, words
+from run_folders import TOKENS, append, figures, make_run, rollout, words
 
 from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.runs.catalogue import Catalogue
 from psigrad_studio.runs.curves import thinned
 from psigrad_studio.runs.files import Tail, opened
 from psigrad_studio.runs.history import History
-from psigrad_studio.runs.rollouts import Rollouts, Wanted, _parsed_brief, brief_of
+from psigrad_studio.runs.rollouts import Rollouts, Wanted
 from psigrad_studio.runs.shelf import Shelf
 from psigrad_studio.runs.tokens import texts_of, token_table, tokenizer_of
 from psigrad_studio.runs.why import explained
@@ -218,19 +218,20 @@ def test_thinning_keeps_what_a_picture_shows():
 # ---- completions
 
 
-def test_the_quick_reading_of_a_line_is_the_whole_reading(tmp_path):
-    odd = [
-        rollout(1, 0, 0, reward=None, status="unscored", reason='the "status": "scored", "reason": ', advantage=None),
-        rollout(2, 1, 3, reward=float("nan"), finish_reason="length", parts={"reward": 1.0, "a": None}),
-        rollout(3, 2, 1, prompt=[{"role": "user", "content": '], "reward": 5, "parts": {'}], completion='"advantage": 3, "'),
-        rollout(4, 2, 1, kind="eval", reason="x", reward=-1e-9, turns=2, mask=[1, 0, 1, 1], step_rewards=[[0, 0.5]]),
-        {"step": 5, "kind": "episode", "episode": 3, "reward": 200.0, "length": 17},
-        {"step": 6},
-        {"step": 7, "kind": ["x"], "row": "a", "k": None, "reward": "many"},
-    ]
-    for row in odd:
-        assert repr(brief_of(to_line(row))) == repr(_parsed_brief(to_line(row))), row
-    assert all(brief_of(line) is None for line in (b"\n", b"[]\n", b'{"step": -1}\n', b'{"step": "1"}\n', b'{"st'))
+def test_an_index_does_not_depend_on_the_order_of_keys(tmp_path):
+    rng = random.Random(0)
+    rows = [rollout(s, r, k, reward=rng.random(), **TOKENS) for s in range(1, 4) for r in range(3) for k in range(4)]
+    rows += [{"step": 4, "kind": "episode", "episode": i, "reward": float(i), "length": 3} for i in range(3)]
+    found = []
+    for name, order in (("written", list), ("shuffled", lambda items: rng.sample(items, len(items)))):
+        (tmp_path / name).mkdir()
+        append(tmp_path / name / "rollouts.jsonl", *(dict(order(list(row.items()))) for row in rows))
+        index = Rollouts(tmp_path / name)
+        assert index.read()
+        numbers, _ = index.find(Wanted(order="best", kind="train"))
+        groups = [index.group(n) for n in range(len(index))]
+        found.append((index.overview(), numbers, groups, index.dead(2.0), index.worst(2.0, "reward")))
+    assert found[0] == found[1] and len(found[0][1]) == 36
 
 
 def test_groups_are_prompts_of_a_step_also_when_a_prompt_comes_twice(tmp_path):
