@@ -60,14 +60,14 @@ class Checkpoint:
 
     def _open(self) -> LanguageModel:
         # torch and transformers only when somebody wants to chat: the studio starts without them
-        from transformers.utils import logging
+        import transformers
 
         from psigrad.models.backbone import DTYPES
         from psigrad.models.language_model import load
         from psigrad.recipes.setup import lora_of
         from psigrad.training.session import device
 
-        logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
         where = device(Run())
         if not self.adapter:
             kind = str(_json(self.folder / "config.json").get("dtype"))
@@ -81,10 +81,10 @@ def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
 
     Links are not followed. Folders that hold no such model (control runs, reward models, half-written ones) are left out.
     """
-    made = [_read(folder, runs) for folder in _folders(runs, DEEPEST)]
-    made = sorted((c for c in made if c), key=lambda c: (c.run or "", c.step is None, c.step or 0, c.name))
-    own = [_read(Path(folder), None) for folder in named]
-    return {c.id: c for c in [*(c for c in own if c), *made][:MOST]}
+    made = [found for folder in _folders(runs, DEEPEST) if (found := _read(folder, runs)) is not None]
+    made.sort(key=lambda c: (c.run or "", c.step is None, c.step or 0, c.name))
+    own = [found for folder in named if (found := _read(Path(folder), None)) is not None]
+    return {c.id: c for c in [*own, *made][:MOST]}
 
 
 def _folders(root: Path, depth: int) -> Iterator[Path]:
@@ -110,8 +110,9 @@ def _read(folder: Path, runs: Path | None) -> Checkpoint | None:
         return None
     place = str(folder.resolve() if runs is None else folder.relative_to(runs))
     run, step = _run_folder(folder), _step_of(folder)
-    own = runs is None or run == folder
-    owner = None if own else _printable(str(run.relative_to(runs)) if run != runs else runs.resolve().name)
+    owner = None
+    if runs is not None and run != folder:
+        owner = _printable(str(run.relative_to(runs)) if run != runs else runs.resolve().name)
     return Checkpoint(
         id=hashlib.sha256(f"{runs is None}\0{place}".encode("utf-8", "surrogateescape")).hexdigest()[:20],
         name=_name(_printable(place), owner, step),

@@ -103,7 +103,12 @@ def _row(answer: Answer) -> dict[str, Any]:
     """An answer as the labels take it in. Steps of a run keep their lineage."""
     checkpoint, talks = answer.checkpoint, not isinstance(answer.prompt, str)
     content = [{"role": "assistant", "content": answer.text}] if talks else answer.text
-    row = {"prompt": answer.prompt, "completion": content, "sampler": checkpoint.name, "finish_reason": answer.reason}
+    row: dict[str, Any] = {
+        "prompt": answer.prompt,
+        "completion": content,
+        "sampler": checkpoint.name,
+        "finish_reason": answer.reason,
+    }
     if checkpoint.run is not None:
         row["run"] = checkpoint.run
     if checkpoint.step is not None:

@@ -12,14 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psigrad import tabular
-from psigrad.cli.grid import METHODS
 from psigrad.tabular import MDP, Episode, GridWorld, Learned, Sweep
+from psigrad.tabular.solvers import SOLVERS
 
 FloatArray = NDArray[np.float64]
 Family = Literal["planning", "prediction", "control"]
@@ -67,7 +67,7 @@ ALGORITHMS = {
     "expected_sarsa": Algorithm("Expected SARSA", "control"),
     "q_learning": Algorithm("Q-learning", "control"),
 }
-_PLANNERS: dict[str, Callable[..., Iterator[Sweep]]] = METHODS | {
+_PLANNERS: dict[str, Callable[..., Iterator[Sweep]]] = SOLVERS | {
     "policy_iteration_by_sweeps": partial(tabular.policy_iteration, exact=False, epsilon=1e-6),
     "value_iteration_in_place": partial(tabular.value_iteration, in_place=True),
 }
@@ -106,8 +106,10 @@ class Frame:
     @property
     def size(self) -> int:
         """Bytes of the arrays held."""
-        played = () if self.episode is None else (self.episode.states, self.episode.actions, self.episode.rewards)
-        return 400 + sum(array.nbytes for array in (self.value, self.actions, self.q, self.before, *played) if array is not None)
+        arrays: list[NDArray[Any] | None] = [self.value, self.actions, self.q, self.before]
+        if self.episode is not None:
+            arrays += [self.episode.states, self.episode.actions, self.episode.rewards]
+        return 400 + sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +239,7 @@ def best_actions(q: FloatArray) -> NDArray[np.int64]:
 
 
 def _of_policy(policy: NDArray[np.int64] | FloatArray) -> NDArray[np.int64]:
-    return 1 << policy.astype(np.int64) if policy.ndim == 1 else best_actions(policy)
+    return 1 << policy.astype(np.int64) if policy.ndim == 1 else best_actions(policy.astype(np.float64))
 
 
 def _gap(value: FloatArray, goal: FloatArray) -> float:
