@@ -20,10 +20,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from psigrad.errors import UserError
-from psigrad_studio.door import Door
-from psigrad_studio.labels import secret
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.labels import passwords
+from psigrad_studio.sessions import Sessions
 from psigrad_studio.shell import locked_page
+from psigrad_studio.studio_settings import StudioSettings
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 SAFE = frozenset({"GET", "HEAD"})
@@ -109,8 +109,8 @@ class Guard:
     their session) and `csrf`.
     """
 
-    def __init__(self, app: ASGIApp, settings: StudioSettings, door: Door, invited: Guests) -> None:
-        self.app, self.settings, self.door, self.invited = app, settings, door, invited
+    def __init__(self, app: ASGIApp, settings: StudioSettings, sessions: Sessions, invited: Guests) -> None:
+        self.app, self.settings, self.sessions, self.invited = app, settings, sessions, invited
         self.cookie, self.desk_cookie = f"psigrad-{settings.port}", f"psigrad-desk-{settings.port}"
         self.guests, self.visitors = (Bucket(settings.requests_per_second, settings.burst) for _ in range(2))
         self.strangers = Bucket(settings.strangers_per_second, settings.strangers_burst)
@@ -200,7 +200,7 @@ class Guard:
         if _header(scope, "host") not in self.settings.own_hosts:
             raise Refused(403, "key", "The key opens the studio on its own machine only; elsewhere ask for an invite.")
         values = [part[4:] for part in scope["query_string"].split(b"&") if part.startswith(b"key=")]
-        if len(values) != 1 or not self.door.admits(values[0].decode("latin-1")):
+        if len(values) != 1 or not self.sessions.admits(values[0].decode("latin-1")):
             raise Refused(403, "key", "The key is not the one of this studio; open the address that it printed.")
 
     async def _check_session(self, scope: Scope) -> None:
@@ -208,10 +208,10 @@ class Guard:
         token, asker = _bearer(scope), {"owner": False, "person": None, "token": "", "csrf": ""}
         if token is not None:
             asker |= {"person": await self._recognised(token, API)}
-        elif (session := self.door.session_of(_only(_cookies(scope, self.cookie)))) is not None:
-            asker |= {"owner": True, "csrf": self.door.csrf_token(session)}
+        elif (session := self.sessions.session_of(_only(_cookies(scope, self.cookie)))) is not None:
+            asker |= {"owner": True, "csrf": self.sessions.csrf_token(session)}
         elif (person := await self._recognised(given := _only(_cookies(scope, self.desk_cookie)), SESSION)) is not None:
-            asker |= {"person": person, "token": given, "csrf": secret.csrf(given)}
+            asker |= {"person": person, "token": given, "csrf": passwords.csrf(given)}
         known = asker["owner"] or asker["person"] is not None
         if not known and not _is_open(scope):
             raise Refused(401, "session", "This studio is locked; open the address that psigrad studio printed in its terminal.")
@@ -223,8 +223,8 @@ class Guard:
 
     def _check_csrf(self, scope: Scope, asker: Mapping[str, Any]) -> None:
         given = _header(scope, CSRF_HEADER) or ""
-        session = self.door.session_of(_only(_cookies(scope, self.cookie))) if asker["owner"] else None
-        holds = self.door.csrf_holds(session, given) if session is not None else _same(given, asker["csrf"])
+        session = self.sessions.session_of(_only(_cookies(scope, self.cookie))) if asker["owner"] else None
+        holds = self.sessions.csrf_holds(session, given) if session is not None else _same(given, asker["csrf"])
         if not holds:
             raise Refused(403, "csrf", "The request lacks the token of its page; reload the page.")
 

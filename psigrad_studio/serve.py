@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad_studio.settings import LOOPBACK, StudioSettings
+from psigrad_studio.studio_settings import LOOPBACK, StudioSettings
 
 FIRST_PORT, PORTS = 8420, 20
 NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
@@ -99,10 +99,10 @@ def listen(port: int = 0) -> socket.socket:
 def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: bool, say: Callable[[str], None]) -> None:
     """Run the server on a socket, and say where it is once it answers."""
     from psigrad_studio.app import create_app
-    from psigrad_studio.door import Door
-    from psigrad_studio.http import server
+    from psigrad_studio.sessions import Sessions
+    from psigrad_studio.web_server import server
 
-    door = Door(settings.key, settings.session_seconds)
+    sessions = Sessions(settings.key, settings.session_seconds)
     address = f"http://{LOOPBACK}:{settings.port}/enter?key="
 
     def greet() -> None:
@@ -110,9 +110,9 @@ def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: b
         say("The address holds the key; keep it to yourself. Ctrl-C stops the studio.")
         if open_browser and _has_screen():
             # other users of the machine can see a browser's arguments, so it gets a key that is good only once
-            threading.Thread(target=webbrowser.open, args=(address + door.one_time_key(),), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(address + sessions.one_time_key(),), daemon=True).start()
 
-    server(create_app(settings, door), settings, greet).run(sockets=[listening])
+    server(create_app(settings, sessions), settings, greet).run(sockets=[listening])
 
 
 def _has_screen(system: str = sys.platform, environment: Any = os.environ) -> bool:

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Share:
+class Proportion:
     """A proportion of `n` with its Wilson interval, and the p-value of the exact two-sided binomial test against `null`."""
 
     value: float
@@ -30,16 +30,16 @@ class Share:
     null: float
 
 
-def share(count: int, n: int, null: float = 0.5, confidence: float = 0.95) -> Share:
+def share(count: int, n: int, null: float = 0.5, confidence: float = 0.95) -> Proportion:
     """`count` of `n` as a proportion. All figures but `n` are NaN where n is 0."""
     if not n:
-        return Share(np.nan, np.nan, np.nan, 0, np.nan, null)
+        return Proportion(np.nan, np.nan, np.nan, 0, np.nan, null)
     test = stats.binomtest(int(count), int(n), null)
     interval = test.proportion_ci(confidence, method="wilson")
-    return Share(count / n, float(interval.low), float(interval.high), int(n), float(test.pvalue), null)
+    return Proportion(count / n, float(interval.low), float(interval.high), int(n), float(test.pvalue), null)
 
 
-def position_bias(chosen_left: ArrayLike, confidence: float = 0.95) -> Share:
+def position_bias(chosen_left: ArrayLike, confidence: float = 0.95) -> Proportion:
     """The share of choices that fell on the left side, against one half.
 
     `chosen_left` has one boolean for each answer that chose a side. As sides are drawn at random, a share away from 1/2 is the

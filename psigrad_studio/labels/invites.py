@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from psigrad_studio.labels import people, secret
+from psigrad_studio.labels import passwords, people
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.people import HOUR, Login, Person
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
@@ -51,11 +51,11 @@ def invite(session: Session, person: Person, project_id: int | None, role: str, 
 
 
 def _make(session: Session, person: Person | None, project_id: int | None, role: str, lasts_ms: int) -> str:
-    token, at = secret.token("invite"), now(session)
+    token, at = passwords.token("invite"), now(session)
     row = Invite(
         project_id=project_id,
         role=role,
-        token_hash=secret.hash_token(token),
+        token_hash=passwords.hash_token(token),
         created_by=person.id if person else None,
         created_at=at,
         expires_at=at + lasts_ms,
@@ -100,7 +100,7 @@ def revoke(session: Session, person: Person, invite_id: int) -> None:
 def accept(database: Database, token: str, name: str, password: str) -> Login:
     """Become a user by a link, logged in. Raises `Missing` where the link is used up, `Conflict` where the name is taken."""
     look(database, token)
-    return _accept(database, token, name, secret.hash_password(password))
+    return _accept(database, token, name, passwords.hash_password(password))
 
 
 @writes
@@ -137,7 +137,7 @@ def _use(session: Session, row: Invite, user: User) -> None:
 
 
 def _open(session: Session, token: str) -> Invite:
-    row = session.scalar(select(Invite).where(Invite.token_hash == secret.hash_token(token)))
+    row = session.scalar(select(Invite).where(Invite.token_hash == passwords.hash_token(token)))
     if row is None or row.accepted_at is not None or row.revoked_at is not None or row.expires_at <= now(session):
         raise Missing("This invite isn't known, has been used or has run out; ask for a new one.")
     return row

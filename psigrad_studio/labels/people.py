@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from psigrad_studio.labels import secret
+from psigrad_studio.labels import passwords
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal, TooMany, Unknown
 from psigrad_studio.labels.schema import ROLES, ApiToken, Audit, LoginFailure, LoginSession, Membership, Project, User
@@ -130,7 +130,7 @@ def log_in(database: Database, name: str, password: str) -> Login:
         raise Unknown("Name or password is wrong.")
     stored = _stored_password(database, folded(name))
     # outside any transaction: a hash takes a tenth of a second, and a lock held for it would keep everybody waiting
-    good = secret.check_password(password, stored)
+    good = passwords.check_password(password, stored)
     login = _begin_session(database, folded(name), stored if good else None)
     if login is None:
         raise Unknown("Name or password is wrong.")
@@ -159,16 +159,16 @@ def _begin_session(session: Session, key: str, stored: str | None) -> Login | No
 
 def open_session(session: Session, user: User) -> Login:
     """A new session of a user. The token is new each time, so that nobody can lay one down for another to log in with."""
-    token, start = secret.token("session"), now(session)
+    token, start = passwords.token("session"), now(session)
     until = start + SESSION_FOR
-    hashed = secret.hash_token(token)
+    hashed = passwords.hash_token(token)
     session.add(LoginSession(user_id=user.id, token_hash=hashed, created_at=start, seen_at=start, expires_at=until))
-    return Login(_person(user), token, secret.csrf(token), until)
+    return Login(_person(user), token, passwords.csrf(token), until)
 
 
 def who(database: Database, token: str | None) -> Person:
     """Who holds this session or API token. Raises `Unknown` where it is missing, wrong, ended or too old."""
-    hashed = secret.hash_token(token or "")
+    hashed = passwords.hash_token(token or "")
     person, stale = _found(database, hashed)
     if person is None:
         raise Unknown("The session or token isn't known or has run out; log in again.")
@@ -204,16 +204,16 @@ def _seen(session: Session, hashed: str) -> None:
 @writes
 def log_out(session: Session, token: str) -> None:
     """End a session. Ending one that is over does nothing."""
-    for row in session.scalars(select(LoginSession).where(LoginSession.token_hash == secret.hash_token(token))):
+    for row in session.scalars(select(LoginSession).where(LoginSession.token_hash == passwords.hash_token(token))):
         row.ended_at = row.ended_at or now(session)
 
 
 def change_password(database: Database, person: Person, old: str, new: str) -> None:
     """Set a new password and end every session of the person. Raises `Forbidden` where the old one is wrong."""
     stored = _stored_password(database, folded(person.name))
-    if not secret.check_password(old, stored):
+    if not passwords.check_password(old, stored):
         raise Forbidden("The old password is wrong; nothing was changed.")
-    _set_password(database, person, secret.hash_password(new))
+    _set_password(database, person, passwords.hash_password(new))
 
 
 @writes
@@ -250,13 +250,13 @@ def make_token(
     _must_be_shown(name)
     if project_id is not None:
         require(session, person, project_id, "see")
-    value, at = secret.token("api"), now(session)
+    value, at = passwords.token("api"), now(session)
     row = ApiToken(
         user_id=person.id,
         project_id=project_id,
         name=name,
         role=role,
-        token_hash=secret.hash_token(value),
+        token_hash=passwords.hash_token(value),
         created_at=at,
         expires_at=None if lasts_ms is None else at + lasts_ms,
     )

@@ -15,11 +15,11 @@ from psigrad_studio.labels import people
 from psigrad_studio.labels.database import now, reads, writes
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
-from psigrad_studio.labels.schema import KINDS, ROLES, Assignment, Membership, Project, Seat, Task, User, Vote
+from psigrad_studio.labels.schema import KINDS, ROLES, Assignment, LabelTask, Membership, Project, Seat, User, Vote
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProjectSettings:
     """What is asked in a project."""
 
     name: str
@@ -59,14 +59,14 @@ class ProjectInfo:
     """A project as one person sees it; `may` is a subset of see, results, label and manage."""
 
     id: int
-    settings: Settings
+    settings: ProjectSettings
     created_at: int
     closed_at: int | None
     may: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProjectProgress:
     """How far a project is. `answered` of `wanted` answers are there and `leased` are being given; `skipped` counts the skips
     that stand.
     """
@@ -81,7 +81,7 @@ class Progress:
 
 
 @writes
-def create(session: Session, person: Person, settings: Settings) -> int:
+def create(session: Session, person: Person, settings: ProjectSettings) -> int:
     """A new project with `person` as its admin; its number. Raises `Conflict` where the name is taken."""
     people.require_admin(session, person)
     name = settings.name.strip()
@@ -179,7 +179,7 @@ def set_role(session: Session, person: Person, project_id: int, user_id: int, ro
 
 
 @reads
-def progress(session: Session, person: Person, project_id: int) -> Progress:
+def progress(session: Session, person: Person, project_id: int) -> ProjectProgress:
     """How far the project is, counted from the answers themselves."""
     people.require(session, person, project_id, "results")
     in_project = Seat.project_id == project_id
@@ -187,8 +187,8 @@ def progress(session: Session, person: Person, project_id: int) -> Progress:
     standing = select(Vote.action, User.name, func.count()).join(Assignment, Assignment.vote_id == Vote.id)
     standing = standing.join(User, User.id == Vote.user_id).where(Vote.project_id == project_id)
     rows = session.execute(standing.group_by(Vote.action, User.name).order_by(User.name)).all()
-    tasks = select(func.count()).select_from(Task).where(Task.project_id == project_id)
-    return Progress(
+    tasks = select(func.count()).select_from(LabelTask).where(LabelTask.project_id == project_id)
+    return ProjectProgress(
         tasks=session.scalar(tasks) or 0,
         wanted=session.scalar(counted) or 0,
         answered=sum(n for action, _, n in rows if action == "vote"),
@@ -203,8 +203,8 @@ def _info(session: Session, person: Person, project: Project) -> ProjectInfo:
     return ProjectInfo(project.id, _settings(project), project.created_at, project.closed_at, may)
 
 
-def _settings(project: Project) -> Settings:
-    return Settings(
+def _settings(project: Project) -> ProjectSettings:
+    return ProjectSettings(
         name=project.name,
         kind=project.kind,
         instructions=project.instructions,
@@ -217,7 +217,7 @@ def _settings(project: Project) -> Settings:
     )
 
 
-def _columns(settings: Settings) -> dict[str, Any]:
+def _columns(settings: ProjectSettings) -> dict[str, Any]:
     return {
         "name": settings.name,
         "kind": settings.kind,

@@ -12,17 +12,17 @@ import numpy as np
 
 from psigrad.records.signals import BY_NAME
 from psigrad_studio.runs.history import History, Series
-from psigrad_studio.runs.shelf import Shelf
+from psigrad_studio.runs.run_cache import RunCache
 
 MOST_POINTS = 50_000
 SECONDS = 1.0
 
 
 def curves(
-    shelf: Shelf, run: str, generation: int, have: Mapping[str, int], names: Sequence[str] | None, axis: str
+    cache: RunCache, run: str, generation: int, have: Mapping[str, int], names: Sequence[str] | None, axis: str
 ) -> dict[str, Any]:
     """A run's curves. What the page has of another generation counts for nothing."""
-    history = shelf.history(run)
+    history = cache.history(run)
     history.catch_up(SECONDS)
     with history.lock:
         mine = have if generation == history.generation else {}

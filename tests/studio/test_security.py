@@ -21,8 +21,8 @@ import pytest
 from hostile import METHODS, corpus, honest, routes
 from live_studio import LiveStudio, live_studio, until
 
-from psigrad_studio.door import ONE_TIME_SECONDS, Door
 from psigrad_studio.security import HEADERS, Bucket, Guard, Refused
+from psigrad_studio.sessions import ONE_TIME_SECONDS, Sessions
 
 STATIC = Path(__file__).parents[2] / "psigrad_studio" / "static"
 WORLD = {
@@ -122,9 +122,9 @@ OPENED = {
     "host": (Guard, "_check_source", lambda self, scope: None),
     "origin": (Guard, "_check_source", lambda self, scope: None),
     "site": (Guard, "_check_source", lambda self, scope: None),
-    "session": (Door, "session_of", lambda self, cookie: "anyone"),
-    "csrf": (Door, "csrf_holds", lambda self, session, token: True),
-    "key": (Door, "admits", lambda self, key: True),
+    "session": (Sessions, "session_of", lambda self, cookie: "anyone"),
+    "csrf": (Sessions, "csrf_holds", lambda self, session, token: True),
+    "key": (Sessions, "admits", lambda self, key: True),
     "body": (Guard, "_limited", lambda self, scope, receive: receive),
 }
 
@@ -213,29 +213,31 @@ def test_static_files_are_a_table_in_memory(studio):
 
 def test_keys_and_sessions():
     clock = [1000.0]
-    door, other = (Door("the key", 60.0, lambda: clock[0]) for _ in range(2))
+    sessions, other = (Sessions("the key", 60.0, lambda: clock[0]) for _ in range(2))
     assert (
-        door.admits("the key")
-        and door.admits("the key")
-        and not door.admits("the keY")
-        and not door.admits("")
-        and not door.admits("ключ")
+        sessions.admits("the key")
+        and sessions.admits("the key")
+        and not sessions.admits("the keY")
+        and not sessions.admits("")
+        and not sessions.admits("ключ")
     )
-    once = door.one_time_key()
-    assert door.admits(once) and not door.admits(once)
-    late = door.one_time_key()
+    once = sessions.one_time_key()
+    assert sessions.admits(once) and not sessions.admits(once)
+    late = sessions.one_time_key()
     clock[0] += ONE_TIME_SECONDS + 1
-    assert not door.admits(late)
-    cookie = door.new_session()
-    session = door.session_of(cookie)
-    assert session and cookie != door.new_session() and other.session_of(cookie) is None
-    assert door.csrf_holds(session, door.csrf_token(session)) and not door.csrf_holds(session, other.csrf_token(session))
+    assert not sessions.admits(late)
+    cookie = sessions.new_session()
+    session = sessions.session_of(cookie)
+    assert session and cookie != sessions.new_session() and other.session_of(cookie) is None
+    assert sessions.csrf_holds(session, sessions.csrf_token(session)) and not sessions.csrf_holds(
+        session, other.csrf_token(session)
+    )
     clock[0] += 59
-    assert door.session_of(cookie)
+    assert sessions.session_of(cookie)
     clock[0] += 2
-    assert door.session_of(cookie) is None
+    assert sessions.session_of(cookie) is None
     for malformed in ("", ".", "..", "a.b.c", "é.é.é", "\udcff.x.y"):
-        assert door.session_of(malformed) is None
+        assert sessions.session_of(malformed) is None
 
 
 def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(studio):
@@ -403,9 +405,9 @@ def _seconds_of_a_visit(studio: LiveStudio) -> float:
 
 
 def _elsewhere(port: int, key: str) -> LiveStudio:
-    from psigrad_studio.settings import StudioSettings
+    from psigrad_studio.studio_settings import StudioSettings
 
-    studio = LiveStudio(StudioSettings(port=port, key=key), Door(key, 1.0), None)
+    studio = LiveStudio(StudioSettings(port=port, key=key), Sessions(key, 1.0), None)
     studio.enter()
     return studio
 

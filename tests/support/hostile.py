@@ -186,7 +186,7 @@ def _sessions(studio: LiveStudio, base: Request) -> Iterator[Attack]:
 
 
 def _forged(studio: LiveStudio, base: Request) -> Iterator[Attack]:
-    other = studio.door.csrf_token(studio.door.new_session())
+    other = studio.sessions.csrf_token(studio.sessions.new_session())
     for token in ("", "x", other, studio.csrf[:-1], studio.csrf.upper(), studio.settings.key, "0" * 64, "undefined", "null"):
         request = base.having("X-Psigrad-CSRF", token)
         yield Attack("csrf", f"{_label(base)} with {token[:12]!r}", request.data, frozenset({"csrf"}))

@@ -16,13 +16,13 @@ import pytest
 from sqlalchemy import select
 
 from psigrad_studio.labels import checks, database, intake, invites, people, projects
-from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.schema import Vote
 
 
 def prepare(db, labellers: int, tasks: int, overlap: int) -> tuple[int, list[int]]:
     owner = people.local(db)
-    project = projects.create(db, owner, Settings("chaos", overlap=overlap, seed=1, lease_s=10))
+    project = projects.create(db, owner, ProjectSettings("chaos", overlap=overlap, seed=1, lease_s=10))
     rows = [{"prompt": f"question {i}", "completions": ["x", "y"]} for i in range(tasks)]
     intake.add_rows(db, owner, project, rows)
     crowd = []

@@ -8,10 +8,10 @@ import pytest
 from scipy.stats import binomtest
 from sqlalchemy import func, select
 
-from psigrad_studio.labels import checks, database, desk, intake, people, projects
-from psigrad_studio.labels.desk import Answer
+from psigrad_studio.labels import assignments, checks, database, intake, people, projects
+from psigrad_studio.labels.assignments import LabelAnswer
 from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal
-from psigrad_studio.labels.schema import Assignment, Completion, Item, Seat, Vote
+from psigrad_studio.labels.schema import Assignment, Seat, StoredCompletion, TaskItem, Vote
 
 
 @pytest.fixture(autouse=True)
@@ -94,13 +94,13 @@ def test_renewing_keeps_a_task_and_fails_when_it_is_lost(pair, clock):
     pair.pairs(1)
     one = pair.next(pair.ann)
     clock.advance(599)
-    assert desk.renew(pair.db, pair.ann, one.assignment) == clock() + 600_000
+    assert assignments.renew(pair.db, pair.ann, one.assignment) == clock() + 600_000
     clock.advance(599)
     assert pair.next(pair.bob) is None
     clock.advance(1)
     pair.next(pair.bob)
     with pytest.raises(Conflict, match="went to somebody else"):
-        desk.renew(pair.db, pair.ann, one.assignment)
+        assignments.renew(pair.db, pair.ann, one.assignment)
 
 
 def test_a_clock_that_goes_back_or_far_ahead_loses_no_answer(pair, clock):
@@ -164,7 +164,7 @@ def test_many_threads_that_ask_at_once_never_share_a_task(desks):
         for _ in range(6):
             shown = made.next(person)
             taken.append(shown.prompt)
-            desk.skip(made.db, person, shown.assignment, f"{person.id}-{len(taken)}-{shown.assignment:08}")
+            assignments.skip(made.db, person, shown.assignment, f"{person.id}-{len(taken)}-{shown.assignment:08}")
             # a skipped task goes back: it may be taken again, by somebody else
             taken.append(None)
 
@@ -232,8 +232,8 @@ def test_the_stored_choice_is_the_completion_that_was_seen_on_that_side(pair, db
     with db.session(write=False) as session:
         rows = session.execute(select(Vote.choice, Assignment).join(Assignment, Vote.assignment_id == Assignment.id)).all()
         for choice, assignment in rows:
-            item = session.get_one(Item, (assignment.task_id, "ab".index(choice)))
-            assert session.get_one(Completion, item.completion_id).content.startswith("good")
+            item = session.get_one(TaskItem, (assignment.task_id, "ab".index(choice)))
+            assert session.get_one(StoredCompletion, item.completion_id).content.startswith("good")
         assert {choice for choice, _ in rows} == {"a", "b"}
 
 
@@ -254,29 +254,29 @@ def test_each_choice_is_kept_with_its_reason_and_time(pair, db, clock, choice):
 @pytest.mark.parametrize(
     "settings, answer, said",
     [
-        ({}, Answer(), "has nothing; this project asks for choice"),
-        ({}, Answer(choice="lefft"), "did you mean 'left'"),
-        ({}, Answer(choice="a"), "expected one of left, right, tie, both_bad"),
-        ({}, Answer(rating=3), "asks for choice alone"),
-        ({}, Answer(choice="left", rating=3), "choice and rating"),
-        ({}, Answer(choice="left", strength=1), "none in this project"),
-        ({"ties": False}, Answer(choice="tie"), "expected one of left, right, both_bad"),
-        ({"both_bad": False}, Answer(choice="both_bad"), "expected one of left, right, tie"),
-        ({"strengths": 3}, Answer(choice="left", strength=4), "expected 1 to 3"),
-        ({"strengths": 3}, Answer(choice="left", strength=0), "expected 1 to 3"),
-        ({"strengths": 3}, Answer(choice="tie", strength=1), "beside a choice of one side"),
-        ({}, Answer(choice="left", reason="x" * 10_001), "10001 characters"),
-        ({}, Answer(choice="left", client_ms=-1), "client_ms is -1"),
-        ({"kind": "rating-5"}, Answer(rating=6), "expected 1 to 5"),
-        ({"kind": "rating-5"}, Answer(rating=0), "expected 1 to 5"),
-        ({"kind": "rating-10"}, Answer(rating=11), "expected 1 to 10"),
-        ({"kind": "rating-10"}, Answer(choice="left"), "asks for rating alone"),
-        ({"kind": "ranking"}, Answer(ranks=(1, 2)), "expected 3 ranks from 1"),
-        ({"kind": "ranking"}, Answer(ranks=(0, 1, 2)), "from 1"),
-        ({"kind": "ranking"}, Answer(ranks=(1, 1, 2)), "1, 2, 2, 4"),
-        ({"kind": "ranking"}, Answer(ranks=(1, 5, 9)), "from 1"),
-        ({"kind": "ranking", "ties": False}, Answer(ranks=(1, 1, 3)), "no equal ranks"),
-        ({"kind": "ranking"}, Answer(ranks=(1, 2, 3), strength=1), "none in this project"),
+        ({}, LabelAnswer(), "has nothing; this project asks for choice"),
+        ({}, LabelAnswer(choice="lefft"), "did you mean 'left'"),
+        ({}, LabelAnswer(choice="a"), "expected one of left, right, tie, both_bad"),
+        ({}, LabelAnswer(rating=3), "asks for choice alone"),
+        ({}, LabelAnswer(choice="left", rating=3), "choice and rating"),
+        ({}, LabelAnswer(choice="left", strength=1), "none in this project"),
+        ({"ties": False}, LabelAnswer(choice="tie"), "expected one of left, right, both_bad"),
+        ({"both_bad": False}, LabelAnswer(choice="both_bad"), "expected one of left, right, tie"),
+        ({"strengths": 3}, LabelAnswer(choice="left", strength=4), "expected 1 to 3"),
+        ({"strengths": 3}, LabelAnswer(choice="left", strength=0), "expected 1 to 3"),
+        ({"strengths": 3}, LabelAnswer(choice="tie", strength=1), "beside a choice of one side"),
+        ({}, LabelAnswer(choice="left", reason="x" * 10_001), "10001 characters"),
+        ({}, LabelAnswer(choice="left", client_ms=-1), "client_ms is -1"),
+        ({"kind": "rating-5"}, LabelAnswer(rating=6), "expected 1 to 5"),
+        ({"kind": "rating-5"}, LabelAnswer(rating=0), "expected 1 to 5"),
+        ({"kind": "rating-10"}, LabelAnswer(rating=11), "expected 1 to 10"),
+        ({"kind": "rating-10"}, LabelAnswer(choice="left"), "asks for rating alone"),
+        ({"kind": "ranking"}, LabelAnswer(ranks=(1, 2)), "expected 3 ranks from 1"),
+        ({"kind": "ranking"}, LabelAnswer(ranks=(0, 1, 2)), "from 1"),
+        ({"kind": "ranking"}, LabelAnswer(ranks=(1, 1, 2)), "1, 2, 2, 4"),
+        ({"kind": "ranking"}, LabelAnswer(ranks=(1, 5, 9)), "from 1"),
+        ({"kind": "ranking", "ties": False}, LabelAnswer(ranks=(1, 1, 3)), "no equal ranks"),
+        ({"kind": "ranking"}, LabelAnswer(ranks=(1, 2, 3), strength=1), "none in this project"),
     ],
 )
 def test_an_answer_that_does_not_fit_is_refused_and_stores_nothing(desks, db, settings, answer, said):
@@ -284,7 +284,7 @@ def test_an_answer_that_does_not_fit_is_refused_and_stores_nothing(desks, db, se
     made.add([{"prompt": "q", "completions": ["x", "y", "z"]}])
     shown = made.next(made.owner)
     with pytest.raises(Refusal, match=said):
-        desk.vote(db, made.owner, shown.assignment, answer, "a key of mine")
+        assignments.vote(db, made.owner, shown.assignment, answer, "a key of mine")
     assert votes(db) == []
     assert made.next(made.owner).assignment == shown.assignment
 
@@ -297,9 +297,13 @@ def test_a_ranking_is_stored_by_place_and_a_rating_as_it_is(desks, db):
         made.vote(made.owner, shown, ranks=tuple(wanted[c] for c in shown.completions))
     with db.session(write=False) as session:
         orders = session.scalars(select(Assignment.display)).all()
-        places = select(Completion.content).join(Item, Item.completion_id == Completion.id).order_by(Item.place)
+        places = (
+            select(StoredCompletion.content)
+            .join(TaskItem, TaskItem.completion_id == StoredCompletion.id)
+            .order_by(TaskItem.place)
+        )
         for row in session.scalars(select(Vote)):
-            texts = session.scalars(places.where(Item.task_id == session.get_one(Assignment, row.assignment_id).task_id))
+            texts = session.scalars(places.where(TaskItem.task_id == session.get_one(Assignment, row.assignment_id).task_id))
             assert row.ranks == [wanted[text] for text in texts]
     assert len({tuple(order) for order in orders}) > 2
     rated = desks(kind="rating-10")
@@ -350,7 +354,7 @@ def test_a_key_used_for_something_else_is_refused(pair, db):
 def test_a_key_that_is_none_is_refused(pair, key):
     pair.pairs(1)
     with pytest.raises(Refusal, match="8 to 200 ASCII"):
-        desk.vote(pair.db, pair.ann, pair.next(pair.ann).assignment, Answer(choice="left"), key)
+        assignments.vote(pair.db, pair.ann, pair.next(pair.ann).assignment, LabelAnswer(choice="left"), key)
 
 
 def test_one_vote_sent_by_many_threads_at_once_is_stored_once(pair, db):
@@ -395,7 +399,7 @@ def test_a_skipped_task_goes_to_others_and_not_back_to_who_skipped_it(pair):
     pair.skip(pair.ann, shown)
     assert pair.next(pair.ann) is None
     assert pair.next(pair.bob).prompt == shown.prompt
-    assert desk.mine(pair.db, pair.ann, pair.project) == {"answered": 0, "skipped": 1}
+    assert assignments.mine(pair.db, pair.ann, pair.project) == {"answered": 0, "skipped": 1}
 
 
 def test_undo_brings_the_last_answer_back_as_it_was_shown_and_keeps_its_row(pair, db):
@@ -412,7 +416,7 @@ def test_undo_brings_the_last_answer_back_as_it_was_shown_and_keeps_its_row(pair
     pair.vote(pair.ann, back, "right")
     assert pair.next(pair.ann).assignment == third.assignment  # which they held all the while
     assert [v.action for v in votes(db)] == ["vote", "vote", "undo", "vote"]
-    assert desk.mine(db, pair.ann, pair.project) == {"answered": 2, "skipped": 0}
+    assert assignments.mine(db, pair.ann, pair.project) == {"answered": 2, "skipped": 0}
 
 
 def test_undo_goes_back_step_by_step_and_only_over_ones_own(pair, db):
@@ -426,7 +430,7 @@ def test_undo_goes_back_step_by_step_and_only_over_ones_own(pair, db):
     assert pair.undo(pair.ann).assignment == shown[0].assignment
     with pytest.raises(Conflict, match="nothing to undo"):
         pair.undo(pair.ann)
-    assert desk.mine(db, pair.bob, pair.project) == {"answered": 1, "skipped": 0}
+    assert assignments.mine(db, pair.bob, pair.project) == {"answered": 1, "skipped": 0}
 
 
 def test_an_undone_task_is_kept_from_others_until_the_lease_is_over(pair, clock):
@@ -441,16 +445,16 @@ def test_an_undone_task_is_kept_from_others_until_the_lease_is_over(pair, clock)
 
 def test_what_is_left_is_what_could_still_be_given(pair, clock):
     pair.pairs(4)
-    assert desk.left(pair.db, pair.ann, pair.project) == 4
+    assert assignments.left(pair.db, pair.ann, pair.project) == 4
     pair.vote(pair.ann, pair.next(pair.ann), "left")
     pair.skip(pair.ann, pair.next(pair.ann))
-    assert desk.left(pair.db, pair.ann, pair.project) == 2
+    assert assignments.left(pair.db, pair.ann, pair.project) == 2
     pair.next(pair.bob)  # the skipped one
     pair.skip(pair.bob, pair.next(pair.bob))
     pair.next(pair.bob)
-    assert (desk.left(pair.db, pair.ann, pair.project), desk.left(pair.db, pair.bob, pair.project)) == (1, 2)
+    assert (assignments.left(pair.db, pair.ann, pair.project), assignments.left(pair.db, pair.bob, pair.project)) == (1, 2)
     clock.advance(600)
-    assert (desk.left(pair.db, pair.ann, pair.project), desk.left(pair.db, pair.bob, pair.project)) == (2, 2)
+    assert (assignments.left(pair.db, pair.ann, pair.project), assignments.left(pair.db, pair.bob, pair.project)) == (2, 2)
 
 
 def test_a_skip_cannot_be_undone_once_somebody_else_has_the_task(pair):
@@ -459,7 +463,7 @@ def test_a_skip_cannot_be_undone_once_somebody_else_has_the_task(pair):
     pair.next(pair.bob)
     with pytest.raises(Conflict, match="with somebody else"):
         pair.undo(pair.ann)
-    assert desk.mine(pair.db, pair.ann, pair.project)["skipped"] == 1
+    assert assignments.mine(pair.db, pair.ann, pair.project)["skipped"] == 1
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -471,7 +475,7 @@ def test_an_answered_task_takes_no_second_answer_from_the_same_person(pair, over
         with pytest.raises(Conflict, match="undo that first"):
             again()
     with pytest.raises(Conflict, match="undo that first"):
-        desk.renew(pair.db, pair.ann, shown.assignment)
+        assignments.renew(pair.db, pair.ann, shown.assignment)
 
 
 # Who may
@@ -482,7 +486,7 @@ def test_another_persons_task_and_a_task_that_is_none_look_alike(pair):
     shown = pair.next(pair.ann)
     for number in (shown.assignment, 10**6, -1):
         with pytest.raises(Missing, match=f"no task {number} "):
-            desk.vote(pair.db, pair.bob, number, Answer(choice="left"), "a key of mine")
+            assignments.vote(pair.db, pair.bob, number, LabelAnswer(choice="left"), "a key of mine")
 
 
 def test_viewers_strangers_and_closed_projects_get_nothing(pair, db):
@@ -508,7 +512,7 @@ def test_an_undo_leads_to_no_doubled_row_when_repeated_after_a_crash(pair, where
     pair.vote(pair.ann, pair.next(pair.ann), "left")
     receipt = pair.undo(pair.ann, key="undo of the last")
     again = database.connect(where, clock)
-    assert desk.undo(again, pair.ann, pair.project, "undo of the last") == receipt
+    assert assignments.undo(again, pair.ann, pair.project, "undo of the last") == receipt
     again.close()
     assert len(votes(pair.db)) == 2
 

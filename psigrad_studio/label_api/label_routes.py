@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from psigrad_studio.desk import manage, members, results, sampling, work
-from psigrad_studio.desk.store import Store
+from psigrad_studio.label_api import member_routes, project_routes, result_routes, sample_routes, task_routes
+from psigrad_studio.label_api.store import LabelStore
 
 PREFIX = "/api/label"
 IMPORT = f"{PREFIX}/import"
 
 
-def router(store: Store) -> APIRouter:
+def router(store: LabelStore) -> APIRouter:
     """What the labelling page, and programs with an API token, may ask."""
     routes = APIRouter(prefix=PREFIX)
-    for part in (work, manage, members, results, sampling):
+    for part in (task_routes, project_routes, member_routes, result_routes, sample_routes):
         part.add_routes(routes, store)
     return routes

@@ -22,14 +22,24 @@ from psigrad_studio.labels import people
 from psigrad_studio.labels.database import now, reads, writes
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
-from psigrad_studio.labels.schema import Assignment, Completion, Item, Project, Prompt, Seat, Task, User, Vote
+from psigrad_studio.labels.schema import (
+    Assignment,
+    LabelTask,
+    Project,
+    Seat,
+    StoredCompletion,
+    StoredPrompt,
+    TaskItem,
+    User,
+    Vote,
+)
 
 CHOICES = ("left", "right", "tie", "both_bad")
 LONGEST_REASON = 10_000
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownTask:
     """A task as it is shown: the completions in the order drawn for this person, and nothing that tells them apart.
 
     `lease_until` is in milliseconds since 1970 UTC.
@@ -43,7 +53,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LabelAnswer:
     """An answer in terms of what was shown: `choice` for a pair, `ranks` (one for each completion, in display order, 1 the best)
     for a ranking, `rating` for a rating. `client_ms` is the time that the page measured.
     """
@@ -68,7 +78,7 @@ class Receipt:
 
 
 @writes
-def next_task(session: Session, person: Person, project_id: int) -> Shown | None:
+def next_task(session: Session, person: Person, project_id: int) -> ShownTask | None:
     """A task that `person` has not answered, kept for them for the project's lease; the one they hold, if they hold one.
 
     None where nothing is left for them now: all is answered, skipped by them, or leased to others. Raises `Conflict` where the
@@ -120,7 +130,7 @@ def _take(session: Session, person: Person, project: Project, which: Any) -> Sea
 def _assign(session: Session, person: Person, project: Project, seat: Seat) -> Assignment:
     row = session.scalar(select(Assignment).where(Assignment.task_id == seat.task_id, Assignment.user_id == person.id))
     if row is None:
-        places = session.scalars(select(Item.place).where(Item.task_id == seat.task_id)).all()
+        places = session.scalars(select(TaskItem.place).where(TaskItem.task_id == seat.task_id)).all()
         order = seeds.permutation(len(places), project.seed, "display", seat.task_id, person.id).tolist()
         row = Assignment(project_id=project.id, task_id=seat.task_id, user_id=person.id, display=order)
         session.add(row)
@@ -129,13 +139,13 @@ def _assign(session: Session, person: Person, project: Project, seat: Seat) -> A
     return row
 
 
-def _show(session: Session, project: Project, assignment: Assignment, seat: Seat) -> Shown:
-    task = session.get_one(Task, assignment.task_id)
-    items = select(Item.place, Completion.content).join(Completion, Completion.id == Item.completion_id)
-    content: dict[int, Any] = dict(session.execute(items.where(Item.task_id == task.id)).all())
+def _show(session: Session, project: Project, assignment: Assignment, seat: Seat) -> ShownTask:
+    task = session.get_one(LabelTask, assignment.task_id)
+    items = select(TaskItem.place, StoredCompletion.content).join(StoredCompletion, StoredCompletion.id == TaskItem.completion_id)
+    content: dict[int, Any] = dict(session.execute(items.where(TaskItem.task_id == task.id)).all())
     shown = [content[place] for place in assignment.display]
-    prompt = session.get_one(Prompt, task.prompt_id).content
-    return Shown(assignment.id, project.kind, prompt, shown, seat.lease_until or 0)
+    prompt = session.get_one(StoredPrompt, task.prompt_id).content
+    return ShownTask(assignment.id, project.kind, prompt, shown, seat.lease_until or 0)
 
 
 @writes
@@ -149,7 +159,7 @@ def renew(session: Session, person: Person, assignment_id: int) -> int:
 
 
 @writes
-def vote(session: Session, person: Person, assignment_id: int, answer: Answer, key: str) -> Receipt:
+def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnswer, key: str) -> Receipt:
     """Store an answer; when this returns it is on the disk.
 
     A lease that is over counts as long as the task went to nobody else. Raises `Conflict` where it did, where the person has
@@ -184,12 +194,12 @@ def skip(session: Session, person: Person, assignment_id: int, key: str, reason:
 
 
 @writes
-def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: Answer, key: str) -> Receipt:
+def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: LabelAnswer, key: str) -> Receipt:
     """Store an answer to a task that another page of the studio showed, its completions in the order `display` of their places.
 
     Raises `Conflict` where the person has answered the task already, or it is with somebody else.
     """
-    task = session.get(Task, task_id)
+    task = session.get(LabelTask, task_id)
     if task is None:
         raise Missing(f"There is no task {task_id}.")
     project = _open_project(session, person, task.project_id)
@@ -328,7 +338,7 @@ def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
     return {"reason": reason or None, "client_ms": client_ms}
 
 
-def _canonical(project: Project, answer: Answer, display: list[int]) -> dict[str, Any]:
+def _canonical(project: Project, answer: LabelAnswer, display: list[int]) -> dict[str, Any]:
     """The columns of an answer, with sides turned back into places. Raises `Refusal` where it doesn't fit the question."""
     asked = {"pair": "choice", "ranking": "ranks"}.get(project.kind, "rating")
     given = [name for name in ("choice", "ranks", "rating") if getattr(answer, name) is not None]
@@ -352,7 +362,7 @@ def _canonical(project: Project, answer: Answer, display: list[int]) -> dict[str
     return {"choice": chosen, "strength": answer.strength}
 
 
-def _check_strength(answer: Answer, grades: int, *, decided: bool) -> None:
+def _check_strength(answer: LabelAnswer, grades: int, *, decided: bool) -> None:
     if answer.strength is None:
         return
     if not grades or not decided or not 1 <= answer.strength <= grades:

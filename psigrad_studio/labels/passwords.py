@@ -15,7 +15,7 @@ SHORTEST, LONGEST = 10, 1024
 
 
 @dataclass(frozen=True)
-class Cost:
+class ScryptCost:
     """What one scrypt hash costs: 128 · 2^log_n · r bytes of memory, p times over."""
 
     log_n: int = 15
@@ -23,10 +23,10 @@ class Cost:
     p: int = 3
 
 
-COST = Cost()
+COST = ScryptCost()
 
 
-def hash_password(password: str, cost: Cost | None = None) -> str:
+def hash_password(password: str, cost: ScryptCost | None = None) -> str:
     """`scrypt$log_n$r$p$salt$hash` of a password. Raises `Refusal` where it is too short or too long."""
     if not SHORTEST <= len(password) <= LONGEST:
         raise Refusal(f"The password has {len(password)} characters; expected {SHORTEST} to {LONGEST}.")
@@ -42,11 +42,11 @@ def check_password(password: str, stored: str | None) -> bool:
         _scrypt(password[:LONGEST], b"no such person..", COST)
         return False
     _, log_n, r, p, salt, expected = stored.split("$")
-    found = _scrypt(password[:LONGEST], base64.b64decode(salt), Cost(int(log_n), int(r), int(p)))
+    found = _scrypt(password[:LONGEST], base64.b64decode(salt), ScryptCost(int(log_n), int(r), int(p)))
     return hmac.compare_digest(found, base64.b64decode(expected)) and len(password) <= LONGEST
 
 
-def _scrypt(password: str, salt: bytes, cost: Cost) -> bytes:
+def _scrypt(password: str, salt: bytes, cost: ScryptCost) -> bytes:
     n = 2**cost.log_n
     text = unicodedata.normalize("NFKC", password).encode("utf-8", "surrogatepass")
     return hashlib.scrypt(text, salt=salt, n=n, r=cost.r, p=cost.p, maxmem=132 * n * cost.r * cost.p + 2**20, dklen=32)

@@ -13,14 +13,15 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from psigrad.errors import UserError
-from psigrad_studio.desk.store import Store
-from psigrad_studio.labels import desk, intake, material, people, projects
+from psigrad_studio.chat_answers import ChatAnswer
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.labels import assignments, intake, people, projects
+from psigrad_studio.labels.assignments import LabelAnswer
+from psigrad_studio.labels.completion_groups import digest, gather
 from psigrad_studio.labels.database import Database, reads
-from psigrad_studio.labels.desk import Answer as Choice
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Conflict
-from psigrad_studio.labels.schema import Prompt, Task
-from psigrad_studio.talk import Answer
+from psigrad_studio.labels.schema import LabelTask, StoredPrompt
 
 PROJECT = "Chat comparisons"
 INSTRUCTIONS = "Which answer is better? These pairs were asked for on the chat page, by two checkpoints that it kept unnamed."
@@ -28,56 +29,56 @@ MOST_OPEN = 200
 
 
 @dataclass
-class Duel:
+class ChatComparison:
     """Two answers to one question. `sides[i]` is where answer i stands: 0 left, 1 right."""
 
-    answers: tuple[Answer, Answer]
+    answers: tuple[ChatAnswer, ChatAnswer]
     sides: tuple[int, int]
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     result: dict[str, Any] | None = None
     """What the choice was answered with."""
 
     @property
-    def shown(self) -> list[Answer]:
+    def shown(self) -> list[ChatAnswer]:
         """Left, right."""
         return [self.answers[self.sides.index(side)] for side in (0, 1)]
 
 
-class Duels:
+class ChatComparisons:
     """Those that wait for a choice or had one, the newest `MOST_OPEN`; after a restart of the studio none is known."""
 
-    def __init__(self, labels: Store) -> None:
+    def __init__(self, labels: LabelStore) -> None:
         self._labels = labels
-        self._known: OrderedDict[str, Duel] = OrderedDict()
+        self._known: OrderedDict[str, ChatComparison] = OrderedDict()
         self._lock = threading.Lock()
 
-    def begin(self, first: Answer, second: Answer) -> Duel:
+    def begin(self, first: ChatAnswer, second: ChatAnswer) -> ChatComparison:
         """A duel with its order drawn."""
         left = secrets.randbelow(2)
-        duel = Duel((first, second), (left, 1 - left))
+        comparison = ChatComparison((first, second), (left, 1 - left))
         with self._lock:
-            self._known[duel.id] = duel
+            self._known[comparison.id] = comparison
             while len(self._known) > MOST_OPEN:
                 self._known.popitem(last=False)
-        return duel
+        return comparison
 
-    def choose(self, duel_id: str, choice: str) -> dict[str, Any]:
+    def choose(self, comparison_id: str, choice: str) -> dict[str, Any]:
         """Store a choice (left, right, tie, both_bad) and tell the names. The first choice stands, whatever is sent after it."""
         with self._lock:
-            duel = self._known.get(duel_id)
-            if duel is None:
+            comparison = self._known.get(comparison_id)
+            if comparison is None:
                 raise UserError("This comparison is not known any more; ask the question again.")
-            if any(answer.reason is None for answer in duel.answers):
+            if any(answer.reason is None for answer in comparison.answers):
                 raise UserError("The answers are still being written; choose when both have ended.")
-            if duel.result is None:
-                names = [answer.checkpoint.name for answer in duel.shown]
-                duel.result = {"names": names, "choice": choice, **_store(self._labels.db, duel, choice)}
-            return duel.result
+            if comparison.result is None:
+                names = [answer.checkpoint.name for answer in comparison.shown]
+                comparison.result = {"names": names, "choice": choice, **_store(self._labels.db, comparison, choice)}
+            return comparison.result
 
 
-def _store(database: Database, duel: Duel, choice: str) -> dict[str, Any]:
+def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[str, Any]:
     """Put the pair and the choice with the labels: the project's number, or why there was nothing to put there."""
-    left, right = duel.shown
+    left, right = comparison.shown
     if not left.text.strip() or not right.text.strip():
         return {"project": None, "note": "One of the answers is empty, so the choice was not stored."}
     if left.text == right.text:
@@ -88,18 +89,18 @@ def _store(database: Database, duel: Duel, choice: str) -> dict[str, Any]:
         return {"project": None, "note": "An earlier message is empty, so the choice was not stored."}
     person = people.local(database)
     project = _project(database, person)
-    rows = [_row(answer) for answer in duel.answers]
-    intake.add_rows(database, person, project, rows, intake.Making(shuffle=False), source="chat")
+    rows = [_row(answer) for answer in comparison.answers]
+    intake.add_rows(database, person, project, rows, intake.TaskOptions(shuffle=False), source="chat")
     task, places = _task(database, project, rows)
-    display = [places[duel.sides.index(side)] for side in (0, 1)]
+    display = [places[comparison.sides.index(side)] for side in (0, 1)]
     try:
-        desk.record(database, person, task, display, Choice(choice=choice), f"chat-{duel.id}")
+        assignments.record(database, person, task, display, LabelAnswer(choice=choice), f"chat-{comparison.id}")
     except Conflict as error:
         return {"project": project, "note": str(error)}
     return {"project": project, "note": ""}
 
 
-def _row(answer: Answer) -> dict[str, Any]:
+def _row(answer: ChatAnswer) -> dict[str, Any]:
     """An answer as the labels take it in. Steps of a run keep their lineage."""
     checkpoint, talks = answer.checkpoint, not isinstance(answer.prompt, str)
     content = [{"role": "assistant", "content": answer.text}] if talks else answer.text
@@ -123,7 +124,7 @@ def _project(database: Database, person: Person) -> int:
         if found:
             return found[0]
         try:
-            return projects.create(database, person, projects.Settings(PROJECT, instructions=INSTRUCTIONS))
+            return projects.create(database, person, projects.ProjectSettings(PROJECT, instructions=INSTRUCTIONS))
         except Conflict:  # another studio on the same labels was faster
             continue
     raise UserError(f"There is a project {PROJECT!r} that is not yours to see; ask its admin.")
@@ -132,14 +133,14 @@ def _project(database: Database, person: Person) -> int:
 @reads
 def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
     """The task that `rows` became, and the place in it of each row's completion."""
-    group = next(iter(material.gather(_placed(rows)).groups.values()))
+    group = next(iter(gather(_placed(rows)).groups.values()))
     hashes, placed = list(group.completions), sorted(group.completions)
-    prompts = select(Prompt.id).where(Prompt.project_id == project_id, Prompt.hash == material.digest(group.prompt))
+    prompts = select(StoredPrompt.id).where(StoredPrompt.project_id == project_id, StoredPrompt.hash == digest(group.prompt))
     prompt = session.scalars(prompts).one()
-    tasks = select(Task.id).where(Task.project_id == project_id, Task.hash == material.digest([prompt, placed]))
+    tasks = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.hash == digest([prompt, placed]))
     return session.scalars(tasks).one(), [placed.index(h) for h in hashes]
 
 
 def _placed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Rows with a place each, as `material.gather` takes them."""
+    """Rows with a place each, as `completion_groups.gather` takes them."""
     return [(f"chat:{i}", row) for i, row in enumerate(rows, 1)]

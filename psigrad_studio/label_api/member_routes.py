@@ -8,8 +8,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from psigrad_studio.desk.store import Form, Store, answer
-from psigrad_studio.desk.work import Number
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.label_api.task_routes import Number
 from psigrad_studio.labels import invites, people, projects
 
 DAY = 24 * people.HOUR
@@ -17,7 +18,7 @@ Role = Annotated[str, Field(max_length=40)]
 Days = Annotated[int, Field(ge=1, le=365)]
 
 
-class InviteForm(Form):
+class InviteForm(RequestForm):
     """`invites.invite`; without a project it is for an administrator of the studio."""
 
     project: Number | None = None
@@ -25,13 +26,13 @@ class InviteForm(Form):
     days: Days = 7
 
 
-class NumberForm(Form):
+class NumberForm(RequestForm):
     """Which invite, token or user."""
 
     id: Number
 
 
-class RoleForm(Form):
+class RoleForm(RequestForm):
     """`projects.set_role`; null takes the role away."""
 
     project: Number
@@ -39,7 +40,7 @@ class RoleForm(Form):
     role: Role | None
 
 
-class TokenForm(Form):
+class TokenForm(RequestForm):
     """`people.make_token`."""
 
     name: Annotated[str, Field(max_length=200)]
@@ -48,60 +49,60 @@ class TokenForm(Form):
     days: Days | None = None
 
 
-class PasswordForm(Form):
+class PasswordForm(RequestForm):
     """`people.change_password`."""
 
     old: Annotated[str, Field(max_length=2000)]
     new: Annotated[str, Field(max_length=2000)]
 
 
-def add_routes(routes: APIRouter, store: Store) -> None:
+def add_routes(routes: APIRouter, store: LabelStore) -> None:
     """People and tokens."""
 
     @routes.get("/people")
     def members(request: Request, project: Annotated[int, Query(ge=1, lt=2**63)]) -> Response:
         db, person = store.db, store.asking(request)
-        return answer({"members": projects.members(db, person, project), "invites": invites.pending(db, person, project)})
+        return json_response({"members": projects.members(db, person, project), "invites": invites.pending(db, person, project)})
 
     @routes.get("/users")
     def users(request: Request) -> Response:
-        return answer(people.everyone(store.db, store.asking(request)))
+        return json_response(people.everyone(store.db, store.asking(request)))
 
     @routes.post("/invite")
     def invite(form: InviteForm, request: Request) -> Response:
         token = invites.invite(store.db, store.asking(request), form.project, form.role, form.days * DAY)
-        return answer({"token": token, "path": f"/join#{token}"})
+        return json_response({"token": token, "path": f"/join#{token}"})
 
     @routes.post("/uninvite")
     def uninvite(form: NumberForm, request: Request) -> Response:
-        return answer({"revoked": invites.revoke(store.db, store.asking(request), form.id) is None})
+        return json_response({"revoked": invites.revoke(store.db, store.asking(request), form.id) is None})
 
     @routes.post("/role")
     def role(form: RoleForm, request: Request) -> Response:
         projects.set_role(store.db, store.asking(request), form.project, form.user, form.role)
-        return answer({"role": form.role})
+        return json_response({"role": form.role})
 
     @routes.post("/disable")
     def disable(form: NumberForm, request: Request) -> Response:
-        return answer({"disabled": people.disable(store.db, store.asking(request), form.id) is None})
+        return json_response({"disabled": people.disable(store.db, store.asking(request), form.id) is None})
 
     @routes.get("/tokens")
     def tokens(request: Request) -> Response:
-        return answer(people.tokens(store.db, store.asking(request)))
+        return json_response(people.tokens(store.db, store.asking(request)))
 
     @routes.post("/token")
     def token(form: TokenForm, request: Request) -> Response:
         lasts = None if form.days is None else form.days * DAY
         person = store.asking(request)
         number, value = people.make_token(store.db, person, form.name, form.role, project_id=form.project, lasts_ms=lasts)
-        return answer({"id": number, "token": value})
+        return json_response({"id": number, "token": value})
 
     @routes.post("/untoken")
     def untoken(form: NumberForm, request: Request) -> Response:
-        return answer({"revoked": people.revoke_token(store.db, store.asking(request), form.id) is None})
+        return json_response({"revoked": people.revoke_token(store.db, store.asking(request), form.id) is None})
 
     @routes.post("/password")
     def password(form: PasswordForm, request: Request) -> Response:
         with store.slowly(hashing=True):
             people.change_password(store.db, store.asking(request), form.old, form.new)
-        return answer({"changed": True})
+        return json_response({"changed": True})

@@ -16,12 +16,13 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from psigrad.errors import UserError
-from psigrad_studio.checkpoints import Checkpoint, find
-from psigrad_studio.desk.manage import MakingForm, must_administer, rows_of
-from psigrad_studio.desk.store import Store, answer
-from psigrad_studio.desk.work import ProjectForm
+from psigrad_studio.checkpoint_list import Checkpoint, find
+from psigrad_studio.json_api import json_response
+from psigrad_studio.label_api.project_routes import TaskOptionsForm, must_administer, rows_of
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.label_api.task_routes import ProjectForm
 from psigrad_studio.labels import intake, projects
-from psigrad_studio.labels.intake import Added, Making
+from psigrad_studio.labels.intake import Added, TaskOptions
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Conflict
 
@@ -39,11 +40,11 @@ class SampleForm(ProjectForm):
     temperature: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False, strict=False)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, le=8192)] = 256
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    making: MakingForm = MakingForm()
+    making: TaskOptionsForm = TaskOptionsForm()
 
 
 @dataclass
-class Job:
+class SampleJob:
     """One sampling: `state` is sampling, done, failed or stopped; `said` is why it failed."""
 
     project: int
@@ -54,15 +55,15 @@ class Job:
     added: Added | None = None
 
 
-class Sampling:
+class SampleJobs:
     """At most one sampling at a time; the last one's outcome is kept until the next begins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self.job: Job | None = None
+        self.job: SampleJob | None = None
 
-    def begin(self, job: Job, command: list[str], rows: list[dict[str, Any]], finish: Any) -> None:
+    def begin(self, job: SampleJob, command: list[str], rows: list[dict[str, Any]], finish: Any) -> None:
         """Run `command` with `rows` in --dataset, and hand what it left in --output to `finish`.
 
         Raises `Conflict` where another one runs.
@@ -81,7 +82,7 @@ class Sampling:
                 if self._process is not None:
                     self._process.terminate()
 
-    def _run(self, job: Job, command: list[str], rows: list[dict[str, Any]], finish: Any) -> None:
+    def _run(self, job: SampleJob, command: list[str], rows: list[dict[str, Any]], finish: Any) -> None:
         try:
             with tempfile.TemporaryDirectory(prefix="psigrad-sample-") as folder:
                 prompts, output = Path(folder) / "prompts.jsonl", Path(folder) / "sampled.jsonl"
@@ -95,7 +96,7 @@ class Sampling:
         except Exception as error:  # whoever asks for the job must hear of it
             job.said, job.state = str(error), "failed"
 
-    def _wait(self, job: Job, command: list[str]) -> str | None:
+    def _wait(self, job: SampleJob, command: list[str]) -> str | None:
         """None when the command went well, else its last line."""
         with self._lock:
             if job.state != "sampling":
@@ -107,43 +108,43 @@ class Sampling:
         return None if process.returncode == 0 else (lines[-1].removeprefix("psigrad: ") if lines else "It was killed.")
 
 
-def add_routes(routes: APIRouter, store: Store) -> None:
+def add_routes(routes: APIRouter, store: LabelStore) -> None:
     """Sampling, for administrators of the studio."""
-    sampling = Sampling()
+    sampling = SampleJobs()
 
     @routes.get("/models")
     def models(request: Request) -> Response:
         must_administer(store.db, store.asking(request))
-        return answer([{"id": c.id, "name": c.name} for c in _models(store).values()])
+        return json_response([{"id": c.id, "name": c.name} for c in _models(store).values()])
 
     @routes.get("/sampling")
     def state(request: Request) -> Response:
         must_administer(store.db, store.asking(request))
-        return answer(sampling.job)
+        return json_response(sampling.job)
 
     @routes.post("/sample")
     def sample(form: SampleForm, request: Request) -> Response:
         person = store.asking(request)
         must_administer(store.db, person)
         projects.info(store.db, person, form.project)
-        chosen, rows, making = _models(store).get(form.model), _prompts(form), Making(**form.making.model_dump())
+        chosen, rows, making = _models(store).get(form.model), _prompts(form), TaskOptions(**form.making.model_dump())
         if chosen is None:
             raise UserError("There is no such model in the runs folder; take one of the list.")
 
         def finish(text: str) -> Added:
             return _bring_in(store, person, form.project, chosen, text, making)
 
-        sampling.begin(Job(form.project, chosen.name, len(rows)), _command(form, chosen), rows, finish)
-        return answer(sampling.job)
+        sampling.begin(SampleJob(form.project, chosen.name, len(rows)), _command(form, chosen), rows, finish)
+        return json_response(sampling.job)
 
     @routes.post("/unsample")
     def unsample(request: Request) -> Response:
         must_administer(store.db, store.asking(request))
         sampling.stop()
-        return answer(sampling.job)
+        return json_response(sampling.job)
 
 
-def _models(store: Store) -> dict[str, Checkpoint]:
+def _models(store: LabelStore) -> dict[str, Checkpoint]:
     """Whole models; an adapter has no folder that the command could load alone."""
     found = find(store.settings.runs, store.settings.checkpoints)
     return {number: c for number, c in found.items() if not c.adapter}
@@ -172,7 +173,7 @@ def _command(form: SampleForm, chosen: Checkpoint) -> list[str]:
     return [sys.executable, "-m", "psigrad", "sample", *(str(part) for pair in flags.items() for part in pair)]
 
 
-def _bring_in(store: Store, person: Person, project: int, chosen: Checkpoint, text: str, making: Making) -> Added:
+def _bring_in(store: LabelStore, person: Person, project: int, chosen: Checkpoint, text: str, making: TaskOptions) -> Added:
     rows = [row for row in rows_of(text, chosen.name) if row.get("completion")]
     source = f"sampled from {chosen.name}"
     return intake.add_rows(store.db, person, project, rows, making, source=source, sampler=chosen.name, run=chosen.run)

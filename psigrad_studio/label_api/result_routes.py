@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from psigrad_studio.desk.store import Store, answer
+from psigrad_studio.json_api import json_response
+from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import export, projects
 from psigrad_studio.labels.export import Exported
 from psigrad_studio.labels.people import Person
@@ -22,7 +23,7 @@ MOST_PLACES = 200
 """Lines of a ranking that are sent; there may be one for each completion."""
 
 
-def add_routes(routes: APIRouter, store: Store) -> None:
+def add_routes(routes: APIRouter, store: LabelStore) -> None:
     """Results and exports."""
 
     @routes.get("/results")
@@ -31,7 +32,7 @@ def add_routes(routes: APIRouter, store: Store) -> None:
 
         db, person = store.db, store.asking(request)
         with store.slowly():
-            return answer(
+            return json_response(
                 {
                     "progress": projects.progress(db, person, project),
                     "agreement": results.agreement(db, person, project),
@@ -44,7 +45,7 @@ def add_routes(routes: APIRouter, store: Store) -> None:
         db, person = store.db, store.asking(request)
         with store.slowly():
             made = {form: make(db, person, project, votes) for form, make in FORMS.items()}
-        return answer({form: {"rows": len(each.rows), "left_out": each.left_out} for form, each in made.items()})
+        return json_response({form: {"rows": len(each.rows), "left_out": each.left_out} for form, each in made.items()})
 
     @routes.get("/export")
     def exported(
@@ -64,7 +65,7 @@ def add_routes(routes: APIRouter, store: Store) -> None:
 FORMS = {"preference": export.preference, "unpaired": export.unpaired}
 
 
-def _made(store: Store, person: Person, project: int, form: str, votes: export.Votes, margin: bool) -> Exported:
+def _made(store: LabelStore, person: Person, project: int, form: str, votes: export.Votes, margin: bool) -> Exported:
     if form == "votes":
         return Exported(export.dump(store.db, person, project))
     if form == "unpaired":
@@ -72,7 +73,7 @@ def _made(store: Store, person: Person, project: int, form: str, votes: export.V
     return export.preference(store.db, person, project, votes, margin=margin)
 
 
-def _ranking(store: Store, person: Person, project: int, by: By) -> dict[str, Any]:
+def _ranking(store: LabelStore, person: Person, project: int, by: By) -> dict[str, Any]:
     """The ranking, or why there is none."""
     from psigrad_studio.labels import results
 

@@ -12,16 +12,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from psigrad_studio.desk.store import Form, Store, answer
-from psigrad_studio.labels import desk, people, projects
-from psigrad_studio.labels.desk import Answer, Shown
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.labels import assignments, people, projects
+from psigrad_studio.labels.assignments import LabelAnswer, ShownTask
 
 Number = Annotated[int, Field(ge=1, lt=2**63)]
 Key = Annotated[str, Field(max_length=200)]
-Reason = Annotated[str, Field(max_length=desk.LONGEST_REASON)]
+Reason = Annotated[str, Field(max_length=assignments.LONGEST_REASON)]
 
 
-class ProjectForm(Form):
+class ProjectForm(RequestForm):
     """Which project."""
 
     project: Number
@@ -33,21 +34,21 @@ class NextForm(ProjectForm):
     count: bool = False
 
 
-class TaskForm(Form):
+class TaskForm(RequestForm):
     """Which task, by the number of its assignment."""
 
     assignment: Number
 
 
 class SkipForm(TaskForm):
-    """`desk.skip`."""
+    """`assignments.skip`."""
 
     key: Key
     reason: Reason | None = None
 
 
 class VoteForm(SkipForm):
-    """`desk.vote`: an `Answer`, with sides and order as they were shown."""
+    """`assignments.vote`: an `LabelAnswer`, with sides and order as they were shown."""
 
     choice: Annotated[str, Field(max_length=40)] | None = None
     ranks: Annotated[list[Annotated[int, Field(ge=1, le=100)]], Field(max_length=100)] | None = None
@@ -57,48 +58,51 @@ class VoteForm(SkipForm):
 
 
 class UndoForm(ProjectForm):
-    """`desk.undo`."""
+    """`assignments.undo`."""
 
     key: Key
 
 
-def add_routes(routes: APIRouter, store: Store) -> None:
+def add_routes(routes: APIRouter, store: LabelStore) -> None:
     """The labeller's routes."""
 
     @routes.get("/me")
     def me(request: Request) -> Response:
         person = store.asking(request)
         about = {"name": person.name, "admin": _administers(person), "owner": request.state.owner}
-        return answer(about | {"outside": [f"https://{name}" for name in store.settings.allowed_hosts]})
+        return json_response(about | {"outside": [f"https://{name}" for name in store.settings.allowed_hosts]})
 
     @routes.get("/projects")
     def mine(request: Request) -> Response:
-        return answer([_seen(info) for info in projects.mine(store.db, store.asking(request))])
+        return json_response([_seen(info) for info in projects.mine(store.db, store.asking(request))])
 
     @routes.post("/next")
     def next_task(form: NextForm, request: Request) -> Response:
         db, person = store.db, store.asking(request)
-        shown = desk.next_task(db, person, form.project)
-        found: dict[str, Any] = {"task": None if shown is None else _task(shown), "mine": desk.mine(db, person, form.project)}
-        return answer(found | {"left": desk.left(db, person, form.project) if form.count else None})
+        shown = assignments.next_task(db, person, form.project)
+        found: dict[str, Any] = {
+            "task": None if shown is None else _task(shown),
+            "mine": assignments.mine(db, person, form.project),
+        }
+        return json_response(found | {"left": assignments.left(db, person, form.project) if form.count else None})
 
     @routes.post("/vote")
     def vote(form: VoteForm, request: Request) -> Response:
         ranks = None if form.ranks is None else tuple(form.ranks)
-        said = Answer(**form.model_dump(exclude={"assignment", "key", "ranks"}), ranks=ranks)
-        return answer(desk.vote(store.db, store.asking(request), form.assignment, said, form.key))
+        said = LabelAnswer(**form.model_dump(exclude={"assignment", "key", "ranks"}), ranks=ranks)
+        return json_response(assignments.vote(store.db, store.asking(request), form.assignment, said, form.key))
 
     @routes.post("/skip")
     def skip(form: SkipForm, request: Request) -> Response:
-        return answer(desk.skip(store.db, store.asking(request), form.assignment, form.key, form.reason))
+        return json_response(assignments.skip(store.db, store.asking(request), form.assignment, form.key, form.reason))
 
     @routes.post("/undo")
     def undo(form: UndoForm, request: Request) -> Response:
-        return answer(desk.undo(store.db, store.asking(request), form.project, form.key))
+        return json_response(assignments.undo(store.db, store.asking(request), form.project, form.key))
 
     @routes.post("/renew")
     def renew(form: TaskForm, request: Request) -> Response:
-        return answer({"lease_ms": _from_now(desk.renew(store.db, store.asking(request), form.assignment))})
+        return json_response({"lease_ms": _from_now(assignments.renew(store.db, store.asking(request), form.assignment))})
 
 
 def _administers(person: people.Person) -> bool:
@@ -111,7 +115,7 @@ def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
     return {"id": info.id, **about, "closed": info.closed_at is not None, "may": info.may}
 
 
-def _task(shown: Shown) -> dict[str, Any]:
+def _task(shown: ShownTask) -> dict[str, Any]:
     """Times go over the wire as durations: clocks differ."""
     about = {name: value for name, value in vars(shown).items() if name != "lease_until"}
     return about | {"lease_ms": _from_now(shown.lease_until)}

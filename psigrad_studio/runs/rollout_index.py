@@ -24,7 +24,7 @@ MOST = 2_000_000
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RolloutQuery:
     """Which rollouts: None of a field takes all."""
 
     step: float | None = None
@@ -39,7 +39,7 @@ class Wanted:
     """newest, oldest, best or worst."""
 
 
-class Rollouts:
+class RolloutIndex:
     """The index of one file, grown as the file grows."""
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class Rollouts:
         self._status.append(STATUSES.index(found.status) if found.status in STATUSES else 3)
         self._cut.append(found.cut)
 
-    def find(self, wanted: Wanted, seconds: float = 2.0) -> tuple[list[int], bool]:
+    def find(self, wanted: RolloutQuery, seconds: float = 2.0) -> tuple[list[int], bool]:
         """Numbers of the rows that are wanted, in order, and whether all were looked at before the time was over."""
         with self.lock:
             numbers = _filtered(self, wanted)
@@ -177,7 +177,7 @@ class Rollouts:
         return [int(n) for n in there[order][:count]]
 
 
-def _filtered(index: Rollouts, wanted: Wanted) -> NDArray[np.int64]:
+def _filtered(index: RolloutIndex, wanted: RolloutQuery) -> NDArray[np.int64]:
     step, reward = np.array(index._step), np.array(index._reward)
     keep = np.ones(len(step), bool)
     if wanted.step is not None:

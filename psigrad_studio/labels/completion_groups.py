@@ -26,7 +26,7 @@ _MECHANICS = ("completion_ids", "parts", "reason", "turns", "mask", "step_reward
 
 
 @dataclass
-class Answered:
+class SourcedCompletion:
     """A completion, and all that is known of where it came from (keys of `LINEAGE`)."""
 
     content: Any
@@ -38,7 +38,7 @@ class Answered:
 
 
 @dataclass
-class Group:
+class PromptGroup:
     """One prompt with its completions, by hash; `columns` are the dataset columns that its rows agree on.
 
     `best` is the hash of the completion that is known to be the better one, where that is known.
@@ -46,15 +46,15 @@ class Group:
 
     prompt: Any
     columns: dict[str, Any]
-    completions: dict[str, list[Answered]] = field(default_factory=dict)
+    completions: dict[str, list[SourcedCompletion]] = field(default_factory=dict)
     best: str | None = None
 
 
 @dataclass
-class Material:
+class CompletionGroups:
     """Groups by key, in order of first appearance, and how many rows could not be shown (`unusable`: an empty completion)."""
 
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[str, PromptGroup] = field(default_factory=dict)
     unusable: int = 0
 
 
@@ -70,7 +70,7 @@ def gather(
     sampler: str | None = None,
     gold: bool = False,
     skip_empty: bool = False,
-) -> Material:
+) -> CompletionGroups:
     """Rows, each with its place ("file:line"), by prompt.
 
     A row has `prompt` and either `completion`, `completions` or `chosen` and `rejected`. `sampler` (in the row, or given here)
@@ -78,7 +78,7 @@ def gather(
     the chosen completion of a pair is taken as known to be the better one; with `skip_empty` rows with an empty completion are
     counted and left out. Raises `UserError` naming place and column.
     """
-    found = Material()
+    found = CompletionGroups()
     for place, row in rows:
         if skip_empty and row.get("completion") == "":
             found.unusable += 1
@@ -94,15 +94,15 @@ def gather(
         for i, (answer, made_by) in enumerate(answers):
             about = {name: row[name] for name in said if row.get(name) is not None}
             known = {"run": row.get("run") or run, "sampler": made_by or row.get("sampler") or sampler, "source": place}
-            one = Answered(answer, about | {name: value for name, value in known.items() if value is not None})
+            one = SourcedCompletion(answer, about | {name: value for name, value in known.items() if value is not None})
             group.completions.setdefault(one.hash, []).append(one)
             if gold and i == 0 and "chosen" in row:
                 group.best = one.hash
     return found
 
 
-def _join(groups: dict[str, Group], prompt: Any, own: dict[str, Any]) -> Group:
-    group = groups.setdefault(digest(prompt), Group(prompt, dict(own)))
+def _join(groups: dict[str, PromptGroup], prompt: Any, own: dict[str, Any]) -> PromptGroup:
+    group = groups.setdefault(digest(prompt), PromptGroup(prompt, dict(own)))
     for name in set(group.columns) - {n for n, v in own.items() if n in group.columns and v == group.columns[n]}:
         del group.columns[name]
     return group

@@ -10,14 +10,25 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from psigrad_studio.labels.schema import Assignment, Completion, Item, Origin, Project, Prompt, Seat, Task, User, Vote
+from psigrad_studio.labels.schema import (
+    Assignment,
+    LabelTask,
+    Origin,
+    Project,
+    Seat,
+    StoredCompletion,
+    StoredPrompt,
+    TaskItem,
+    User,
+    Vote,
+)
 
 _WHOLE, _REAL = ("step", "row", "k", "version", "seed"), ("reward", "advantage")
 _TEXT = ("run", "kind", "finish_reason", "status", "sampler", "source")
 
 
 @dataclass(frozen=True)
-class Standing:
+class CurrentAnswer:
     """One answer (`action` vote) or skip that was not taken back. `display[i]` is the place of the item shown i-th."""
 
     id: int
@@ -32,7 +43,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskSummary:
     """A task: its prompt, and its completions by place. `seats` is how many answers are wanted."""
 
     id: int
@@ -43,26 +54,26 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Labels:
+class ProjectLabels:
     """All of a project that results and exports need, by number."""
 
     project: Project
-    tasks: dict[int, Asked]
-    answers: list[Standing]
-    skips: list[Standing]
+    tasks: dict[int, TaskSummary]
+    answers: list[CurrentAnswer]
+    skips: list[CurrentAnswer]
     names: dict[int, str]
     """Of people."""
 
-    def by_task(self) -> dict[int, list[Standing]]:
+    def by_task(self) -> dict[int, list[CurrentAnswer]]:
         """The answers to each task that has any."""
-        found: dict[int, list[Standing]] = {}
+        found: dict[int, list[CurrentAnswer]] = {}
         for answer in self.answers:
             found.setdefault(answer.task, []).append(answer)
         return found
 
 
 @dataclass(frozen=True)
-class Texts:
+class LabelTexts:
     """Prompts, completions and where these came from, by number."""
 
     prompts: dict[int, tuple[Any, dict[str, Any]]]
@@ -71,29 +82,35 @@ class Texts:
     origins: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-def load(session: Session, project: Project) -> Labels:
+def load(session: Session, project: Project) -> ProjectLabels:
     """The labels of a project as they stand in this transaction."""
     items: dict[int, list[int]] = {}
-    places = select(Item.task_id, Item.completion_id).join(Task).where(Task.project_id == project.id)
-    for task, completion in session.execute(places.order_by(Item.task_id, Item.place)):
+    places = select(TaskItem.task_id, TaskItem.completion_id).join(LabelTask).where(LabelTask.project_id == project.id)
+    for task, completion in session.execute(places.order_by(TaskItem.task_id, TaskItem.place)):
         items.setdefault(task, []).append(completion)
     counted = select(Seat.task_id, func.count()).where(Seat.project_id == project.id).group_by(Seat.task_id)
     seats = dict(session.execute(counted).all())
-    rows = session.execute(select(Task.id, Task.prompt_id, Task.gold).where(Task.project_id == project.id).order_by(Task.id))
-    tasks = {n: Asked(n, prompt, items[n], gold, seats.get(n, 0)) for n, prompt, gold in rows}
+    rows = session.execute(
+        select(LabelTask.id, LabelTask.prompt_id, LabelTask.gold).where(LabelTask.project_id == project.id).order_by(LabelTask.id)
+    )
+    tasks = {n: TaskSummary(n, prompt, items[n], gold, seats.get(n, 0)) for n, prompt, gold in rows}
     columns = (Vote.id, Assignment.task_id, Vote.user_id, Vote.action, Vote.choice, Vote.ranks, Vote.rating, Vote.strength)
     votes = select(*columns, Assignment.display).join(Assignment, Assignment.vote_id == Vote.id)
-    found = [Standing(*row) for row in session.execute(votes.where(Vote.project_id == project.id).order_by(Vote.id))]
+    found = [CurrentAnswer(*row) for row in session.execute(votes.where(Vote.project_id == project.id).order_by(Vote.id))]
     names = dict(session.execute(select(User.id, User.name).where(User.id.in_({s.user for s in found}))).all())
     answers, skips = ([s for s in found if s.action == action] for action in ("vote", "skip"))
-    return Labels(project, tasks, answers, skips, names)
+    return ProjectLabels(project, tasks, answers, skips, names)
 
 
-def texts(session: Session, project: Project, *, lineage: bool = True) -> Texts:
+def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelTexts:
     """The material of a project."""
-    prompts = session.execute(select(Prompt.id, Prompt.content, Prompt.columns).where(Prompt.project_id == project.id))
-    of_project = select(Completion.id, Completion.content).join(Prompt).where(Prompt.project_id == project.id)
-    found = Texts({n: (content, columns) for n, content, columns in prompts}, dict(session.execute(of_project).all()))
+    prompts = session.execute(
+        select(StoredPrompt.id, StoredPrompt.content, StoredPrompt.columns).where(StoredPrompt.project_id == project.id)
+    )
+    of_project = (
+        select(StoredCompletion.id, StoredCompletion.content).join(StoredPrompt).where(StoredPrompt.project_id == project.id)
+    )
+    found = LabelTexts({n: (content, columns) for n, content, columns in prompts}, dict(session.execute(of_project).all()))
     if lineage:
         found.origins.update(origins(session, project))
     return found
@@ -101,7 +118,12 @@ def texts(session: Session, project: Project, *, lineage: bool = True) -> Texts:
 
 def origins(session: Session, project: Project) -> dict[int, list[dict[str, Any]]]:
     """Where each completion came from: one or several, as a text may be sampled twice. Every origin has the same keys."""
-    rows = select(Origin.completion_id, Origin.about).join(Completion).join(Prompt).where(Prompt.project_id == project.id)
+    rows = (
+        select(Origin.completion_id, Origin.about)
+        .join(StoredCompletion)
+        .join(StoredPrompt)
+        .where(StoredPrompt.project_id == project.id)
+    )
     found: dict[int, list[dict[str, Any]]] = {}
     for completion, about in session.execute(rows.order_by(Origin.id)):
         found.setdefault(completion, []).append(_uniform(about))
@@ -121,7 +143,7 @@ def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def mean_ranks(answers: Iterable[Standing], items: int) -> list[float]:
+def mean_ranks(answers: Iterable[CurrentAnswer], items: int) -> list[float]:
     """The mean rank of each item over answers."""
     ranks = [answer.ranks or [] for answer in answers]
     return [sum(r[place] for r in ranks) / len(ranks) for place in range(items)]

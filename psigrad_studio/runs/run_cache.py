@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from psigrad.errors import UserError
 from psigrad.records.read import flat, kind_of
 from psigrad.records.warnings import BY_NAME, Alert
-from psigrad_studio.runs.catalogue import Catalogue, Place
 from psigrad_studio.runs.files import opened
 from psigrad_studio.runs.history import History
-from psigrad_studio.runs.rollouts import Rollouts
+from psigrad_studio.runs.rollout_index import RolloutIndex
+from psigrad_studio.runs.run_finder import RunFinder, RunPlace
 from psigrad_studio.runs.tokens import config_of
 
 MOST_POINTS, MOST_INDEXES = 20_000_000, 8
@@ -28,45 +28,45 @@ _ASIDE = frozenset({"video", "record_tokens", "reward_timeout", "reward_workers"
 T = TypeVar("T")
 
 
-class Shelf:
+class RunCache:
     """The runs below a folder, by identifier."""
 
     def __init__(self, root: Path) -> None:
-        self.catalogue = Catalogue(root)
+        self.finder = RunFinder(root)
         self._lock = threading.Lock()
         self._histories: OrderedDict[str, History] = OrderedDict()
-        self._rollouts: OrderedDict[str, Rollouts] = OrderedDict()
+        self._rollouts: OrderedDict[str, RolloutIndex] = OrderedDict()
         self._entries: dict[str, tuple[Any, dict[str, Any]]] = {}
 
-    def place(self, run: str) -> Place:
+    def place(self, run: str) -> RunPlace:
         """Where a run is. Raises `UserError` for an identifier that names none."""
-        found = self.catalogue.places().get(run)
+        found = self.finder.places().get(run)
         if found is None:
             raise UserError("This run is not (or no longer) in the folder of runs; reload the page.")
         return found
 
     def history(self, run: str) -> History:
         """A run's figures."""
-        return self._kept(self._histories, run, History, len(self.catalogue.places()) + 1)
+        return self._kept(self._histories, run, History, len(self.finder.places()) + 1)
 
-    def rollouts(self, run: str) -> Rollouts:
+    def rollouts(self, run: str) -> RolloutIndex:
         """Where a run's completions are."""
-        return self._kept(self._rollouts, run, Rollouts, MOST_INDEXES)
+        return self._kept(self._rollouts, run, RolloutIndex, MOST_INDEXES)
 
-    def _kept(self, shelf: OrderedDict[str, T], run: str, make: Callable[[Path], T], most: int) -> T:
+    def _kept(self, cache: OrderedDict[str, T], run: str, make: Callable[[Path], T], most: int) -> T:
         place = self.place(run)
         with self._lock:
-            if run not in shelf:
-                shelf[run] = make(place.path)
-            shelf.move_to_end(run)
-            while len(shelf) > most:
-                shelf.popitem(last=False)
-            return shelf[run]
+            if run not in cache:
+                cache[run] = make(place.path)
+            cache.move_to_end(run)
+            while len(cache) > most:
+                cache.popitem(last=False)
+            return cache[run]
 
     def entries(self, seconds: float) -> tuple[list[dict[str, Any]], bool]:
         """What the list shows of each run, and whether all of them were read before the time was over."""
         deadline, found, whole = time.monotonic() + seconds, [], True
-        for place in self.catalogue.places().values():
+        for place in self.finder.places().values():
             known = self._entries.get(place.id)
             if time.monotonic() > deadline and known is None:
                 whole = False
@@ -84,7 +84,7 @@ class Shelf:
         """What the list shows of one run."""
         return self._entry(self.place(run), None)
 
-    def _entry(self, place: Place, known: tuple[Any, dict[str, Any]] | None) -> dict[str, Any]:
+    def _entry(self, place: RunPlace, known: tuple[Any, dict[str, Any]] | None) -> dict[str, Any]:
         # a run that has ended and whose files are as they were has nothing new to say
         if known is not None and known[1]["whole"] and known[1]["state"] != "running" and known[0] == _signature(place.path):
             return known[1]
@@ -92,7 +92,7 @@ class Shelf:
         with history.lock:
             return self._read(place, history)
 
-    def _read(self, place: Place, history: History) -> dict[str, Any]:
+    def _read(self, place: RunPlace, history: History) -> dict[str, Any]:
         whole = history.read()
         config, state = config_of(place.path), history.state
         alerts = history.alerts(state)

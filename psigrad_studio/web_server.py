@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from psigrad_studio.security import HEADERS, error_body
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.studio_settings import StudioSettings
 
 HEADER_BYTES = 16 * 1024
 CONNECTIONS = 256

@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from psigrad_studio.desk.store import Form, Store, answer
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import invites, people
 from psigrad_studio.labels.people import Login
 from psigrad_studio.labels.refusals import Conflict
@@ -22,7 +23,7 @@ Token = Annotated[str, Field(max_length=200)]
 Text = Annotated[str, Field(max_length=2000)]
 
 
-class LinkForm(Form):
+class LinkForm(RequestForm):
     """The token of an invite."""
 
     token: Token
@@ -35,14 +36,14 @@ class AcceptForm(LinkForm):
     password: Text
 
 
-class LoginForm(Form):
+class LoginForm(RequestForm):
     """Who is back."""
 
     name: Text
     password: Text
 
 
-def router(store: Store) -> APIRouter:
+def router(store: LabelStore) -> APIRouter:
     """The page /join and what it asks."""
     routes = APIRouter()
     routes.include_router(page_router(Page("join", "Come in", APIRouter()), []))
@@ -51,7 +52,7 @@ def router(store: Store) -> APIRouter:
     def look(form: LinkForm, request: Request) -> Response:
         known = request.state.owner or request.state.person is not None
         name = store.asking(request).name if known else None
-        return answer({**vars(invites.look(store.db, form.token)), "name": name, "owner": request.state.owner})
+        return json_response({**vars(invites.look(store.db, form.token)), "name": name, "owner": request.state.owner})
 
     @routes.post("/api/join/accept")
     def accept(form: AcceptForm, request: Request) -> Response:
@@ -64,7 +65,7 @@ def router(store: Store) -> APIRouter:
         """Use a link as who is logged in already."""
         if request.state.person is None:
             raise Conflict("You are not logged in; log in first, or come in as somebody new.")
-        return answer({"project": invites.join(store.db, request.state.person, form.token)})
+        return json_response({"project": invites.join(store.db, request.state.person, form.token)})
 
     @routes.post("/api/join/login")
     def log_in(form: LoginForm, request: Request) -> Response:
@@ -73,10 +74,10 @@ def router(store: Store) -> APIRouter:
             return _entered(store, request, people.log_in(store.db, form.name, form.password))
 
     @routes.post("/api/join/logout")
-    def log_out(form: Form, request: Request) -> Response:
+    def log_out(form: RequestForm, request: Request) -> Response:
         if request.state.token:
             people.log_out(store.db, request.state.token)
-        response = answer({"out": True})
+        response = json_response({"out": True})
         response.delete_cookie(_cookie(store))
         return response
 
@@ -88,13 +89,13 @@ def _must_be_new(request: Request) -> None:
         raise Conflict("This browser has the studio's own key, which counts for more; use a private window or another browser.")
 
 
-def _cookie(store: Store) -> str:
+def _cookie(store: LabelStore) -> str:
     return f"psigrad-desk-{store.settings.port}"
 
 
-def _entered(store: Store, request: Request, login: Login) -> Response:
+def _entered(store: LabelStore, request: Request, login: Login) -> Response:
     """A new session in a cookie that scripts can't read; over HTTPS it stays there."""
-    response = answer({"name": login.person.name})
+    response = json_response({"name": login.person.name})
     seconds = max(0, login.expires_at // 1000 - int(time.time()))
     safe = request.headers.get("origin", "").startswith("https://")
     response.set_cookie(_cookie(store), login.token, max_age=seconds, httponly=True, samesite="lax", secure=safe)

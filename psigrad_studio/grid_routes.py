@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +11,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import APIRouter
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from psigrad.errors import UserError
 from psigrad.tabular import GridWorld
 from psigrad_studio.backups import evaluated_probabilities, model_backup, updates
-from psigrad_studio.films import ALGORITHMS, Film, Films, Frame, Options, Recipe
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.playback import ALGORITHMS, Frame, Playback, PlaybackCache, PlaybackOptions, PlaybackSpec
 from psigrad_studio.security import Refused
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.studio_settings import StudioSettings
 
 SIDE = 20
 MOST_NUMBERS = 60_000
@@ -33,11 +33,7 @@ Place = Annotated[tuple[Index, Index], Field(strict=False)]
 Prize = Annotated[tuple[Index, Index, Annotated[Number, Field(strict=True)]], Field(strict=False)]
 
 
-class _Form(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class WorldForm(_Form):
+class WorldForm(RequestForm):
     """A `GridWorld` as the page sends it."""
 
     rows: Annotated[int, Field(ge=1, le=SIDE)]
@@ -50,8 +46,8 @@ class WorldForm(_Form):
     gamma: Annotated[float, Field(ge=0, le=1)]
 
 
-class OptionsForm(_Form):
-    """`films.Options`, bounded."""
+class OptionsForm(RequestForm):
+    """`PlaybackOptions` with limits."""
 
     sweeps: Annotated[int, Field(ge=0, le=100)] = 5
     exploration: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -61,8 +57,8 @@ class OptionsForm(_Form):
     evaluated: Literal["random", "best"] = "random"
 
 
-class FilmForm(_Form):
-    """Which film."""
+class PlaybackForm(RequestForm):
+    """Which playback."""
 
     world: WorldForm
     algorithm: Annotated[str, Field(max_length=40)]
@@ -71,14 +67,14 @@ class FilmForm(_Form):
     q: Annotated[list[Annotated[list[Number], Field(max_length=4)]], Field(max_length=SIDE * SIDE)] | None = None
 
 
-class FramesForm(FilmForm):
+class FramesForm(PlaybackForm):
     """Which of its frames: `count` from `first` on."""
 
     first: Annotated[int, Field(ge=0, le=10_000)] = 0
     count: Annotated[int, Field(ge=1, le=400)] = 100
 
 
-class BackupForm(FilmForm):
+class BackupForm(PlaybackForm):
     """Which cell in which frame."""
 
     frame: Annotated[int, Field(ge=0, le=10_000)]
@@ -87,7 +83,7 @@ class BackupForm(FilmForm):
 
 def router(settings: StudioSettings) -> APIRouter:
     """The grid page's routes."""
-    routes, films = APIRouter(prefix="/api/grid"), Films(settings.cache_bytes)
+    routes, playbacks = APIRouter(prefix="/api/grid"), PlaybackCache(settings.cache_bytes)
     at_work = threading.BoundedSemaphore(settings.work_at_once)
 
     @contextmanager
@@ -103,57 +99,57 @@ def router(settings: StudioSettings) -> APIRouter:
 
     @routes.get("/algorithms")
     async def algorithms() -> Response:
-        return _json([{"name": name, **asdict(algorithm)} for name, algorithm in ALGORITHMS.items()])
+        return json_response([{"name": name, **asdict(algorithm)} for name, algorithm in ALGORITHMS.items()])
 
     @routes.post("/frames")
     def frames(form: FramesForm) -> Response:
         with work():
             count = min(form.count, max(1, MOST_NUMBERS // (form.world.rows * form.world.columns * 5)))
-            film = films.film(_recipe(form), form.first + count, settings.work_seconds)
-            return _json(_stretch(film, form.first, count))
+            playback = playbacks.playback(_spec(form), form.first + count, settings.work_seconds)
+            return json_response(_stretch(playback, form.first, count))
 
     @routes.post("/backup")
     def backup(form: BackupForm) -> Response:
         with work():
-            film = films.film(_recipe(form), form.frame + 1, settings.work_seconds)
-            return _json(_backup(film, form.frame, form.cell))
+            playback = playbacks.playback(_spec(form), form.frame + 1, settings.work_seconds)
+            return json_response(_backup(playback, form.frame, form.cell))
 
     return routes
 
 
-def _stretch(film: Film, first: int, count: int) -> dict[str, Any]:
+def _stretch(playback: Playback, first: int, count: int) -> dict[str, Any]:
     return {
-        "frames": [_frame(frame) for frame in film.frames[first : first + count]],
-        "known": len(film.frames),
-        "ended": film.ended,
-        "length": film.length,
-        "note": film.note,
-        "target": film.target.tolist(),
-        "map": film.recipe.world.to_text(),
+        "frames": [_frame(frame) for frame in playback.frames[first : first + count]],
+        "known": len(playback.frames),
+        "ended": playback.ended,
+        "length": playback.length,
+        "note": playback.note,
+        "target": playback.target.tolist(),
+        "map": playback.spec.world.to_text(),
     }
 
 
-def _backup(film: Film, index: int, cell: tuple[int, int]) -> dict[str, Any]:
-    if index >= len(film.frames):
-        raise UserError(f"The film has {len(film.frames)} frames so far and none of number {index}; ask for one of them.")
-    frame, state = film.frames[index], film.recipe.world.state(cell)
-    found, actions = updates(film, frame, state), model_backup(film, frame, state)
-    policy = evaluated_probabilities(film, state)
+def _backup(playback: Playback, index: int, cell: tuple[int, int]) -> dict[str, Any]:
+    if index >= len(playback.frames):
+        raise UserError(f"The playback has {len(playback.frames)} frames so far and none of number {index}; ask for one of them.")
+    frame, state = playback.frames[index], playback.spec.world.state(cell)
+    found, actions = updates(playback, frame, state), model_backup(playback, frame, state)
+    policy = evaluated_probabilities(playback, state)
     return {
         "value": float(frame.value[state]),
-        "terminal": bool(film.mdp.is_terminal[state]),
-        "gamma": film.mdp.gamma,
+        "terminal": bool(playback.mdp.is_terminal[state]),
+        "gamma": playback.mdp.gamma,
         "actions": [asdict(action) for action in actions],
         "policy": policy,
         "expected": None if policy is None else sum(p * action.q for p, action in zip(policy, actions, strict=False)),
         "q": None if frame.q is None else frame.q[state].tolist(),
         "updates": [asdict(update) for update in found[-UPDATES_SHOWN:]],
         "visits": len(found),
-        "alpha": film.recipe.options.step_size,
+        "alpha": playback.spec.options.step_size,
     }
 
 
-def _recipe(form: FilmForm) -> Recipe:
+def _spec(form: PlaybackForm) -> PlaybackSpec:
     if form.algorithm not in ALGORITHMS:
         raise UserError(f"There is no algorithm {form.algorithm!r}; expected one of {', '.join(ALGORITHMS)}.")
     world = _world(form.world)
@@ -164,7 +160,7 @@ def _recipe(form: FilmForm) -> Recipe:
     if form.q is not None and (len(form.q) != states or any(len(row) != 4 for row in form.q)):
         raise UserError(f"q has {len(form.q)} rows; expected {states} rows of 4 numbers.")
     q = None if form.q is None else np.array(form.q, dtype=np.float64)
-    return Recipe(world, form.algorithm, Options(**form.options.model_dump()), value, q)
+    return PlaybackSpec(world, form.algorithm, PlaybackOptions(**form.options.model_dump()), value, q)
 
 
 def _world(form: WorldForm) -> GridWorld:
@@ -193,7 +189,3 @@ def _frame(frame: Frame) -> dict[str, Any]:
             "terminated": episode.terminated,
         },
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(json.dumps(content, allow_nan=False), media_type="application/json")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
 
 from psigrad_studio.labels import database, intake, people
 from psigrad_studio.labels.database import Database
@@ -20,18 +15,12 @@ from psigrad_studio.labels.intake import Added
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Unknown
 from psigrad_studio.security import Refused
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.studio_settings import StudioSettings
 
 WAIT_SECONDS = 10.0
 
 
-class Form(BaseModel):
-    """What a page sends: nothing else, and nothing that has to be converted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Store:
+class LabelStore:
     """The labels, opened when they are first asked for, so that who never labels has no database."""
 
     def __init__(self, settings: StudioSettings) -> None:
@@ -89,21 +78,3 @@ class Store:
             yield
         finally:
             line.release()
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses as objects, sets as sorted lists, and null for what is no finite number."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def answer(content: Any) -> Response:
-    """An answer in ASCII JSON, which holds whatever a model wrote."""
-    return Response(json.dumps(plain(content), allow_nan=False), media_type="application/json")

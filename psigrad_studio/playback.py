@@ -29,7 +29,7 @@ TIE = 1e-12
 
 
 @dataclass(frozen=True)
-class Options:
+class PlaybackOptions:
     """What the algorithms can be told; each reads its own."""
 
     sweeps: int = 5
@@ -46,7 +46,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class AlgorithmInfo:
     """A name for people, and what it is."""
 
     title: str
@@ -54,18 +54,18 @@ class Algorithm:
 
 
 ALGORITHMS = {
-    "policy_iteration": Algorithm("Policy iteration", "planning"),
-    "policy_iteration_by_sweeps": Algorithm("Policy iteration, by sweeps", "planning"),
-    "value_iteration": Algorithm("Value iteration", "planning"),
-    "value_iteration_in_place": Algorithm("Value iteration, in place", "planning"),
-    "modified_policy_iteration": Algorithm("Modified policy iteration", "planning"),
-    "prioritised_sweeping": Algorithm("Prioritised sweeping", "planning"),
-    "monte_carlo_evaluation": Algorithm("Monte Carlo evaluation", "prediction"),
-    "td": Algorithm("TD(0) evaluation", "prediction"),
-    "monte_carlo": Algorithm("Monte Carlo control", "control"),
-    "sarsa": Algorithm("SARSA", "control"),
-    "expected_sarsa": Algorithm("Expected SARSA", "control"),
-    "q_learning": Algorithm("Q-learning", "control"),
+    "policy_iteration": AlgorithmInfo("Policy iteration", "planning"),
+    "policy_iteration_by_sweeps": AlgorithmInfo("Policy iteration, by sweeps", "planning"),
+    "value_iteration": AlgorithmInfo("Value iteration", "planning"),
+    "value_iteration_in_place": AlgorithmInfo("Value iteration, in place", "planning"),
+    "modified_policy_iteration": AlgorithmInfo("Modified policy iteration", "planning"),
+    "prioritised_sweeping": AlgorithmInfo("Prioritised sweeping", "planning"),
+    "monte_carlo_evaluation": AlgorithmInfo("Monte Carlo evaluation", "prediction"),
+    "td": AlgorithmInfo("TD(0) evaluation", "prediction"),
+    "monte_carlo": AlgorithmInfo("Monte Carlo control", "control"),
+    "sarsa": AlgorithmInfo("SARSA", "control"),
+    "expected_sarsa": AlgorithmInfo("Expected SARSA", "control"),
+    "q_learning": AlgorithmInfo("Q-learning", "control"),
 }
 _PLANNERS: dict[str, Callable[..., Iterator[Sweep]]] = SOLVERS | {
     "policy_iteration_by_sweeps": partial(tabular.policy_iteration, exact=False, epsilon=1e-6),
@@ -113,12 +113,12 @@ class Frame:
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class PlaybackSpec:
     """Everything that a film depends on."""
 
     world: GridWorld
     algorithm: str
-    options: Options = field(default_factory=Options)
+    options: PlaybackOptions = field(default_factory=PlaybackOptions)
     value: FloatArray | None = None
     """[S]: a warm start."""
     q: FloatArray | None = None
@@ -138,20 +138,20 @@ def _described(world: GridWorld) -> tuple[object, ...]:
     return (*rest, sorted(world.prizes.items()), sorted(world.walls))
 
 
-class Film:
+class Playback:
     """The frames of a recipe, as far as they were asked for."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.mdp = recipe.world.mdp()
-        self.target = target(recipe, self.mdp)
+    def __init__(self, spec: PlaybackSpec) -> None:
+        self.spec = spec
+        self.mdp = spec.world.mdp()
+        self.target = target(spec, self.mdp)
         self.frames: list[Frame] = []
         self.ended = False
         self.note = ""
         """Why it ended, where that is not because it arrived."""
         self.size = 2 * self.mdp.transitions.nbytes
         """Bytes held, roughly."""
-        self._coming = _frames(recipe, self.mdp, self.target)
+        self._coming = _frames(spec, self.mdp, self.target)
         self._lock = threading.Lock()
 
     def extend(self, count: int, seconds: float) -> None:
@@ -176,60 +176,60 @@ class Film:
         """How many frames there will be; None where only the end will tell."""
         if self.ended:
             return len(self.frames)
-        return None if ALGORITHMS[self.recipe.algorithm].family == "planning" else MOST_STAGES + 1
+        return None if ALGORITHMS[self.spec.algorithm].family == "planning" else MOST_STAGES + 1
 
 
-class Films:
+class PlaybackCache:
     """Films by content, the least recently used dropped first. What was dropped is computed again, to the same frames."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most, self._films = most_bytes, OrderedDict[str, Film]()
+        self._most, self._playbacks = most_bytes, OrderedDict[str, Playback]()
         self._lock = threading.Lock()
 
-    def film(self, recipe: Recipe, count: int, seconds: float) -> Film:
-        """The film of a recipe with its first `count` frames, or as many as can be computed in the time (`Film.extend`).
+    def playback(self, spec: PlaybackSpec, count: int, seconds: float) -> Playback:
+        """The film of a recipe with its first `count` frames, or as many as can be computed in the time (`Playback.extend`).
 
         Raises `ValueError` with a sentence where the world is no decision process.
         """
-        name = recipe.digest
+        name = spec.digest
         with self._lock:
-            film = self._films.get(name)
-        film = film or Film(recipe)
-        film.extend(count, seconds)
+            playback = self._playbacks.get(name)
+        playback = playback or Playback(spec)
+        playback.extend(count, seconds)
         with self._lock:
-            self._films[name] = film
-            self._films.move_to_end(name)
-            while len(self._films) > 1 and sum(held.size for held in self._films.values()) > self._most:
-                self._films.popitem(last=False)
-        return film
+            self._playbacks[name] = playback
+            self._playbacks.move_to_end(name)
+            while len(self._playbacks) > 1 and sum(held.size for held in self._playbacks.values()) > self._most:
+                self._playbacks.popitem(last=False)
+        return playback
 
     @property
     def size(self) -> int:
         """Bytes held, roughly."""
         with self._lock:
-            return sum(film.size for film in self._films.values())
+            return sum(playback.size for playback in self._playbacks.values())
 
 
-def evaluated_policy(recipe: Recipe, mdp: MDP) -> NDArray[np.int64] | FloatArray:
+def evaluated_policy(spec: PlaybackSpec, mdp: MDP) -> NDArray[np.int64] | FloatArray:
     """The policy that prediction learns the value of: uniform (S, A), or a best one [S]."""
-    return tabular.uniform_policy(mdp) if recipe.options.evaluated == "random" else tabular.solve(mdp).policy
+    return tabular.uniform_policy(mdp) if spec.options.evaluated == "random" else tabular.solve(mdp).policy
 
 
-def target(recipe: Recipe, mdp: MDP) -> FloatArray:
+def target(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
     """[S]: V_π of prediction, V* of everything else, exact."""
-    if ALGORITHMS[recipe.algorithm].family == "prediction":
-        return tabular.evaluate(mdp, evaluated_policy(recipe, mdp))
+    if ALGORITHMS[spec.algorithm].family == "prediction":
+        return tabular.evaluate(mdp, evaluated_policy(spec, mdp))
     return tabular.solve(mdp).value
 
 
-def _frames(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
-    match ALGORITHMS[recipe.algorithm].family:
+def _frames(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    match ALGORITHMS[spec.algorithm].family:
         case "planning":
-            return _planned(recipe, mdp, goal)
+            return _planned(spec, mdp, goal)
         case "prediction":
-            return _predicted(recipe, mdp, goal)
+            return _predicted(spec, mdp, goal)
         case "control":
-            return _learned(recipe, mdp, goal)
+            return _learned(spec, mdp, goal)
 
 
 def best_actions(q: FloatArray) -> NDArray[np.int64]:
@@ -246,11 +246,11 @@ def _gap(value: FloatArray, goal: FloatArray) -> float:
     return float(np.abs(value - goal).max())
 
 
-def _planned(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
-    named = {"sweeps": recipe.options.sweeps} if recipe.algorithm == "modified_policy_iteration" else {}
-    first = np.zeros(mdp.n_states) if recipe.value is None else np.where(mdp.is_terminal, 0.0, recipe.value)
+def _planned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    named = {"sweeps": spec.options.sweeps} if spec.algorithm == "modified_policy_iteration" else {}
+    first = np.zeros(mdp.n_states) if spec.value is None else np.where(mdp.is_terminal, 0.0, spec.value)
     yield Frame(0, "start", first, best_actions(tabular.q_values(mdp, first)), 0.0, _gap(first, goal))
-    for index, sweep in enumerate(_PLANNERS[recipe.algorithm](mdp, value=first, **named), 1):
+    for index, sweep in enumerate(_PLANNERS[spec.algorithm](mdp, value=first, **named), 1):
         held = sweep.chosen is not None
         shown = _of_policy(np.asarray(sweep.chosen)) if held else best_actions(tabular.q_values(mdp, sweep.value))
         bound = sweep.error_bound if np.isfinite(sweep.error_bound) else None
@@ -260,10 +260,10 @@ def _planned(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
             raise ValueError(f"The film stops after {MOST_SWEEPS:,} sweeps; a smaller discount needs fewer.")
 
 
-def _predicted(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
-    options, policy = recipe.options, evaluated_policy(recipe, mdp)
+def _predicted(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    options, policy = spec.options, evaluated_policy(spec, mdp)
     shown = _of_policy(policy)
-    value = np.zeros(mdp.n_states) if recipe.value is None else np.where(mdp.is_terminal, 0.0, recipe.value)
+    value = np.zeros(mdp.n_states) if spec.value is None else np.where(mdp.is_terminal, 0.0, spec.value)
     yield Frame(0, "start", value, shown, 0.0, _gap(value, goal))
     played: list[Episode] = []
 
@@ -273,7 +273,7 @@ def _predicted(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
             yield episode
 
     episodes = kept(tabular.rollouts(mdp, policy, MOST_STAGES * options.episodes, seed=options.seed, max_steps=EPISODE_STEPS))
-    if recipe.algorithm == "td":
+    if spec.algorithm == "td":
         estimates = tabular.td(episodes, mdp.n_states, mdp.gamma, alpha=options.step_size, value=value)
     else:
         estimates = tabular.monte_carlo(episodes, mdp.n_states, mdp.gamma, value=value)
@@ -295,13 +295,13 @@ def _predicted(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
         before = estimate
 
 
-def _learned(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
-    options = recipe.options
-    q = first_q(recipe, mdp)
+def _learned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
+    options = spec.options
+    q = first_q(spec, mdp)
     last = q.max(axis=1)
     yield Frame(0, "start", last, best_actions(q), 0.0, _gap(last, goal), q=q)
-    named = {} if recipe.algorithm == "monte_carlo" else {"alpha": options.step_size}
-    learning = _LEARNERS[recipe.algorithm](
+    named = {} if spec.algorithm == "monte_carlo" else {"alpha": options.step_size}
+    learning = _LEARNERS[spec.algorithm](
         mdp,
         MOST_STAGES * options.episodes,
         epsilon=options.exploration,
@@ -323,12 +323,12 @@ def _learned(recipe: Recipe, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
         before = learned.q
 
 
-def first_q(recipe: Recipe, mdp: MDP) -> FloatArray:
+def first_q(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
     """(S, A) that control starts from: the Q of a warm start, or one backup of its V, or zeros."""
-    if recipe.q is not None:
-        q = recipe.q
-    elif recipe.value is not None:
-        q = tabular.q_values(mdp, np.where(mdp.is_terminal, 0.0, recipe.value))
+    if spec.q is not None:
+        q = spec.q
+    elif spec.value is not None:
+        q = tabular.q_values(mdp, np.where(mdp.is_terminal, 0.0, spec.value))
     else:
         q = np.zeros((mdp.n_states, mdp.n_actions))
     return np.where(mdp.is_terminal[:, None], 0.0, q)

@@ -15,12 +15,13 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from psigrad.errors import UserError
-from psigrad_studio.checkpoints import Checkpoint, find
-from psigrad_studio.desk.store import Form, Store
-from psigrad_studio.duels import Duels
-from psigrad_studio.models import Models
-from psigrad_studio.settings import StudioSettings
-from psigrad_studio.talk import Answer, Question, abilities, converse
+from psigrad_studio.chat_answers import ChatAnswer, ChatQuestion, abilities, converse
+from psigrad_studio.checkpoint_list import Checkpoint, find
+from psigrad_studio.comparisons import ChatComparisons
+from psigrad_studio.json_api import RequestForm
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.model_cache import ModelCache
+from psigrad_studio.studio_settings import StudioSettings
 
 LONGEST_MESSAGE = 20_000
 LONGEST_TALK = 100_000
@@ -30,24 +31,24 @@ QUIET_SECONDS = 10.0
 Id = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class Said(Form):
+class MessageForm(RequestForm):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
     content: Annotated[str, Field(max_length=LONGEST_MESSAGE)]
 
 
-class AboutForm(Form):
+class AboutForm(RequestForm):
     """Which model."""
 
     model: Id
 
 
-class AnswerForm(Form):
+class AnswerForm(RequestForm):
     """A question to one model, or to two that are to be compared."""
 
     models: Annotated[list[Id], Field(min_length=1, max_length=2)]
-    messages: Annotated[list[Said], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[MessageForm], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Annotated[str, Field(max_length=LONGEST_MESSAGE)] = ""
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 256
     temperature: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)] = 1.0
@@ -55,24 +56,24 @@ class AnswerForm(Form):
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
-class StopForm(Form):
+class StopForm(RequestForm):
     """Which answer is to end."""
 
     writing: Id
 
 
-class ChoiceForm(Form):
+class ChoiceForm(RequestForm):
     """What was better."""
 
     duel: Id
     choice: Literal["left", "right", "tie", "both_bad"]
 
 
-def router(settings: StudioSettings, labels: Store, models: Models | None = None) -> APIRouter:
+def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | None = None) -> APIRouter:
     """The chat page's routes. `models` is for tests."""
     routes = APIRouter(prefix="/api/chat")
-    models = models or Models(settings.model_bytes)
-    duels, stops = Duels(labels), dict[str, threading.Event]()
+    models = models or ModelCache(settings.model_bytes)
+    comparisons, stops = ChatComparisons(labels), dict[str, threading.Event]()
 
     @routes.get("/models")
     def listed() -> dict[str, Any]:
@@ -89,10 +90,10 @@ def router(settings: StudioSettings, labels: Store, models: Models | None = None
     async def answer(form: AnswerForm) -> StreamingResponse:
         question, wanted = _question(form), await asyncio.to_thread(_known, settings, form.models)
         turn, writing, stop = models.join(wanted), secrets.token_urlsafe(18), threading.Event()
-        answers = [Answer(checkpoint) for checkpoint in wanted]
-        duel = duels.begin(*answers) if len(answers) == 2 else None
-        sides = duel.sides if duel else (0,)
-        first = {"event": "begun", "writing": writing, "duel": duel.id if duel else None}
+        answers = [ChatAnswer(checkpoint) for checkpoint in wanted]
+        comparison = comparisons.begin(*answers) if len(answers) == 2 else None
+        sides = comparison.sides if comparison else (0,)
+        first = {"event": "begun", "writing": writing, "duel": comparison.id if comparison else None}
         stops[writing] = stop
         events = _Events(first, lambda say: converse(models, turn, question, answers, sides, stop, say), stop)
 
@@ -114,7 +115,7 @@ def router(settings: StudioSettings, labels: Store, models: Models | None = None
 
     @routes.post("/choose")
     def choose(form: ChoiceForm) -> dict[str, Any]:
-        return duels.choose(form.duel, form.choice)
+        return comparisons.choose(form.duel, form.choice)
 
     return routes
 
@@ -160,7 +161,7 @@ class _Events:
             self._stop.set()
 
 
-def _question(form: AnswerForm) -> Question:
+def _question(form: AnswerForm) -> ChatQuestion:
     roles = [said.role for said in form.messages]
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)) or len(roles) % 2 == 0:
         raise UserError("A conversation goes user, assistant, user, and ends with the user; start a new one.")
@@ -168,7 +169,7 @@ def _question(form: AnswerForm) -> Question:
         raise UserError("The message is empty; say something.")
     if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:
         raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new one.")
-    return Question(
+    return ChatQuestion(
         messages=tuple({"role": said.role, "content": said.content} for said in form.messages),
         system=form.system,
         max_tokens=form.max_tokens,

@@ -12,8 +12,8 @@ from psigrad.config import Sampling
 from psigrad.data.rows import Message, Row
 from psigrad.data.templates import decode, prompt_ids
 from psigrad.errors import UserError
-from psigrad_studio.checkpoints import Checkpoint
-from psigrad_studio.models import Models, Turn
+from psigrad_studio.checkpoint_list import Checkpoint
+from psigrad_studio.model_cache import ModelCache, ModelTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ _PROBE = "a probe of the template"
 
 
 @dataclass(frozen=True)
-class Question:
+class ChatQuestion:
     """A conversation that ends with what a person said, and how the answer is drawn. `max_tokens` is an upper bound."""
 
     messages: tuple[Message, ...]
@@ -49,7 +49,7 @@ class Question:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """What one model wrote."""
 
     checkpoint: Checkpoint
@@ -73,10 +73,10 @@ def abilities(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
 
 
 def converse(
-    models: Models,
-    turn: Turn,
-    question: Question,
-    answers: Sequence[Answer],
+    models: ModelCache,
+    turn: ModelTurn,
+    question: ChatQuestion,
+    answers: Sequence[ChatAnswer],
     sides: Sequence[int],
     stop: threading.Event,
     say: Say,
@@ -122,7 +122,7 @@ def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Eve
 class _Writer:
     """One answer on its way. Text is sent once it can no longer change: half of a character waits for its other half."""
 
-    def __init__(self, model: LanguageModel, question: Question, answer: Answer, again: bool) -> None:
+    def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
         from psigrad.recipes.setup import sampler_for, sampling_params
         from psigrad.rollout.types import Request
 

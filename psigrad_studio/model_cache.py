@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from psigrad.errors import UserError
-from psigrad_studio.checkpoints import Checkpoint
+from psigrad_studio.checkpoint_list import Checkpoint
 from psigrad_studio.security import Refused
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ LONGEST_LINE = 8
 
 
 @dataclass(eq=False)
-class Turn:
+class ModelTurn:
     """A place in the line for some models. It must be given up by `leave`, whether it came or not."""
 
     models: frozenset[Checkpoint]
-    _line: list[Turn]
+    _line: list[ModelTurn]
     _changed: threading.Condition = field(repr=False)
 
     def ahead(self, wait: float = 0.0) -> int:
@@ -46,21 +46,21 @@ class Turn:
         return sum(bool(other.models & self.models) for other in self._line[: self._line.index(self)])
 
 
-class Models:
+class ModelCache:
     """At most `most_bytes` of weights; the model that was used longest ago goes first, those in use stay."""
 
     def __init__(self, most_bytes: int, load: Callable[[Checkpoint], LanguageModel] = Checkpoint.open) -> None:
         self.most_bytes, self._load = most_bytes, load
         self._loaded: OrderedDict[Checkpoint, LanguageModel | None] = OrderedDict()
-        self._line: list[Turn] = []
+        self._line: list[ModelTurn] = []
         self._changed = threading.Condition()
 
-    def join(self, wanted: Sequence[Checkpoint]) -> Turn:
+    def join(self, wanted: Sequence[Checkpoint]) -> ModelTurn:
         """A place in the line. Raises `Refused` where the line is too long."""
         with self._changed:
             if len(self._line) >= LONGEST_LINE:
                 raise Refused(429, "busy", f"{LONGEST_LINE} answers are being written or waited for; try again in a moment.")
-            turn = Turn(frozenset(wanted), self._line, self._changed)
+            turn = ModelTurn(frozenset(wanted), self._line, self._changed)
             self._line.append(turn)
             return turn
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 ONE_TIME_SECONDS = 120
 
 
-class Door:
+class Sessions:
     """Sessions without a store: the cookie is `issued.nonce.signature` under a secret made at the start of the server.
 
     Nobody can bring a session along (fixation), and a restart ends all of them.

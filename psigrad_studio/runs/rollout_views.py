@@ -9,16 +9,16 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.records.read import visible
 from psigrad.records.rows import number
-from psigrad_studio.labels.material import ROLLOUT
-from psigrad_studio.runs.rollouts import Rollouts, Wanted
+from psigrad_studio.labels.completion_groups import ROLLOUT
+from psigrad_studio.runs.advantage_notes import explained, group_said
+from psigrad_studio.runs.rollout_index import RolloutIndex, RolloutQuery
 from psigrad_studio.runs.tokens import MOST_TOKENS, config_of, finite, texts_of, token_table, tokenizer_of
-from psigrad_studio.runs.why import explained, group_said
 from psigrad_studio.security import Refused
 
 BEGINNING, LONGEST, MOST_MEMBERS = 160, 20_000, 64
 
 
-def listed(index: Rollouts, wanted: Wanted, first: int, count: int, seconds: float) -> dict[str, Any]:
+def listed(index: RolloutIndex, wanted: RolloutQuery, first: int, count: int, seconds: float) -> dict[str, Any]:
     """A stretch of the rollouts that are wanted, how many there are, and what one may choose from."""
     whole = index.read(seconds)
     numbers, searched = index.find(wanted, seconds)
@@ -31,7 +31,7 @@ def listed(index: Rollouts, wanted: Wanted, first: int, count: int, seconds: flo
     }
 
 
-def briefs(index: Rollouts, numbers: Sequence[int]) -> list[dict[str, Any]]:
+def briefs(index: RolloutIndex, numbers: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of a list."""
     return [
         {
@@ -52,7 +52,7 @@ def briefs(index: Rollouts, numbers: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-def dead_said(index: Rollouts, step: float) -> str:
+def dead_said(index: RolloutIndex, step: float) -> str:
     """Why the dead groups of a step are dead: all right, or all wrong."""
     total, dead, good, bad = index.dead(step)
     if not dead:
@@ -75,7 +75,7 @@ def _last_said(prompt: Any) -> str:
     return str(last.get("content", "")) if isinstance(last, Mapping) else str(last or "")
 
 
-def group(index: Rollouts, n: int, generation: int, run: Path, root: Path, seconds: float) -> dict[str, Any]:
+def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, seconds: float) -> dict[str, Any]:
     """Everything about the group of a rollout, its prompt once. Raises `Refused` where the run has gone back since."""
     index.read(seconds)
     rows = _rows(index, index.group_of(n)[:MOST_MEMBERS], generation, seconds)
@@ -134,14 +134,14 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
     ]
 
 
-def _rows(index: Rollouts, numbers: Sequence[int], generation: int, seconds: float) -> list[tuple[int, dict[str, Any]]]:
+def _rows(index: RolloutIndex, numbers: Sequence[int], generation: int, seconds: float) -> list[tuple[int, dict[str, Any]]]:
     index.read(seconds)
     if index.generation != generation:
         raise Refused(409, "moved", "The run went back to a checkpoint meanwhile; search again.")
     return index.rows(numbers)
 
 
-def pair(index: Rollouts, n: int, other: int, generation: int, run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def pair(index: RolloutIndex, n: int, other: int, generation: int, run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Prompt and two completions of one group, each with where it came from. Raises `UserError` where they are no pair."""
     rows = dict(_rows(index, [n, other], generation, 2.0))
     if n == other or len(rows) < 2 or index.group(n) != index.group(other):

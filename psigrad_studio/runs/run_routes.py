@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -19,16 +18,17 @@ from psigrad.errors import UserError
 from psigrad.records.read import flat
 from psigrad.records.signals import SIGNALS
 from psigrad.records.warnings import BY_NAME, RULES
-from psigrad_studio.desk.store import Form, Store, answer
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import projects
-from psigrad_studio.labels.projects import Settings
-from psigrad_studio.runs import inspect
+from psigrad_studio.labels.projects import ProjectSettings
+from psigrad_studio.runs import rollout_views
 from psigrad_studio.runs.curves import curves
-from psigrad_studio.runs.rollouts import Wanted
-from psigrad_studio.runs.shelf import Shelf, alert_of
+from psigrad_studio.runs.rollout_index import RolloutQuery
+from psigrad_studio.runs.run_cache import RunCache, alert_of
 from psigrad_studio.runs.tokens import config_of
 from psigrad_studio.security import Refused
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.studio_settings import StudioSettings
 
 MOST_RUNS, MOST_STREAMS = 40, 32
 LOOK_SECONDS, STREAM_SECONDS = 0.5, 600.0
@@ -39,7 +39,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Row = Annotated[int, Field(ge=0, lt=10**9)]
 
 
-class Have(Form):
+class Have(RequestForm):
     """What the page has of a run: of which generation, and how many points of each curve."""
 
     id: Id
@@ -47,7 +47,7 @@ class Have(Form):
     have: Annotated[dict[str, Annotated[int, Field(ge=0)]], Field(max_length=500, default_factory=dict)]
 
 
-class CurvesForm(Form):
+class CurvesForm(RequestForm):
     """Curves of several runs, those of `names` or all that are known by name."""
 
     runs: Annotated[list[Have], Field(max_length=MOST_RUNS)]
@@ -55,7 +55,7 @@ class CurvesForm(Form):
     axis: Literal["step", "time", "tokens"] = "step"
 
 
-class RunForm(Form):
+class RunForm(RequestForm):
     """One run."""
 
     run: Id
@@ -90,9 +90,9 @@ class SendForm(GroupForm):
     project: Annotated[int, Field(ge=1)] | None = None
 
 
-def router(settings: StudioSettings, labels: Store) -> APIRouter:
+def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
     """The runs page's routes."""
-    routes, shelf = APIRouter(prefix="/api/runs"), Shelf(settings.runs)
+    routes, cache = APIRouter(prefix="/api/runs"), RunCache(settings.runs)
     at_work = threading.BoundedSemaphore(max(2, settings.work_at_once))
 
     @contextmanager
@@ -107,13 +107,13 @@ def router(settings: StudioSettings, labels: Store) -> APIRouter:
     @routes.get("")
     def listed() -> Response:
         with work():
-            entries, whole = shelf.entries(settings.work_seconds)
-            return answer(
+            entries, whole = cache.entries(settings.work_seconds)
+            return json_response(
                 {
                     "folder": str(settings.runs),
                     "runs": entries,
                     "whole": whole and all(entry["whole"] for entry in entries),
-                    "more": shelf.catalogue.more,
+                    "more": cache.finder.more,
                     "signals": [asdict(signal) for signal in SIGNALS],
                     "rules": [{"title": rule.title, "says": rule.says} for rule in RULES],
                 }
@@ -122,54 +122,47 @@ def router(settings: StudioSettings, labels: Store) -> APIRouter:
     @routes.post("/curves")
     def drawn(form: CurvesForm) -> Response:
         with work():
-            found = [curves(shelf, one.id, one.generation, one.have, form.names, form.axis) for one in form.runs]
-            return _json(found)
+            found = [curves(cache, one.id, one.generation, one.have, form.names, form.axis) for one in form.runs]
+            return json_response(found)
 
     @routes.post("/about")
     def about(form: RunForm) -> Response:
         with work():
-            return answer(_about(shelf, form.run, settings.work_seconds))
+            return json_response(_about(cache, form.run, settings.work_seconds))
 
     @routes.get("/picture")
     def picture(run: str = "") -> Response:
-        found = shelf.picture(run) if run else b""
+        found = cache.picture(run) if run else b""
         if found is None:
             raise HTTPException(404)
         return Response(found, media_type="image/gif")
 
-    _live(routes, shelf)
-    _completions(routes, shelf, settings, labels, work)
+    _live(routes, cache)
+    _completions(routes, cache, settings, labels, work)
     return routes
 
 
-def _json(content: Any) -> Response:
-    """An answer of many numbers. They are looked through one by one only where there is one that JSON lacks."""
-    try:
-        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        return answer(content)
-    return Response(text, media_type="application/json")
-
-
-def _completions(routes: APIRouter, shelf: Shelf, settings: StudioSettings, labels: Store, work: Any) -> None:
+def _completions(routes: APIRouter, cache: RunCache, settings: StudioSettings, labels: LabelStore, work: Any) -> None:
     @routes.post("/rollouts")
     def rollouts(form: RolloutsForm) -> Response:
-        wanted = Wanted(**{name: getattr(form, name) for name in Wanted.__dataclass_fields__})
+        wanted = RolloutQuery(**{name: getattr(form, name) for name in RolloutQuery.__dataclass_fields__})
         with work():
-            return answer(inspect.listed(shelf.rollouts(form.run), wanted, form.first, form.count, settings.work_seconds))
+            return json_response(
+                rollout_views.listed(cache.rollouts(form.run), wanted, form.first, form.count, settings.work_seconds)
+            )
 
     @routes.post("/group")
     def group(form: GroupForm) -> Response:
         with work():
-            place, index = shelf.place(form.run), shelf.rollouts(form.run)
-            found = inspect.group(index, form.n, form.generation, place.path, settings.runs, settings.work_seconds)
-            picture = found["kind"] == "episode" and shelf.picture(form.run) is not None
-            return _json({**found, "picture": picture})
+            place, index = cache.place(form.run), cache.rollouts(form.run)
+            found = rollout_views.group(index, form.n, form.generation, place.path, settings.runs, settings.work_seconds)
+            picture = found["kind"] == "episode" and cache.picture(form.run) is not None
+            return json_response({**found, "picture": picture})
 
     @routes.get("/projects")
     def offered(request: Request) -> Response:
         found = projects.mine(labels.db, labels.asking(request))
-        return answer(
+        return json_response(
             [
                 {"id": p.id, "name": p.settings.name}
                 for p in found
@@ -179,62 +172,62 @@ def _completions(routes: APIRouter, shelf: Shelf, settings: StudioSettings, labe
 
     @routes.post("/send")
     def send(form: SendForm, request: Request) -> Response:
-        place, index = shelf.place(form.run), shelf.rollouts(form.run)
-        prompt, first, second = inspect.pair(index, form.n, form.other, form.generation, place.name)
+        place, index = cache.place(form.run), cache.rollouts(form.run)
+        prompt, first, second = rollout_views.pair(index, form.n, form.other, form.generation, place.name)
         project = form.project or _own_project(labels, request)
         added = labels.send_pair(request, project, prompt, first, second)
-        return answer(
+        return json_response(
             {"project": project, "name": projects.info(labels.db, labels.asking(request), project).settings.name, **asdict(added)}
         )
 
 
-def _own_project(labels: Store, request: Request) -> int:
+def _own_project(labels: LabelStore, request: Request) -> int:
     """The project that pairs go to when none is named, made at the first time."""
     person = labels.asking(request)
     for one in projects.mine(labels.db, person):
         if one.settings.name == OWN_PROJECT and one.settings.kind == "pair" and one.closed_at is None:
             return one.id
     said = "Which of the two completions answers the prompt better?"
-    return projects.create(labels.db, person, Settings(OWN_PROJECT, instructions=said))
+    return projects.create(labels.db, person, ProjectSettings(OWN_PROJECT, instructions=said))
 
 
-def _about(shelf: Shelf, run: str, seconds: float) -> dict[str, Any]:
-    place, history, index = shelf.place(run), shelf.history(run), shelf.rollouts(run)
+def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
+    place, history, index = cache.place(run), cache.history(run), cache.rollouts(run)
     history.read()
     index.read(seconds)
     found = []
     for alert in history.alerts(history.state):
         by = BY_NAME[alert.rule].worst
         worst = index.worst(alert.worst_step, by) or index.worst(alert.step, by)
-        said = inspect.dead_said(index, alert.worst_step) if alert.rule in ("dead_groups", "flat_reward") else ""
-        found.append({**alert_of(alert), "said": said, "rollouts": inspect.briefs(index, worst)})
+        said = rollout_views.dead_said(index, alert.worst_step) if alert.rule in ("dead_groups", "flat_reward") else ""
+        found.append({**alert_of(alert), "said": said, "rollouts": rollout_views.briefs(index, worst)})
     return {
-        **shelf.entry(run),
+        **cache.entry(run),
         "alerts": found,
         "settings": {key: str(value)[:300] for key, value in flat(config_of(place.path)).items()},
         "events": [{str(k)[:60]: str(v)[:300] for k, v in event.items()} for event in history.events[-40:]],
-        "picture": shelf.picture(run) is not None,
+        "picture": cache.picture(run) is not None,
         "rollouts": len(index),
         "index_generation": index.generation,
     }
 
 
-def _live(routes: APIRouter, shelf: Shelf) -> None:
+def _live(routes: APIRouter, cache: RunCache) -> None:
     streams = threading.BoundedSemaphore(MOST_STREAMS)
 
     @routes.get("/live")
     async def live(request: Request, runs: str = "") -> Response:
-        known = shelf.catalogue.places()
+        known = cache.finder.places()
         ids = [run for run in runs.split(",")[:MOST_RUNS] if run in known]
         if not ids:
             return Response(b"", media_type="text/event-stream")
         if not streams.acquire(blocking=False):
             raise Refused(429, "busy", "Too many pages follow runs at once; close one.")
-        return StreamingResponse(_events(shelf, ids, streams, request.app.state.ending), media_type="text/event-stream")
+        return StreamingResponse(_events(cache, ids, streams, request.app.state.ending), media_type="text/event-stream")
 
 
 async def _events(
-    shelf: Shelf, ids: list[str], streams: threading.BoundedSemaphore, ending: threading.Event
+    cache: RunCache, ids: list[str], streams: threading.BoundedSemaphore, ending: threading.Event
 ) -> AsyncIterator[str]:
     """What changed, as it changes: the entry of each run, with how far its figures go."""
     seen: dict[str, Any] = {}
@@ -248,11 +241,11 @@ async def _events(
                 # a run that has ended may be taken up again, but there is no hurry
                 if run in seen and seen[run]["state"] != "running" and look % 6:
                     continue
-                entry = await run_in_threadpool(_entry, shelf, run)
+                entry = await run_in_threadpool(_entry, cache, run)
                 told = {k: v for k, v in (entry or {}).items() if k != "written"}
                 if entry is not None and told != {k: v for k, v in seen.get(run, {}).items() if k != "written"}:
                     seen[run] = entry
-                    yield f"id: {entry['generation']}.{entry['version']}\ndata: {bytes(answer(entry).body).decode()}\n\n"
+                    yield f"id: {entry['generation']}.{entry['version']}\ndata: {bytes(json_response(entry).body).decode()}\n\n"
             if look % 30 == 29:
                 yield ": still here\n\n"
             await asyncio.sleep(LOOK_SECONDS)
@@ -260,8 +253,8 @@ async def _events(
         streams.release()
 
 
-def _entry(shelf: Shelf, run: str) -> dict[str, Any] | None:
+def _entry(cache: RunCache, run: str) -> dict[str, Any] | None:
     try:
-        return shelf.entry(run)
+        return cache.entry(run)
     except UserError:
         return None

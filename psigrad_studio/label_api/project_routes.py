@@ -12,19 +12,21 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from psigrad.errors import UserError
-from psigrad_studio.desk.store import Form, Store, answer
-from psigrad_studio.desk.work import ProjectForm
-from psigrad_studio.labels import intake, material, people, projects
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.label_api.task_routes import ProjectForm
+from psigrad_studio.labels import intake, people, projects
+from psigrad_studio.labels.completion_groups import ROLLOUTS
 from psigrad_studio.labels.database import reads
-from psigrad_studio.labels.intake import Making
-from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.intake import TaskOptions
+from psigrad_studio.labels.projects import ProjectSettings
 
 MOST_RUNS = 500
 Count = Annotated[int, Field(ge=0, le=10**6)]
 Short = Annotated[str, Field(max_length=200)]
 
 
-class SettingsForm(Form):
+class SettingsForm(RequestForm):
     """`projects.Settings`."""
 
     name: Short
@@ -50,7 +52,7 @@ class ChangeForm(ProjectForm):
     closed: bool | None = None
 
 
-class MakingForm(Form):
+class TaskOptionsForm(RequestForm):
     """`intake.Making`."""
 
     prompts: Count | None = None
@@ -69,10 +71,10 @@ class ImportForm(ProjectForm):
     text: str
     name: Short = "rows"
     sampler: Short | None = None
-    making: MakingForm = MakingForm()
+    making: TaskOptionsForm = TaskOptionsForm()
 
 
-class RunForm(ProjectForm):
+class ImportRunForm(ProjectForm):
     """A run by its name in the list, and which of its rollouts."""
 
     run: Short
@@ -80,7 +82,7 @@ class RunForm(ProjectForm):
     first: Count | None = None
     last: Count | None = None
     across_steps: bool = False
-    making: MakingForm = MakingForm()
+    making: TaskOptionsForm = TaskOptionsForm()
 
 
 class PairForm(ProjectForm):
@@ -91,12 +93,12 @@ class PairForm(ProjectForm):
     second: dict[str, Any]
 
 
-def add_routes(routes: APIRouter, store: Store) -> None:
+def add_routes(routes: APIRouter, store: LabelStore) -> None:
     """The administrator's routes."""
 
     @routes.post("/create")
     def create(form: SettingsForm, request: Request) -> Response:
-        return answer({"project": projects.create(store.db, store.asking(request), Settings(**form.model_dump()))})
+        return json_response({"project": projects.create(store.db, store.asking(request), ProjectSettings(**form.model_dump()))})
 
     @routes.post("/change")
     def change(form: ChangeForm, request: Request) -> Response:
@@ -105,14 +107,14 @@ def add_routes(routes: APIRouter, store: Store) -> None:
             projects.change(store.db, person, form.project, given)
         if form.closed is not None:
             projects.close(store.db, person, form.project, form.closed)
-        return answer({"changed": sorted(given)})
+        return json_response({"changed": sorted(given)})
 
     @routes.post("/import")
     def bring_in(form: ImportForm, request: Request) -> Response:
-        making = Making(**form.making.model_dump())
+        making = TaskOptions(**form.making.model_dump())
         with store.slowly():
             rows = list(rows_of(form.text, form.name))
-            return answer(
+            return json_response(
                 intake.add_rows(
                     store.db, store.asking(request), form.project, rows, making, source=form.name, sampler=form.sampler
                 )
@@ -121,23 +123,23 @@ def add_routes(routes: APIRouter, store: Store) -> None:
     @routes.get("/runs")
     def runs(request: Request) -> Response:
         must_administer(store.db, store.asking(request))
-        return answer(_runs(store.settings.runs))
+        return json_response(_runs(store.settings.runs))
 
     @routes.post("/import-run")
-    def bring_in_a_run(form: RunForm, request: Request) -> Response:
+    def bring_in_a_run(form: ImportRunForm, request: Request) -> Response:
         person = store.asking(request)
         must_administer(store.db, person)
         if form.run not in _runs(store.settings.runs):
             raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; take one of the list.")
         steps = None if form.first is None and form.last is None else range(form.first or 0, (form.last or 10**9) + 1)
         with store.slowly():
-            return answer(
+            return json_response(
                 intake.add_run(
                     store.db,
                     person,
                     form.project,
                     store.settings.runs / form.run,
-                    Making(**form.making.model_dump()),
+                    TaskOptions(**form.making.model_dump()),
                     kind=form.kind,
                     steps=steps,
                     across_steps=form.across_steps,
@@ -147,7 +149,7 @@ def add_routes(routes: APIRouter, store: Store) -> None:
 
     @routes.post("/pair")
     def pair(form: PairForm, request: Request) -> Response:
-        return answer(store.send_pair(request, form.project, form.prompt, form.first, form.second))
+        return json_response(store.send_pair(request, form.project, form.prompt, form.first, form.second))
 
 
 must_administer = reads(people.require_admin)
@@ -167,6 +169,6 @@ def rows_of(text: str, name: str) -> Iterator[Any]:
 
 def _runs(folder: Path) -> list[str]:
     """Folders below the runs folder that hold rollouts, by their path in it, the newest first."""
-    found = {file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/{material.ROLLOUTS}")}
-    newest = sorted(found, key=lambda run: (-(run / material.ROLLOUTS).stat().st_mtime, str(run)))
+    found = {file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/{ROLLOUTS}")}
+    newest = sorted(found, key=lambda run: (-(run / ROLLOUTS).stat().st_mtime, str(run)))
     return [run.relative_to(folder).as_posix() for run in newest[:MOST_RUNS]]

@@ -17,7 +17,7 @@ SCAN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """A run folder: its identifier, its name below the folder of runs, and where it is."""
 
     id: str
@@ -25,18 +25,18 @@ class Place:
     path: Path
 
 
-class Catalogue:
+class RunFinder:
     """The run folders below `root`, looked for again at most once a second. Links are not followed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock = threading.Lock()
         self._scanned = -SCAN_SECONDS
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RunPlace] = {}
         self.more = False
         """Whether there are more than `MOST`, of which the rest is left out."""
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, RunPlace]:
         """Every run by its identifier, in order of their names."""
         with self._lock:
             if time.monotonic() - self._scanned >= SCAN_SECONDS:
@@ -46,7 +46,7 @@ class Catalogue:
                 self._scanned = time.monotonic()
             return self._places
 
-    def _found(self) -> Iterator[Place]:
+    def _found(self) -> Iterator[RunPlace]:
         try:
             root = self.root.resolve(strict=True)
         except OSError:
@@ -64,8 +64,8 @@ class Catalogue:
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED)
 
 
-def _place(root: Path, path: Path) -> Place:
+def _place(root: Path, path: Path) -> RunPlace:
     name = path.relative_to(root).as_posix()
     name = root.name if name == "." else name
     printable = name.encode("utf-8", "backslashreplace").decode()
-    return Place(hashlib.sha256(os.fsencode(path)).hexdigest()[:16], printable, path)
+    return RunPlace(hashlib.sha256(os.fsencode(path)).hexdigest()[:16], printable, path)
