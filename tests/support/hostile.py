@@ -215,8 +215,8 @@ def _paths(studio: LiveStudio) -> Iterator[Attack]:
 
 def _keys(studio: LiveStudio) -> Iterator[Attack]:
     key = studio.settings.key
-    used = studio.door.one_time_key()
-    assert studio.door.admits(used)
+    used = studio.sessions.one_time_key()
+    assert studio.sessions.admits(used)
     for query in (
         "", "?", "?key", "?key=", "?key=x", f"?key={key[:-1]}", f"?key={key}x", f"?key={key.swapcase()}", f"?key={used}", f"?KEY={key}",
         f"?key=x&key={key}", f"?key={key}&key={key}", f"?key[]={key}", "?key=null", "?key=' OR 1=1 --".replace(" ", "+"), "?key=%00",
