@@ -1,4 +1,4 @@
-"""Who may come in: a key at the first visit, a signed cookie after it, and a token against forged requests."""
+"""Sessions of the owner: a key at the first visit, a signed cookie after it, and a token against forged requests."""
 
 from __future__ import annotations
 
