@@ -139,8 +139,10 @@ def test_negative_control_without_a_check_its_attacks_get_through(monkeypatch, f
             if family in ("body", "key")
             else [a for a in attacks if " /api/grid/frames" in a.what or "GET /grid " in a.what]
         )
-        answers = [(attack, studio.raw(attack.request, 1)) for attack in mine]
-        through = [attack for attack, answer in answers if answer and _code(parsed(answer)[2]) not in attack.codes]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda attack: studio.raw(attack.request, 1), mine))
+        pairs = zip(mine, answers, strict=True)
+        through = [attack for attack, answer in pairs if answer and _code(parsed(answer)[2]) not in attack.codes]
         assert len(through) >= 5, (len(through), len(mine))
 
 
@@ -339,11 +341,11 @@ def test_under_abuse_memory_stays_and_honest_requests_are_quick():
             for _ in range(5):
                 assert studio.post("/api/grid/frames", FILM).status == 200
             before = measured.memory_info().rss
-            alone, abused, sent = _p99s(studio, blocks=5, visits=30)
+            alone, abused, sent = _p99s(studio, blocks=3, visits=25)
             growth = (measured.memory_info().rss - before) / 2**20
             said = f"honest p99 {alone * 1000:.0f} ms alone, {abused * 1000:.0f} ms among {sent} abusive requests"
             print(f"\n{said}; memory grew by {growth:.1f} MB")
-            assert sent >= 300 and growth < 64 and abused < bearable(alone), said
+            assert sent >= 150 and growth < 64 and abused < bearable(alone), said
         finally:
             process.terminate()
 
@@ -364,7 +366,7 @@ def test_negative_control_a_server_that_abuse_holds_up_is_not_quick(monkeypatch)
         alone, _, _ = _p99s(studio, blocks=1, visits=10)
         hold[0] = bearable(alone) * 0.6
         try:
-            _, abused, sent = _p99s(studio, blocks=1, visits=6)
+            _, abused, sent = _p99s(studio, blocks=1, visits=3)
         except TimeoutError:  # on a machine that is busy with other things a visitor may give up, after 30 s
             abused, sent = 30.0, 4
         assert sent >= 4 and abused > bearable(alone)

@@ -207,7 +207,7 @@ def margin(policy: Path, reference: Path, rows: list[dict]) -> float:
 
 def train(place: Path, name: str, dataset: Path) -> SimpleNamespace:
     """Folders of a reward model and of a policy that were trained on a file of preferences."""
-    common = f"--model {place}/runs/parrot/sft/model --dataset {dataset} --batch-size 8 --max-steps 30"
+    common = f"--model {place}/runs/parrot/sft/model --dataset {dataset} --batch-size 8 --max-steps 16"
     psigrad(f"reward {common} --learning-rate 1e-2 --output-dir {place}/runs/parrot/rm-{name}")
     psigrad(f"dpo {common} --learning-rate 3e-3 --no-cache-reference --output-dir {place}/runs/parrot/dpo-{name}")
     return SimpleNamespace(rm=place / f"runs/parrot/rm-{name}/model", dpo=place / f"runs/parrot/dpo-{name}/model")

@@ -87,7 +87,7 @@ def routes(studio: LiveStudio) -> list[str]:
 def corpus(studio: LiveStudio) -> Iterator[Attack]:
     """All attacks on all routes by all methods, and those that need no route.
 
-    The first routes get every variant of every family by every method; each further one a quarter of them, another quarter each time.
+    The first routes get every variant of every family by every method; each further one an eighth of them, another eighth each time.
     """
     turn = itertools.count()
     for path in routes(studio):
@@ -99,7 +99,7 @@ def corpus(studio: LiveStudio) -> Iterator[Attack]:
             if not path.startswith(OPEN) and method in CHANGING:
                 families.append(_forged(studio, base))
             for family in families:
-                yield from family if path in WHOLE else itertools.islice(family, next(turn) % 4, None, 4)
+                yield from family if path in WHOLE else itertools.islice(family, next(turn) % 8, None, 8)
         for method in ("OPTIONS", "TRACE", "CONNECT", "PROPFIND", "DEBUG"):
             yield Attack("method", f"{method} {path}", honest(studio, method, path).data, frozenset({"method", "http", "path"}))
     yield from _paths(studio)

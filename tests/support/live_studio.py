@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scratch import MEMORY
+
 from psigrad_studio.app import create_app
 from psigrad_studio.serve import listen
 from psigrad_studio.sessions import Sessions
@@ -122,7 +124,7 @@ def _complete(answer: bytes) -> bool:
 @contextmanager
 def live_studio(**limits: Any) -> Iterator[LiveStudio]:
     """A studio with a session, on a port of its own. Its labels are gone afterwards unless `database` names a place for them."""
-    listening, folder = listen(), tempfile.mkdtemp(prefix="psigrad-studio-")
+    listening, folder = listen(), tempfile.mkdtemp(prefix="psigrad-studio-", dir=MEMORY)
     settings = StudioSettings(port=listening.getsockname()[1], database=f"{folder}/labels.db")
     settings = replace(settings, **limits)
     sessions = Sessions(settings.key, settings.session_seconds)

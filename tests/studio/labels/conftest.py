@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import private_postgres
 import pytest
+from scratch import MEMORY
 from sqlalchemy import create_engine, text
 
 from psigrad_studio.labels import assignments, database, intake, passwords, people, projects
@@ -76,11 +79,18 @@ def _administrate(server: str, statement: str) -> None:
     engine.dispose()
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for a database."""
+    with tempfile.TemporaryDirectory(prefix="psigrad-labels-", dir=MEMORY) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(params=DATABASES)
-def empty(request, tmp_path):
+def empty(request, scratch):
     """A path or URL of a database with nothing in it."""
     if request.param == "sqlite":
-        yield str(tmp_path / "new.db")
+        yield str(scratch / "new.db")
         return
     server, name = request.getfixturevalue("postgres_server"), f"psigrad_test_{os.getpid()}_{next(_numbers)}"
     _administrate(server, f"CREATE DATABASE {name}")
@@ -89,10 +99,10 @@ def empty(request, tmp_path):
 
 
 @pytest.fixture(params=DATABASES)
-def where(request, tmp_path):
+def where(request, scratch):
     """A path or URL of a migrated database."""
     if request.param == "sqlite":
-        path = Path(shutil.copy(request.getfixturevalue("migrated"), tmp_path / "labels.db"))
+        path = Path(shutil.copy(request.getfixturevalue("migrated"), scratch / "labels.db"))
         yield str(path)
         return
     server, template = request.getfixturevalue("postgres_server"), request.getfixturevalue("postgres_template")
