@@ -1,4 +1,4 @@
-"""The web application: one page after the other, behind the guard."""
+"""The web application: all pages, behind the guard of `security`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from psigrad_studio.studio_settings import StudioSettings
 
 
 def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
-    """Every page, in the order of the navigation. The first is where a visitor arrives."""
+    """All pages, in the order of the navigation. Visitors arrive at the first."""
     return [
         Page("grid", "Grid", grid_routes.router(settings)),
         Page("runs", "Runs", runs_router(settings, labels)),
@@ -33,7 +33,7 @@ def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
 
 
 def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
-    """The application of these settings. `sessions` and `shown` are for tests; by default new sessions and every page."""
+    """The application for these settings. Tests pass `sessions` and `shown`; by default they are new sessions and all pages."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     sessions = sessions or Sessions(settings.key, settings.session_seconds)
     app.state.labels = labels = LabelStore(settings)
@@ -52,7 +52,7 @@ def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown
 
     @app.get(ENTER)
     async def enter() -> Response:
-        """The guard has seen the key; what is left is to turn it into a session, out of sight of the address bar."""
+        """The guard has checked the key. Set the session cookie, and redirect so that the key leaves the address bar."""
         response = RedirectResponse(home, 303)
         seconds = int(settings.session_seconds)
         response.set_cookie(f"psigrad-{settings.port}", sessions.new_session(), max_age=seconds, httponly=True, samesite="lax")

@@ -20,7 +20,7 @@ from psigrad_studio.playback import ALGORITHMS, FloatArray, Frame, Playback, eva
 
 @dataclass(frozen=True)
 class Outcome:
-    """One s' of an action: its probability, what it pays, what V says of it."""
+    """One successor state s' of an action: its probability, its reward and its value."""
 
     probability: float
     cell: tuple[int, int]
@@ -31,7 +31,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ActionBackup:
-    """Q(s, a) and the terms whose sum it is."""
+    """Q(s, a), and the terms whose sum it is."""
 
     action: int
     q: float
@@ -55,7 +55,7 @@ class TabularUpdate:
 
 
 def model_backup(playback: Playback, frame: Frame, state: int) -> list[ActionBackup]:
-    """The terms of Q(s, a) for each action, from the values of the frame. Empty where nothing follows."""
+    """The terms of Q(s, a) for each action, from the values of the frame. Empty in terminal states."""
     mdp = playback.mdp
     if mdp.is_terminal[state]:
         return []
@@ -64,7 +64,7 @@ def model_backup(playback: Playback, frame: Frame, state: int) -> list[ActionBac
 
 
 def evaluated_probabilities(playback: Playback, state: int) -> list[float] | None:
-    """π(a|s) of the policy that prediction learns the value of; None for what looks for a policy itself."""
+    """π(a|s) of the policy that is evaluated; None for control and planning, which look for a policy themselves."""
     if ALGORITHMS[playback.spec.algorithm].family != "prediction":
         return None
     policy = evaluated_policy(playback.spec, playback.mdp)
@@ -84,12 +84,12 @@ def _outcomes(playback: Playback, frame: Frame, state: int, action: int) -> list
 
 
 def updates(playback: Playback, frame: Frame, state: int) -> list[TabularUpdate]:
-    """What the last episode of a learner's frame did to a cell, in order. Empty for planning."""
+    """The updates that the last episode of a learner's frame made in a cell, in order. Empty for planning."""
     return [update for where, update in replay(playback, frame) if where == state]
 
 
 def replay(playback: Playback, frame: Frame) -> Iterator[tuple[int, TabularUpdate]]:
-    """(state, update) of every step of the last episode, from the table before it, in the order in which they were made."""
+    """(state, update) of every step of the last episode, in order, starting from the table before the episode."""
     if frame.episode is None or frame.before is None:
         return
     name, after = playback.spec.algorithm, frame.value if frame.q is None else frame.q
@@ -100,7 +100,7 @@ def replay(playback: Playback, frame: Frame) -> Iterator[tuple[int, TabularUpdat
 
 
 def _steps(playback: Playback, episode: Episode, table: FloatArray) -> Iterator[tuple[int, TabularUpdate]]:
-    """The rule of TD(0), SARSA, expected SARSA or Q-learning, applied to `table` again."""
+    """Apply the update rule of TD(0), SARSA, expected SARSA or Q-learning to `table` again."""
     alpha, gamma, world = playback.spec.options.step_size, playback.mdp.gamma, playback.spec.world
     steps = len(episode.actions)
     for t in range(steps):
@@ -129,7 +129,7 @@ def _ahead(playback: Playback, table: FloatArray, state: int, next_action: int |
 
 
 def _returns(playback: Playback, episode: Episode, before: FloatArray, after: FloatArray) -> Iterator[tuple[int, TabularUpdate]]:
-    """The first visit of each state (or state and action), with the return that followed it."""
+    """The first visit of each state (or state and action), with the return that followed."""
     mdp, world = playback.mdp, playback.spec.world
     steps = len(episode.actions)
     total = 0.0 if episode.terminated else _tail(playback, mdp, before, int(episode.states[-1]))
@@ -154,5 +154,5 @@ def _returns(playback: Playback, episode: Episode, before: FloatArray, after: Fl
 
 
 def _tail(playback: Playback, mdp: MDP, table: FloatArray, state: int) -> float:
-    """What stands for the rest of an episode that was cut off."""
+    """The estimate that stands for the rest of an episode that was cut off."""
     return float(table[state]) if table.ndim == 1 else _ahead(playback, table, state, None)

@@ -1,4 +1,4 @@
-"""What a model answers, piece by piece: one answer, or two in lockstep, so that speed does not tell which is which."""
+"""Generate answers token by token: one answer, or two in lockstep, so that speed does not reveal the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROBE = "a probe of the template"
 
 @dataclass(frozen=True)
 class ChatQuestion:
-    """A conversation that ends with what a person said, and how the answer is drawn. `max_tokens` is an upper bound."""
+    """A conversation that ends with a user's message, and the sampling settings of the answer. `max_tokens` is an upper bound."""
 
     messages: tuple[Message, ...]
     system: str = ""
@@ -38,7 +38,7 @@ class ChatQuestion:
     seed: int = 0
 
     def row(self, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """What the model continues: the conversation, or, without a chat template, the last message as plain text."""
+        """The prompt for the model: the conversation, or, without a chat template, the last message as plain text."""
         talks, follows = abilities(tokenizer)
         if not talks:
             return Row("the prompt", prompt=str(self.messages[-1]["content"]))
@@ -62,13 +62,13 @@ class ChatAnswer:
 
 
 def abilities(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
-    """Whether a tokenizer has a chat template, and whether that writes a system prompt."""
+    """Whether a tokenizer has a chat template, and whether the template supports a system prompt."""
     if not tokenizer.chat_template:
         return False, False
     talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "a"}]
     try:
         return True, _PROBE in str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
-    except Exception:  # a template is a program: it can raise anything
+    except Exception:  # a template is a program and can raise anything
         return True, False
 
 
@@ -81,9 +81,10 @@ def converse(
     stop: threading.Event,
     say: Say,
 ) -> None:
-    """Wait for the turn, load what is missing, write the answers, and tell of it all; the turn is given up in the end.
+    """Wait for the models, load those that are missing, generate the answers, and report events through `say`. The turn is always
+    given up at the end.
 
-    `sides[i]` is where answer i stands on the page: events name sides, never models. Mistakes become an event too.
+    `sides[i]` is the side of the page that shows answer i. Events name sides and never models. Errors are reported as events too.
     """
     try:
         before = 0
@@ -94,12 +95,12 @@ def converse(
         if not all(models.has(answer.checkpoint) for answer in answers):
             say({"event": "loading"})
         loaded = [] if stop.is_set() else [models.get(answer.checkpoint) for answer in answers]
-        # a seed repeats an answer alone and beside another's; only a model beside itself must not say the same twice
+        # a seed gives the same answer alone and beside another model; only a model beside itself gets another seed
         again = [answer.checkpoint == answers[0].checkpoint and i > 0 for i, answer in enumerate(answers)]
         writers = [_Writer(*each) for each in zip(loaded, [question] * len(loaded), answers, again, strict=False)]
         say({"event": "writing"})
         _write(writers, sides, stop, say)
-        # told in the order of the sides: the order of the models would give away which is which
+        # in order of the sides: the order of the models would reveal which is which
         for side, answer in sorted(zip(sides, answers, strict=True), key=lambda pair: pair[0]):
             answer.reason = answer.reason or "stopped"
             said = {"reason": answer.reason, "tokens": len(answer.ids), "text": answer.text}
@@ -111,7 +112,7 @@ def converse(
 
 
 def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Event, say: Say) -> None:
-    """A token of each in turn. The one on the left writes first, whichever model it is."""
+    """Generate one token of each answer in turn. The answer on the left comes first, whichever model writes it."""
     order = sorted(range(len(writers)), key=lambda i: sides[i])
     while not stop.is_set() and any(writers[i].answer.reason is None for i in order):
         for i in order:
@@ -120,7 +121,9 @@ def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Eve
 
 
 class _Writer:
-    """One answer on its way. Text is sent once it can no longer change: half of a character waits for its other half."""
+    """One answer that is being generated. Text is sent only once it is final: half of a multi-byte character waits for its other
+    half.
+    """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
         from psigrad.recipes.setup import sampler_for, sampling_params
@@ -142,7 +145,7 @@ class _Writer:
         self.tokens: Iterator[int] = sampler.stream(Request(ids, (answer.seed,)), params)
 
     def step(self) -> str:
-        """Draw a token; the text that is certain now and was not before."""
+        """Draw a token, and return the text that became final."""
         token, answer = next(self.tokens), self.answer
         answer.ids.append(token)
         if token in self.stops or len(answer.ids) == self.most:

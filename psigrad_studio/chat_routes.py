@@ -1,4 +1,4 @@
-"""The chat page's questions to the server: which models there are, an answer as it is written, and a choice between two."""
+"""The routes of the chat page: the list of models, answers as they are generated, and a choice between two answers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class MessageForm(RequestForm):
 
 
 class AboutForm(RequestForm):
-    """Which model."""
+    """A model, by id."""
 
     model: Id
 
 
 class AnswerForm(RequestForm):
-    """A question to one model, or to two that are to be compared."""
+    """A question to one model, or to two that are compared."""
 
     models: Annotated[list[Id], Field(min_length=1, max_length=2)]
     messages: Annotated[list[MessageForm], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -57,20 +57,20 @@ class AnswerForm(RequestForm):
 
 
 class StopForm(RequestForm):
-    """Which answer is to end."""
+    """The answer to stop."""
 
     writing: Id
 
 
 class ChoiceForm(RequestForm):
-    """What was better."""
+    """Which answer was better."""
 
     duel: Id
     choice: Literal["left", "right", "tie", "both_bad"]
 
 
 def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | None = None) -> APIRouter:
-    """The chat page's routes. `models` is for tests."""
+    """The routes of the chat page. Tests pass `models`."""
     routes = APIRouter(prefix="/api/chat")
     models = models or ModelCache(settings.model_bytes)
     comparisons, stops = ChatComparisons(labels), dict[str, threading.Event]()
@@ -121,7 +121,9 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
 
 
 class _Events:
-    """What a thread says, as server-sent events for as long as somebody listens; nobody listening stops it."""
+    """Events from a thread, sent as server-sent events while a client listens. When the client leaves, the thread is told to
+    stop.
+    """
 
     def __init__(self, first: Mapping[str, Any], work: Any, stop: threading.Event) -> None:
         self._stop, self._queue = stop, asyncio.Queue[Mapping[str, Any] | None]()
@@ -131,7 +133,7 @@ class _Events:
         def tell(event: Mapping[str, Any] | None) -> None:
             try:
                 loop.call_soon_threadsafe(self._queue.put_nowait, event)
-            except RuntimeError:  # the server has gone
+            except RuntimeError:  # the server has stopped
                 stop.set()
 
         def run() -> None:
@@ -146,7 +148,7 @@ class _Events:
         threading.Thread(target=run, name="chat", daemon=True).start()
 
     async def lines(self) -> AsyncIterator[str]:
-        """The events; a comment now and then where there is none, so that the connection stays open."""
+        """The events, and a comment now and then when there is none, so that the connection stays open."""
         try:
             while True:
                 try:
@@ -180,7 +182,7 @@ def _question(form: AnswerForm) -> ChatQuestion:
 
 
 def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:
-    """The models of these ids, looked up in what is on the disk now."""
+    """The models with these ids, looked up on the disk now."""
     found = find(settings.runs, settings.checkpoints)
     if any(name not in found for name in ids):
         raise UserError("There is no such model in the runs folder any more; choose another.")

@@ -1,4 +1,4 @@
-"""The language models that the studio may load: those in the runs folder, and those named when it was started."""
+"""The language models that the studio may load: those in the runs folder, and those named on the command line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 DEEPEST = 4
 MOST = 2000
 """Checkpoints in one list; a folder with more is cut there."""
-# transformers imports what it is asked for, when it is asked, and two threads that meet there fail
+# transformers imports lazily, and fails where two threads do so at once
 _LOADING = threading.Lock()
 _STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model on disk. `name` is for people; `id` stands for it in requests, so that no request holds a path."""
+    """A model on the disk. Requests refer to it by `id`, so no request holds a path; `name` is what people see."""
 
     id: str
     name: str
@@ -44,12 +44,12 @@ class Checkpoint:
     adapter: bool = False
 
     def open(self) -> LanguageModel:
-        """Load it, in the precision that it was saved in. Raises `UserError` where nothing loads."""
+        """Load the model in its saved precision. Raises `UserError` where that fails."""
         with _LOADING:
             return self._open()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer alone. Raises `UserError` where it does not load."""
+        """Load the tokenizer alone. Raises `UserError` where that fails."""
         with _LOADING:
             from transformers import AutoTokenizer
 
@@ -59,7 +59,7 @@ class Checkpoint:
                 raise UserError(f"The tokenizer of {self.name} cannot be loaded; choose another model.") from error
 
     def _open(self) -> LanguageModel:
-        # torch and transformers only when somebody wants to chat: the studio starts without them
+        # torch and transformers are imported on demand, so that the studio starts without them
         import transformers
 
         from psigrad.models.backbone import DTYPES
@@ -77,9 +77,9 @@ class Checkpoint:
 
 
 def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
-    """Every causal language model under `runs` and those named, by id; newest run first, then by step.
+    """Every causal language model under `runs`, and those in `named`, by id; the newest run first, then by step.
 
-    Links are not followed. Folders that hold no such model (control runs, reward models, half-written ones) are left out.
+    Links are not followed. Folders without such a model (control runs, reward models, half-written ones) are left out.
     """
     made = [found for folder in _folders(runs, DEEPEST) if (found := _read(folder, runs)) is not None]
     made.sort(key=lambda c: (c.run or "", c.step is None, c.step or 0, c.name))
@@ -88,7 +88,7 @@ def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
 
 
 def _folders(root: Path, depth: int) -> Iterator[Path]:
-    """`root` and the folders in it, in order of name."""
+    """`root` and the folders below it, sorted by name."""
     yield root
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name) if depth else []
@@ -100,7 +100,7 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
 
 
 def _read(folder: Path, runs: Path | None) -> Checkpoint | None:
-    """The checkpoint in a folder, if it holds one. What is being written or deleted meanwhile counts as none."""
+    """The checkpoint in a folder; None where there is none, or where it is being written or deleted."""
     try:
         weights = [path.stat() for path in folder.glob("*.safetensors") if path.name != "optimizer.safetensors"]
     except OSError:
@@ -130,12 +130,12 @@ def _name(place: str, run: str | None, step: int | None) -> str:
 
 
 def _printable(path: str) -> str:
-    """File names may hold bytes that are no text."""
+    """A file name as text; its bytes may be invalid."""
     return path.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _run_folder(folder: Path) -> Path:
-    """The run that a folder's model came from: run/model or run/checkpoints/step-…; else the folder itself."""
+    """The run that the model of a folder came from (run/model or run/checkpoints/step-…); else the folder itself."""
     if _step_of(folder) is not None and folder.parent.name == "checkpoints":
         return folder.parent.parent
     return folder.parent if folder.name == "model" else folder
@@ -156,7 +156,7 @@ def _causal_adapter(folder: Path) -> bool:
 
 
 def _model_of(run: Path) -> Model:
-    """The model that a run's settings name, as far as they can be read."""
+    """The model in a run's settings, where they can be read."""
     given = _json(run / "config.json").get("model")
     known = given if isinstance(given, dict) else {}
     return Model(**{name: value for name, value in known.items() if name in Model.__dataclass_fields__})

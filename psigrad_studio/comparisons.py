@@ -1,4 +1,6 @@
-"""Comparisons of two checkpoints: the order is drawn here, the names come out after the choice, the choice goes to the labels."""
+"""Blind comparisons of two checkpoints: the order is drawn here, the names are revealed after the choice, and the choice is
+stored with the labels.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ MOST_OPEN = 200
 
 @dataclass
 class ChatComparison:
-    """Two answers to one question. `sides[i]` is where answer i stands: 0 left, 1 right."""
+    """Two answers to one question. `sides[i]` is the side of answer i: 0 left, 1 right."""
 
     answers: tuple[ChatAnswer, ChatAnswer]
     sides: tuple[int, int]
@@ -40,12 +42,12 @@ class ChatComparison:
 
     @property
     def shown(self) -> list[ChatAnswer]:
-        """Left, right."""
+        """The answers in display order: left, right."""
         return [self.answers[self.sides.index(side)] for side in (0, 1)]
 
 
 class ChatComparisons:
-    """Those that wait for a choice or had one, the newest `MOST_OPEN`; after a restart of the studio none is known."""
+    """The newest `MOST_OPEN` comparisons, with or without a choice. They are lost when the studio restarts."""
 
     def __init__(self, labels: LabelStore) -> None:
         self._labels = labels
@@ -53,7 +55,7 @@ class ChatComparisons:
         self._lock = threading.Lock()
 
     def begin(self, first: ChatAnswer, second: ChatAnswer) -> ChatComparison:
-        """A duel with its order drawn."""
+        """Start a comparison, with its order drawn."""
         left = secrets.randbelow(2)
         comparison = ChatComparison((first, second), (left, 1 - left))
         with self._lock:
@@ -63,7 +65,9 @@ class ChatComparisons:
         return comparison
 
     def choose(self, comparison_id: str, choice: str) -> dict[str, Any]:
-        """Store a choice (left, right, tie, both_bad) and tell the names. The first choice stands, whatever is sent after it."""
+        """Store a choice (left, right, tie, both_bad) and return the names. A second choice changes nothing and returns the
+        first.
+        """
         with self._lock:
             comparison = self._known.get(comparison_id)
             if comparison is None:
@@ -77,7 +81,7 @@ class ChatComparisons:
 
 
 def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[str, Any]:
-    """Put the pair and the choice with the labels: the project's number, or why there was nothing to put there."""
+    """Store the pair and the choice with the labels. Returns the project's number, or why nothing was stored."""
     left, right = comparison.shown
     if not left.text.strip() or not right.text.strip():
         return {"project": None, "note": "One of the answers is empty, so the choice was not stored."}
@@ -101,7 +105,7 @@ def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[
 
 
 def _row(answer: ChatAnswer) -> dict[str, Any]:
-    """An answer as the labels take it in. Steps of a run keep their lineage."""
+    """An answer as a row for `intake.add_rows`. Answers of a run's checkpoints keep run and step."""
     checkpoint, talks = answer.checkpoint, not isinstance(answer.prompt, str)
     content = [{"role": "assistant", "content": answer.text}] if talks else answer.text
     row: dict[str, Any] = {
@@ -118,7 +122,7 @@ def _row(answer: ChatAnswer) -> dict[str, Any]:
 
 
 def _project(database: Database, person: Person) -> int:
-    """The project that choices of the chat page go to, made at the first."""
+    """The project for choices of the chat page, created when there is none."""
     for _ in range(2):
         found = [info.id for info in projects.mine(database, person) if info.settings.name == PROJECT]
         if found:
@@ -132,7 +136,7 @@ def _project(database: Database, person: Person) -> int:
 
 @reads
 def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
-    """The task that `rows` became, and the place in it of each row's completion."""
+    """The task made from `rows`, and the place of each row's completion in it."""
     group = next(iter(gather(_placed(rows)).groups.values()))
     hashes, placed = list(group.completions), sorted(group.completions)
     prompts = select(StoredPrompt.id).where(StoredPrompt.project_id == project_id, StoredPrompt.hash == digest(group.prompt))
@@ -142,5 +146,5 @@ def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) 
 
 
 def _placed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Rows with a place each, as `completion_groups.gather` takes them."""
+    """Rows with a name each, as `completion_groups.gather` takes them."""
     return [(f"chat:{i}", row) for i, row in enumerate(rows, 1)]

@@ -1,4 +1,4 @@
-"""The grid page's questions to the server: frames of an algorithm on a world, and one cell's backup in numbers."""
+"""The routes of the grid page: frames of an algorithm on a grid world, and one cell's backup in numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UPDATES_SHOWN = 3
 WAIT_SECONDS = 5.0
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=SIDE, strict=True)]
-# JSON has no tuples, so these two take lists; what is in them stays strict
+# JSON has no tuples, so these two accept lists; their elements stay strict
 Place = Annotated[tuple[Index, Index], Field(strict=False)]
 Prize = Annotated[tuple[Index, Index, Annotated[Number, Field(strict=True)]], Field(strict=False)]
 
@@ -58,7 +58,7 @@ class OptionsForm(RequestForm):
 
 
 class PlaybackForm(RequestForm):
-    """Which playback."""
+    """What to compute: world, algorithm, options, warm start."""
 
     world: WorldForm
     algorithm: Annotated[str, Field(max_length=40)]
@@ -68,21 +68,21 @@ class PlaybackForm(RequestForm):
 
 
 class FramesForm(PlaybackForm):
-    """Which of its frames: `count` from `first` on."""
+    """Frames of a playback: `count` from `first` on."""
 
     first: Annotated[int, Field(ge=0, le=10_000)] = 0
     count: Annotated[int, Field(ge=1, le=400)] = 100
 
 
 class BackupForm(PlaybackForm):
-    """Which cell in which frame."""
+    """A cell of a frame."""
 
     frame: Annotated[int, Field(ge=0, le=10_000)]
     cell: Place
 
 
 def router(settings: StudioSettings) -> APIRouter:
-    """The grid page's routes."""
+    """The routes of the grid page."""
     routes, playbacks = APIRouter(prefix="/api/grid"), PlaybackCache(settings.cache_bytes)
     at_work = threading.BoundedSemaphore(settings.work_at_once)
 

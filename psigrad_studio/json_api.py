@@ -1,4 +1,4 @@
-"""What every route of the studio shares: forms that take nothing but their fields, and answers in JSON."""
+"""What all routes share: forms for the bodies of requests, and answers in JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class RequestForm(BaseModel):
-    """The body of a request: unknown fields are refused, and nothing is converted."""
+    """The body of a request. Unknown fields are refused and nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses as objects, sets as sorted lists, and null for what is no finite number."""
+    """A value as JSON types: dataclasses as objects, sets as sorted lists, non-finite numbers as null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -32,9 +32,9 @@ def plain(value: Any) -> Any:
 
 
 def json_response(content: Any) -> Response:
-    """An answer in ASCII JSON, which holds whatever a model wrote."""
+    """An answer in ASCII JSON, so that any text of a model can be sent."""
     try:
         text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError):  # values are only looked through one by one where there is something that JSON lacks
+    except (TypeError, ValueError):  # slow, so only where JSON lacks something
         text = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
     return Response(text, media_type="application/json")

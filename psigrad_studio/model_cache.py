@@ -1,4 +1,4 @@
-"""Models in memory, and whose turn it is with each: one user of a model at a time, first come, first served."""
+"""Models in memory, and a queue for them: a model has one user at a time, first come, first served."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LONGEST_LINE = 8
 
 @dataclass(eq=False)
 class ModelTurn:
-    """A place in the line for some models. It must be given up by `leave`, whether it came or not."""
+    """A place in the queue for some models. Every place must be given up by `leave`."""
 
     models: frozenset[Checkpoint]
     _line: list[ModelTurn]
     _changed: threading.Condition = field(repr=False)
 
     def ahead(self, wait: float = 0.0) -> int:
-        """How many others come first with one of these models, after waiting up to `wait` seconds for that to change."""
+        """How many others come first for one of these models, after waiting up to `wait` seconds for a change."""
         with self._changed:
             before = self._count()
             if before and wait:
@@ -36,7 +36,7 @@ class ModelTurn:
             return self._count()
 
     def leave(self) -> None:
-        """Let the next one go on."""
+        """Give up the place, so that the next one goes on."""
         with self._changed:
             if self in self._line:
                 self._line.remove(self)
@@ -47,7 +47,7 @@ class ModelTurn:
 
 
 class ModelCache:
-    """At most `most_bytes` of weights; the model that was used longest ago goes first, those in use stay."""
+    """At most `most_bytes` of weights. The least recently used model is freed first; those in use stay."""
 
     def __init__(self, most_bytes: int, load: Callable[[Checkpoint], LanguageModel] = Checkpoint.open) -> None:
         self.most_bytes, self._load = most_bytes, load
@@ -56,7 +56,7 @@ class ModelCache:
         self._changed = threading.Condition()
 
     def join(self, wanted: Sequence[Checkpoint]) -> ModelTurn:
-        """A place in the line. Raises `Refused` where the line is too long."""
+        """A place in the queue. Raises `Refused` where the queue is full."""
         with self._changed:
             if len(self._line) >= LONGEST_LINE:
                 raise Refused(429, "busy", f"{LONGEST_LINE} answers are being written or waited for; try again in a moment.")
@@ -70,16 +70,16 @@ class ModelCache:
             return self._loaded.get(wanted) is not None
 
     def get(self, wanted: Checkpoint) -> LanguageModel:
-        """The model, loaded where it is not; for whoever has the turn. Raises `UserError` where it does not fit or load."""
+        """The model, loaded if needed; to be called when the turn has come. Raises `UserError` where it does not fit or load."""
         with self._changed:
             model = self._loaded.get(wanted)
             if model is not None:
                 self._loaded.move_to_end(wanted)
                 return model
             freed = self._make_room(wanted)
-            self._loaded[wanted] = None  # the room is taken while it loads
+            self._loaded[wanted] = None  # reserve the memory while it loads
         if freed:
-            gc.collect()  # modules hold one another in circles
+            gc.collect()  # modules refer to one another in cycles
         try:
             model = self._load(wanted)
         except BaseException:
@@ -91,7 +91,7 @@ class ModelCache:
         return model
 
     def _make_room(self, wanted: Checkpoint) -> int:
-        """Free models that nobody has a turn with, the one that was used longest ago first; how many."""
+        """Free models that are not in use, the least recently used first. Returns how many."""
         if wanted.bytes > self.most_bytes:
             raise UserError(
                 f"{wanted.name} has {_size(wanted.bytes)} of weights and the studio keeps {_size(self.most_bytes)} in memory; "

@@ -1,6 +1,6 @@
-"""A solver or learner as a film: frames that can be asked for in any order, computed once and in order, kept while there is room.
+"""Playback of a solver or learner: frames that can be asked for in any order. They are computed once, in order, and cached.
 
-Frame 0 is what the film starts from (zeros, or the values of a warm start); frame k is what `psigrad.tabular` yields k-th.
+Frame 0 is the start (zeros, or the values of a warm start); frame k is what `psigrad.tabular` yields k-th.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIE = 1e-12
 
 @dataclass(frozen=True)
 class PlaybackOptions:
-    """What the algorithms can be told; each reads its own."""
+    """Options of the algorithms; each reads those it has."""
 
     sweeps: int = 5
     """Modified policy iteration: sweeps of evaluation between two backups."""
@@ -39,7 +39,7 @@ class PlaybackOptions:
     step_size: float = 0.2
     """TD(0), SARSA, expected SARSA and Q-learning: α. Monte Carlo takes the mean of all returns."""
     episodes: int = 10
-    """Learners: episodes in one step of the film."""
+    """Learners: episodes per frame."""
     seed: int = 0
     evaluated: Literal["random", "best"] = "random"
     """Prediction: the policy whose value is learned."""
@@ -47,7 +47,7 @@ class PlaybackOptions:
 
 @dataclass(frozen=True)
 class AlgorithmInfo:
-    """A name for people, and what it is."""
+    """The title of an algorithm, and its family."""
 
     title: str
     family: Family
@@ -81,7 +81,7 @@ _LEARNERS: dict[str, Callable[..., Iterator[Learned]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What there is to see after a step."""
+    """What is shown after a step."""
 
     index: int
     step: str
@@ -89,7 +89,7 @@ class Frame:
     value: FloatArray
     """[S]"""
     actions: NDArray[np.int64]
-    """[S]: the actions that the policy shown may take, as a sum of 1 up, 2 right, 4 down, 8 left; 15: it does not care."""
+    """[S]: the actions that the policy shown may take, as a sum of 1 up, 2 right, 4 down, 8 left; 15: all actions are equal."""
     residual: float
     """max_s |V_new(s) − V_old(s)| of this step, or what the solver says."""
     error: float
@@ -99,9 +99,9 @@ class Frame:
     q: FloatArray | None = None
     """(S, A) of control."""
     episode: Episode | None = None
-    """The last one of a learner."""
+    """Learners: the last episode."""
     before: FloatArray | None = None
-    """What that episode found: V [S] of prediction, Q (S, A) of control."""
+    """The table before that episode: V [S] for prediction, Q (S, A) for control."""
 
     @property
     def size(self) -> int:
@@ -114,7 +114,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class PlaybackSpec:
-    """Everything that a film depends on."""
+    """Everything that a playback depends on."""
 
     world: GridWorld
     algorithm: str
@@ -139,7 +139,7 @@ def _described(world: GridWorld) -> tuple[object, ...]:
 
 
 class Playback:
-    """The frames of a recipe, as far as they were asked for."""
+    """The frames of a spec, as far as they were asked for."""
 
     def __init__(self, spec: PlaybackSpec) -> None:
         self.spec = spec
@@ -148,14 +148,14 @@ class Playback:
         self.frames: list[Frame] = []
         self.ended = False
         self.note = ""
-        """Why it ended, where that is not because it arrived."""
+        """Why it ended early; empty where it converged."""
         self.size = 2 * self.mdp.transitions.nbytes
         """Bytes held, roughly."""
         self._coming = _frames(spec, self.mdp, self.target)
         self._lock = threading.Lock()
 
     def extend(self, count: int, seconds: float) -> None:
-        """Compute until there are `count` frames, the film ends, or the time is over (but at least one new frame)."""
+        """Compute until there are `count` frames, the playback ends, or the time is over (but at least one new frame)."""
         deadline = time.monotonic() + seconds
         with self._lock:
             while len(self.frames) < count and not self.ended:
@@ -163,7 +163,7 @@ class Playback:
                     frame = next(self._coming)
                 except StopIteration:
                     self.ended = True
-                except ValueError as error:  # what float64 cannot prove is a sentence of the solver's
+                except ValueError as error:  # the solver says what float64 cannot prove
                     self.ended, self.note = True, str(error)
                 else:
                     self.frames.append(frame)
@@ -173,23 +173,23 @@ class Playback:
 
     @property
     def length(self) -> int | None:
-        """How many frames there will be; None where only the end will tell."""
+        """How many frames there will be; None where that is not known yet."""
         if self.ended:
             return len(self.frames)
         return None if ALGORITHMS[self.spec.algorithm].family == "planning" else MOST_STAGES + 1
 
 
 class PlaybackCache:
-    """Films by content, the least recently used dropped first. What was dropped is computed again, to the same frames."""
+    """Playbacks by content; the least recently used is dropped first. A dropped one is computed again, to the same frames."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._playbacks = most_bytes, OrderedDict[str, Playback]()
         self._lock = threading.Lock()
 
     def playback(self, spec: PlaybackSpec, count: int, seconds: float) -> Playback:
-        """The film of a recipe with its first `count` frames, or as many as can be computed in the time (`Playback.extend`).
+        """The playback of a spec with its first `count` frames, or as many as can be computed in the time (`Playback.extend`).
 
-        Raises `ValueError` with a sentence where the world is no decision process.
+        Raises `ValueError` where the world is not a valid decision process.
         """
         name = spec.digest
         with self._lock:
@@ -211,12 +211,12 @@ class PlaybackCache:
 
 
 def evaluated_policy(spec: PlaybackSpec, mdp: MDP) -> NDArray[np.int64] | FloatArray:
-    """The policy that prediction learns the value of: uniform (S, A), or a best one [S]."""
+    """The policy that prediction evaluates: uniform (S, A), or an optimal one [S]."""
     return tabular.uniform_policy(mdp) if spec.options.evaluated == "random" else tabular.solve(mdp).policy
 
 
 def target(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
-    """[S]: V_π of prediction, V* of everything else, exact."""
+    """[S]: the exact V_π for prediction, V* for everything else."""
     if ALGORITHMS[spec.algorithm].family == "prediction":
         return tabular.evaluate(mdp, evaluated_policy(spec, mdp))
     return tabular.solve(mdp).value
@@ -257,7 +257,7 @@ def _planned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
         changed = sweep.changed if sweep.step == "improve" else None
         yield Frame(index, sweep.step, sweep.value, shown, sweep.residual, _gap(sweep.value, goal), bound, changed)
         if index >= MOST_SWEEPS:
-            raise ValueError(f"The film stops after {MOST_SWEEPS:,} sweeps; a smaller discount needs fewer.")
+            raise ValueError(f"The playback stops after {MOST_SWEEPS:,} sweeps; a smaller discount needs fewer.")
 
 
 def _predicted(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
@@ -324,7 +324,7 @@ def _learned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
 
 
 def first_q(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
-    """(S, A) that control starts from: the Q of a warm start, or one backup of its V, or zeros."""
+    """(S, A) with which control starts: the Q of a warm start, or one backup of its V, or zeros."""
     if spec.q is not None:
         q = spec.q
     elif spec.value is not None:

@@ -12,9 +12,9 @@ ONE_TIME_SECONDS = 120
 
 
 class Sessions:
-    """Sessions without a store: the cookie is `issued.nonce.signature` under a secret made at the start of the server.
+    """Sessions without a store: the cookie is `issued.nonce.signature`, signed with a secret made when the server starts.
 
-    Nobody can bring a session along (fixation), and a restart ends all of them.
+    Sessions cannot be planted from outside (fixation), and a restart ends all of them.
     """
 
     def __init__(self, key: str, session_seconds: float, now: Callable[[], float] = time.time) -> None:
@@ -23,7 +23,9 @@ class Sessions:
         self._once: dict[str, float] = {}
 
     def one_time_key(self) -> str:
-        """A key for the browser that is opened for the user: good once and for two minutes, as other people can see commands."""
+        """A key for the browser that is opened automatically. It works once and for two minutes, since other users can see
+        command lines.
+        """
         key = secrets.token_urlsafe(32)
         self._once[key] = self._now() + ONE_TIME_SECONDS
         return key
@@ -42,7 +44,7 @@ class Sessions:
         return f"{body}.{self._sign('session', body)}"
 
     def session_of(self, cookie: str) -> str | None:
-        """What names the session of a cookie; None when it is forged, malformed or expired."""
+        """The name of the session of a cookie; None where it is forged, malformed or expired."""
         body, _, signature = cookie.rpartition(".")
         if not hmac.compare_digest(signature.encode("utf-8", "surrogateescape"), self._sign("session", body).encode()):
             return None
@@ -50,7 +52,7 @@ class Sessions:
         return body if 0 <= self._now() - issued <= self._session_seconds else None
 
     def csrf_token(self, session: str) -> str:
-        """What a page of this session must send with every request that is not a GET."""
+        """The token that a page of this session sends with every request but GET."""
         return self._sign("csrf", session)
 
     def csrf_holds(self, session: str, token: str) -> bool:

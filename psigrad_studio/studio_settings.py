@@ -1,4 +1,4 @@
-"""What a studio is started with, and its limits."""
+"""The settings and limits of a studio."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DAY = 24 * 3600
 
 @dataclass(frozen=True)
 class StudioSettings:
-    """Where the runs are, and what one request or one second may cost."""
+    """Folders, database and address, and limits per request and per second."""
 
     runs: Path = Path("runs")
     """Folder that holds run folders."""
@@ -34,7 +34,7 @@ class StudioSettings:
     requests_per_second: float = 100.0
     burst: int = 300
     strangers_per_second: float = 5.0
-    """Requests that are refused at the door; beyond it they get 429, however right they may be."""
+    """Rate of refused requests. Above it strangers get 429, even for valid requests."""
     strangers_burst: int = 60
     work_at_once: int = 2
     """Computations side by side; further ones wait, then are told to come back."""
@@ -48,18 +48,18 @@ class StudioSettings:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """What a request may call this server in its Host header. Any other name is DNS rebinding."""
+        """The accepted Host headers. Any other name could be DNS rebinding."""
         return self.own_hosts | frozenset(self.allowed_hosts)
 
     @property
     def own_hosts(self) -> frozenset[str]:
-        """Those of `hosts` that are this machine's."""
+        """Those of `hosts` that mean this machine."""
         names = {f"{name}:{self.port}" for name in (LOOPBACK, "localhost")}
         return frozenset(names | ({LOOPBACK, "localhost"} if self.port == 80 else set()))
 
     @property
     def origins(self) -> frozenset[str]:
-        """What a page of ours may have as its origin; a proxy may speak HTTPS to the outside."""
+        """The accepted Origin headers. A proxy may serve HTTPS to the outside."""
         return frozenset({f"http://{name}" for name in self.hosts} | {f"https://{name}" for name in self.allowed_hosts})
 
     @property

@@ -21,26 +21,26 @@ CONNECTIONS = 256
 
 
 class Server(uvicorn.Server):
-    """A server that calls `ready` when it answers, and sets `ending` when it stops, for answers that would go on."""
+    """A server that calls `ready` when it answers, and sets `ending` when it stops, so that streams end."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: threading.Event) -> None:
         super().__init__(config)
         self._ready, self._ending = ready, ending
 
     async def startup(self, *arguments: Any, **named: Any) -> None:
-        """Start listening, then say so."""
+        """Start listening, then call `ready`."""
         await super().startup(*arguments, **named)
         if self.started:
             self._ready()
 
     async def shutdown(self, *arguments: Any, **named: Any) -> None:
-        """Say that it is over, then wait for what is being answered."""
+        """Set `ending`, then wait for open requests."""
         self._ending.set()
         await super().shutdown(*arguments, **named)
 
 
 def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = lambda: None) -> Server:
-    """A server for the application that is yet to be given its socket."""
+    """A server for the application, without a socket yet."""
     config = uvicorn.Config(
         app,
         http=protocol(settings.header_seconds),
@@ -60,7 +60,7 @@ def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = l
 
 
 def protocol(header_seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 that closes connections whose headers do not arrive in time (slowloris)."""
+    """HTTP/1.1 that closes connections whose headers are too slow (slowloris)."""
 
     class Impatient(H11Protocol):
         _waiting: asyncio.TimerHandle | None = None

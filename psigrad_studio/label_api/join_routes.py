@@ -1,6 +1,6 @@
-"""Where invited people come in: a link makes them a user with a name and a password, which let them in again later.
+"""The page /join for invited people: a link makes them a user with a name and a password, with which they can log in later.
 
-The link holds its token behind a #, which no browser sends and no log keeps; the page takes it out of the address bar.
+The link has its token behind a #, so that browsers do not send it and no log keeps it. The page removes it from the address bar.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class LinkForm(RequestForm):
 
 
 class AcceptForm(LinkForm):
-    """Who is to come in by it."""
+    """A new user who follows an invite."""
 
     name: Text
     password: Text
 
 
 class LoginForm(RequestForm):
-    """Who is back."""
+    """A user who logs in."""
 
     name: Text
     password: Text
 
 
 def router(store: LabelStore) -> APIRouter:
-    """The page /join and what it asks."""
+    """The page /join and its routes."""
     routes = APIRouter()
     routes.include_router(page_router(Page("join", "Come in", APIRouter()), []))
 
@@ -62,7 +62,7 @@ def router(store: LabelStore) -> APIRouter:
 
     @routes.post("/api/join/use")
     def use(form: LinkForm, request: Request) -> Response:
-        """Use a link as who is logged in already."""
+        """Use an invite as a user who is logged in."""
         if request.state.person is None:
             raise Conflict("You are not logged in; log in first, or come in as somebody new.")
         return json_response({"project": invites.join(store.db, request.state.person, form.token)})
@@ -94,7 +94,7 @@ def _cookie(store: LabelStore) -> str:
 
 
 def _entered(store: LabelStore, request: Request, login: Login) -> Response:
-    """A new session in a cookie that scripts can't read; over HTTPS it stays there."""
+    """Put a new session into a cookie that scripts cannot read. Under HTTPS it is only sent over HTTPS."""
     response = json_response({"name": login.person.name})
     seconds = max(0, login.expires_at // 1000 - int(time.time()))
     safe = request.headers.get("origin", "").startswith("https://")

@@ -1,4 +1,4 @@
-"""Who takes part: invite links, roles, API tokens, passwords."""
+"""The routes for members: invites, roles, API tokens, passwords."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Days = Annotated[int, Field(ge=1, le=365)]
 
 
 class InviteForm(RequestForm):
-    """`invites.invite`; without a project it is for an administrator of the studio."""
+    """`invites.invite`. Without a project it invites an administrator of the studio."""
 
     project: Number | None = None
     role: Role
@@ -27,13 +27,13 @@ class InviteForm(RequestForm):
 
 
 class NumberForm(RequestForm):
-    """Which invite, token or user."""
+    """An invite, a token or a user, by number."""
 
     id: Number
 
 
 class RoleForm(RequestForm):
-    """`projects.set_role`; null takes the role away."""
+    """`projects.set_role`; null removes the role."""
 
     project: Number
     user: Number
@@ -57,7 +57,7 @@ class PasswordForm(RequestForm):
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
-    """People and tokens."""
+    """Add the routes for people and tokens."""
 
     @routes.get("/people")
     def members(request: Request, project: Annotated[int, Query(ge=1, lt=2**63)]) -> Response:

@@ -1,4 +1,4 @@
-"""What an administrator asks for: to make, change and close projects, and to bring completions in."""
+"""The routes for administrators: create, change and close projects, and import completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Short = Annotated[str, Field(max_length=200)]
 
 
 class SettingsForm(RequestForm):
-    """`projects.Settings`."""
+    """`projects.ProjectSettings`."""
 
     name: Short
     kind: Short = "pair"
@@ -40,7 +40,7 @@ class SettingsForm(RequestForm):
 
 
 class ChangeForm(ProjectForm):
-    """What `projects.change` may change, and whether the project is closed. What isn't given stays."""
+    """What `projects.change` may change, and whether the project is closed. Fields that are not given stay as they are."""
 
     name: Short | None = None
     instructions: Annotated[str, Field(max_length=20_000)] | None = None
@@ -53,7 +53,7 @@ class ChangeForm(ProjectForm):
 
 
 class TaskOptionsForm(RequestForm):
-    """`intake.Making`."""
+    """`intake.TaskOptions`."""
 
     prompts: Count | None = None
     per_prompt: Count | None = None
@@ -66,7 +66,7 @@ class TaskOptionsForm(RequestForm):
 
 
 class ImportForm(ProjectForm):
-    """The text of a JSONL file, and what to call it."""
+    """The text of a JSONL file, and a name for it."""
 
     text: str
     name: Short = "rows"
@@ -75,7 +75,7 @@ class ImportForm(ProjectForm):
 
 
 class ImportRunForm(ProjectForm):
-    """A run by its name in the list, and which of its rollouts."""
+    """A run by its name in the list, and which of its rollouts to import."""
 
     run: Short
     kind: Annotated[str, Field(pattern="^(train|eval)$")] | None = "train"
@@ -86,7 +86,7 @@ class ImportRunForm(ProjectForm):
 
 
 class PairForm(ProjectForm):
-    """Two completions of one prompt; each has `completion` and, as far as it is known, where it came from."""
+    """Two completions of one prompt. Each has `completion`, and where it came from as far as that is known."""
 
     prompt: Any
     first: dict[str, Any]
@@ -94,7 +94,7 @@ class PairForm(ProjectForm):
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
-    """The administrator's routes."""
+    """Add the routes for administrators."""
 
     @routes.post("/create")
     def create(form: SettingsForm, request: Request) -> Response:
@@ -143,7 +143,7 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
                     kind=form.kind,
                     steps=steps,
                     across_steps=form.across_steps,
-                    name=form.run,  # as the runs page has it: two folders of runs may both hold a seed-0
+                    name=form.run,  # the relative path: two folders may both have a run seed-0
                 )
             )
 
@@ -157,7 +157,7 @@ must_administer = reads(people.require_admin)
 
 
 def rows_of(text: str, name: str) -> Iterator[Any]:
-    """The rows of JSONL. Raises `UserError` naming the line."""
+    """The rows of a JSONL text. Raises `UserError` naming the line."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -168,7 +168,7 @@ def rows_of(text: str, name: str) -> Iterator[Any]:
 
 
 def _runs(folder: Path) -> list[str]:
-    """Folders below the runs folder that hold rollouts, by their path in it, the newest first."""
+    """Folders below the runs folder that hold rollouts, by their relative path, the newest first."""
     found = {file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/{ROLLOUTS}")}
     newest = sorted(found, key=lambda run: (-(run / ROLLOUTS).stat().st_mtime, str(run)))
     return [run.relative_to(folder).as_posix() for run in newest[:MOST_RUNS]]

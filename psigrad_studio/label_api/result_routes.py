@@ -1,4 +1,4 @@
-"""What the answers say, and the answers as training data."""
+"""The routes for results and exports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_PLACES = 200
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
-    """Results and exports."""
+    """Add the routes for results and exports."""
 
     @routes.get("/results")
     def said(request: Request, project: ProjectQuery, by: By = "sampler") -> Response:
@@ -85,7 +85,7 @@ def _ranking(store: LabelStore, person: Person, project: int, by: By) -> dict[st
 
 
 def _file(name: str, rows: Iterable[Mapping[str, Any]], left_out: Mapping[str, int]) -> Response:
-    """JSONL as a download. What was left out, by reason, stands in a header."""
+    """Rows as a JSONL download. A header counts what was left out, by reason."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "labels"
     headers = {"content-disposition": f'attachment; filename="{safe}.jsonl"', "x-psigrad-left-out": json.dumps(dict(left_out))}
     return Response("".join(export.lines(rows)), media_type="application/x-ndjson", headers=headers)

@@ -1,4 +1,4 @@
-"""Completions of a model, made to be labelled: `psigrad sample` in a process of its own, whose rows are then brought in."""
+"""Sample completions to be labelled: runs `psigrad sample` in a process of its own, then imports its rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_PROMPTS = 5000
 
 
 class SampleForm(ProjectForm):
-    """Which model, by its id; prompts, one in a line, or JSONL; and how they are answered."""
+    """A model by id, prompts (one per line, or JSONL), and sampling settings."""
 
     model: Annotated[str, Field(max_length=64)]
     prompts: str
@@ -45,7 +45,7 @@ class SampleForm(ProjectForm):
 
 @dataclass
 class SampleJob:
-    """One sampling: `state` is sampling, done, failed or stopped; `said` is why it failed."""
+    """One sampling job. `state` is sampling, done, failed or stopped; `said` is why it failed."""
 
     project: int
     model: str
@@ -56,7 +56,7 @@ class SampleJob:
 
 
 class SampleJobs:
-    """At most one sampling at a time; the last one's outcome is kept until the next begins."""
+    """At most one job at a time. The result of the last one is kept until the next begins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,9 +64,9 @@ class SampleJobs:
         self.job: SampleJob | None = None
 
     def begin(self, job: SampleJob, command: list[str], rows: list[dict[str, Any]], finish: Any) -> None:
-        """Run `command` with `rows` in --dataset, and hand what it left in --output to `finish`.
+        """Run `command` with `rows` as its --dataset, and pass the content of its --output to `finish`.
 
-        Raises `Conflict` where another one runs.
+        Raises `Conflict` where another job runs.
         """
         with self._lock:
             if self.job is not None and self.job.state == "sampling":
@@ -75,7 +75,7 @@ class SampleJobs:
         threading.Thread(target=self._run, args=(job, command, rows, finish), daemon=True).start()
 
     def stop(self) -> None:
-        """End what runs; nothing of it is brought in."""
+        """Stop the running job; nothing of it is imported."""
         with self._lock:
             if self.job is not None and self.job.state == "sampling":
                 self.job.state = "stopped"
@@ -93,11 +93,11 @@ class SampleJobs:
                     job.state = "done"
                 elif job.state == "sampling":
                     job.said, job.state = said or "", "failed"
-        except Exception as error:  # whoever asks for the job must hear of it
+        except Exception as error:  # shown to whoever asks for the job
             job.said, job.state = str(error), "failed"
 
     def _wait(self, job: SampleJob, command: list[str]) -> str | None:
-        """None when the command went well, else its last line."""
+        """None when the command succeeded, else the last line of its errors."""
         with self._lock:
             if job.state != "sampling":
                 return None
@@ -109,7 +109,7 @@ class SampleJobs:
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
-    """Sampling, for administrators of the studio."""
+    """Add the routes for sampling, for administrators of the studio."""
     sampling = SampleJobs()
 
     @routes.get("/models")
@@ -145,13 +145,13 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
 
 
 def _models(store: LabelStore) -> dict[str, Checkpoint]:
-    """Whole models; an adapter has no folder that the command could load alone."""
+    """The models that can be sampled: all but adapters, whose folder the command cannot load alone."""
     found = find(store.settings.runs, store.settings.checkpoints)
     return {number: c for number, c in found.items() if not c.adapter}
 
 
 def _prompts(form: SampleForm) -> list[dict[str, Any]]:
-    """Rows with a prompt each. Raises `UserError` where there is none, or too many."""
+    """Rows with a prompt each. Raises `UserError` where there are none or too many."""
     if form.prompts.lstrip().startswith("{"):
         rows = list(rows_of(form.prompts, "prompts"))
     else:

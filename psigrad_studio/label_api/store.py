@@ -1,4 +1,4 @@
-"""The labels of a running studio, and who is asking for them."""
+"""The database of labels of a running studio, and the person behind a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_SECONDS = 10.0
 
 
 class LabelStore:
-    """The labels, opened when they are first asked for, so that who never labels has no database."""
+    """The database of labels. It is opened, and created, when it is first used."""
 
     def __init__(self, settings: StudioSettings) -> None:
         self.settings = settings
@@ -32,14 +32,14 @@ class LabelStore:
 
     @property
     def db(self) -> Database:
-        """The database. Raises `UserError` where it can't be opened."""
+        """The database. Raises `UserError` where it cannot be opened."""
         with self._lock:
             if self._db is None:
                 self._db = database.connect(self.settings.labels)
             return self._db
 
     def asking(self, request: Request) -> Person:
-        """Who sent a request: the person whom the guard recognised, or, by the key, the person at this machine."""
+        """The person behind a request: the one that the guard recognised, or, for the owner's key, the local user."""
         known: Person | None = request.state.person
         if known is not None:
             return known
@@ -50,7 +50,7 @@ class LabelStore:
             return self._local
 
     def recognise(self, token: str) -> Person | None:
-        """Whose a session or API token is."""
+        """The person that a session token or an API token belongs to."""
         try:
             return people.who(self.db, token)
         except Unknown:
@@ -59,17 +59,17 @@ class LabelStore:
     def send_pair(
         self, request: Request, project_id: int, prompt: Any, first: Mapping[str, Any], second: Mapping[str, Any]
     ) -> Added:
-        """Put two completions of one prompt before the labellers of a project, on behalf of who sent `request`.
+        """Add two completions of one prompt to a project, on behalf of the person behind `request`.
 
-        See `labels.intake.add_pair`. Reach the store as `request.app.state.labels`.
+        See `labels.intake.add_pair`. Other pages reach the store as `request.app.state.labels`.
         """
         return intake.add_pair(self.db, self.asking(request), project_id, prompt, first, second)
 
     @contextmanager
     def slowly(self, *, hashing: bool = False) -> Iterator[None]:
-        """For what takes a processor for long or much memory: few at once, the others wait, then are told to come back.
+        """A limit for work that takes much time or memory: a few run at once, others wait, and time out with status 429.
 
-        Passwords (`hashing`) wait in a line of their own, so that results keep nobody from logging in.
+        Password hashing (`hashing`) has a limit of its own, so that slow results do not keep people from logging in.
         """
         line = self._hashing if hashing else self._slow
         if not line.acquire(timeout=WAIT_SECONDS):

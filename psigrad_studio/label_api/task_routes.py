@@ -1,6 +1,6 @@
-"""What a labeller asks for: projects, the next task, and to vote, skip, undo and keep a task for longer.
+"""The routes for labellers: projects, the next task, and vote, skip, undo and renew.
 
-Nothing here says where a completion came from, or what anybody else answered.
+Nothing here reveals where a completion came from or what others answered.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Reason = Annotated[str, Field(max_length=assignments.LONGEST_REASON)]
 
 
 class ProjectForm(RequestForm):
-    """Which project."""
+    """A project, by number."""
 
     project: Number
 
 
 class NextForm(ProjectForm):
-    """With `count`, how many tasks are left is counted too."""
+    """With `count`, the answer also says how many tasks are left."""
 
     count: bool = False
 
 
 class TaskForm(RequestForm):
-    """Which task, by the number of its assignment."""
+    """A task, by the number of its assignment."""
 
     assignment: Number
 
@@ -48,7 +48,7 @@ class SkipForm(TaskForm):
 
 
 class VoteForm(SkipForm):
-    """`assignments.vote`: an `LabelAnswer`, with sides and order as they were shown."""
+    """`assignments.vote`: a `LabelAnswer`, with sides and order as shown."""
 
     choice: Annotated[str, Field(max_length=40)] | None = None
     ranks: Annotated[list[Annotated[int, Field(ge=1, le=100)]], Field(max_length=100)] | None = None
@@ -64,7 +64,7 @@ class UndoForm(ProjectForm):
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
-    """The labeller's routes."""
+    """Add the routes for labellers."""
 
     @routes.get("/me")
     def me(request: Request) -> Response:
@@ -110,13 +110,13 @@ def _administers(person: people.Person) -> bool:
 
 
 def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
-    """A project as its people see it; the seed would tell them how sides are drawn."""
+    """A project as its members see it. The seed is left out: it would reveal how sides are drawn."""
     about = {k: v for k, v in vars(info.settings).items() if k != "seed"}
     return {"id": info.id, **about, "closed": info.closed_at is not None, "may": info.may}
 
 
 def _task(shown: ShownTask) -> dict[str, Any]:
-    """Times go over the wire as durations: clocks differ."""
+    """A task with its lease as a duration, since clocks differ."""
     about = {name: value for name, value in vars(shown).items() if name != "lease_until"}
     return about | {"lease_ms": _from_now(shown.lease_until)}
 

@@ -1,8 +1,8 @@
-"""The desk: a task for a person, kept for them by a lease, and what they did with it.
+"""Assignments: give a person a task, hold it for them by a lease, and store what they answer.
 
-Nobody sees where a completion came from or what others answered. A lease ends by the clock alone; nothing has to clean it up.
-Each answer, skip and undo carries a key that the client chose: the same call with the same key gives the same receipt and is
-stored once.
+Nobody sees where a completion came from or what others answered. Leases expire by the clock alone; no clean-up is needed. Each
+answer, skip and undo carries a key chosen by the client: a repeated call with the same key returns the same receipt and stores
+nothing new.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LONGEST_REASON = 10_000
 
 @dataclass(frozen=True)
 class ShownTask:
-    """A task as it is shown: the completions in the order drawn for this person, and nothing that tells them apart.
+    """A task as it is shown: the completions in the order drawn for this person, and nothing that identifies them.
 
     `lease_until` is in milliseconds since 1970 UTC.
     """
@@ -54,8 +54,8 @@ class ShownTask:
 
 @dataclass(frozen=True)
 class LabelAnswer:
-    """An answer in terms of what was shown: `choice` for a pair, `ranks` (one for each completion, in display order, 1 the best)
-    for a ranking, `rating` for a rating. `client_ms` is the time that the page measured.
+    """An answer in display terms: `choice` for a pair, `ranks` (one for each completion, in display order, 1 is best) for a
+    ranking, `rating` for a rating. `client_ms` is the time that the page measured.
     """
 
     choice: str | None = None
@@ -68,7 +68,7 @@ class LabelAnswer:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was stored: the number of its row, and when. `undone` is the row that an undo took back."""
+    """What was stored: the number of the row, and when. `undone` is the row that an undo took back."""
 
     vote: int
     assignment: int
@@ -79,10 +79,10 @@ class Receipt:
 
 @writes
 def next_task(session: Session, person: Person, project_id: int) -> ShownTask | None:
-    """A task that `person` has not answered, kept for them for the project's lease; the one they hold, if they hold one.
+    """A task that `person` has not answered, leased to them: the one they hold, or a new one.
 
-    None where nothing is left for them now: all is answered, skipped by them, or leased to others. Raises `Conflict` where the
-    project is closed.
+    None where nothing is left for them now: all tasks are answered, skipped by them, or leased to others. Raises `Conflict` where
+    the project is closed.
     """
     project = _open_project(session, person, project_id)
     seat = _held(session, person, project) or _free(session, person, project)
@@ -92,7 +92,7 @@ def next_task(session: Session, person: Person, project_id: int) -> ShownTask | 
 
 
 def _open_project(session: Session, person: Person, project_id: int) -> Project:
-    """The project, and with it this person's turn: two calls of one person follow one another."""
+    """The project, with a lock on the person: two calls of one person run one after the other."""
     project = people.require(session, person, project_id, "label")
     if project.closed_at is not None:
         raise Conflict(f"Project {project.name!r} is closed; ask its admin to open it again.")
@@ -101,14 +101,14 @@ def _open_project(session: Session, person: Person, project_id: int) -> Project:
 
 
 def _held(session: Session, person: Person, project: Project) -> Seat | None:
-    """The seat that is theirs still, with a new lease: the last one that they were given."""
+    """The seat that the person still holds, with its lease renewed; the latest where there are several."""
     mine = select(Seat.id).where(Seat.user_id == person.id, Seat.project_id == project.id, Seat.done.is_(False))
     mine = mine.order_by(Seat.lease_until.desc(), Seat.id).limit(1).with_for_update(skip_locked=True)
     return _take(session, person, project, mine)
 
 
 def _free(session: Session, person: Person, project: Project, task_id: int | None = None) -> Seat | None:
-    """A seat that is nobody's, at a task (or this task) that they have no standing answer to."""
+    """A free seat at a task (or at `task_id`) to which the person has no current answer."""
     free = [Seat.project_id == project.id, Seat.done.is_(False)]
     free.append(or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session)))
     if task_id is None:
@@ -150,7 +150,7 @@ def _show(session: Session, project: Project, assignment: Assignment, seat: Seat
 
 @writes
 def renew(session: Session, person: Person, assignment_id: int) -> int:
-    """Keep a task for longer; until when. Raises `Conflict` where it is another's by now, or answered."""
+    """Renew the lease of a task; returns its new end. Raises `Conflict` where the task went to somebody else or is answered."""
     assignment, project = _mine(session, person, assignment_id)
     until = now(session) + project.lease_ms
     if not _hold(session, person, assignment, lease_until=until):
@@ -160,20 +160,20 @@ def renew(session: Session, person: Person, assignment_id: int) -> int:
 
 @writes
 def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnswer, key: str) -> Receipt:
-    """Store an answer; when this returns it is on the disk.
+    """Store an answer. It is on the disk when this returns.
 
-    A lease that is over counts as long as the task went to nobody else. Raises `Conflict` where it did, where the person has
-    answered already (undo comes first) and where `key` was used for something else.
+    An expired lease still counts while nobody else took the task. Raises `Conflict` where somebody did, where the person has
+    already answered (undo first), and where `key` was used for another call.
     """
     assignment, project = _mine(session, person, assignment_id)
-    # a page that sends again may have measured again
+    # a page that repeats a call may have measured another time
     digest = _digest("vote", assignment_id, asdict(replace(answer, client_ms=None)))
     if (old := _repeated(session, person, key, digest)) is not None:
         return old
     _must_be_open(project)
     stored = _canonical(project, answer, assignment.display) | _aside(answer.reason, answer.client_ms)
     if not _hold(session, person, assignment, done=True, lease_until=None):
-        # their seat went to somebody else, but another one of the task may be free
+        # their seat went to somebody else, but another seat of the task may be free
         if assignment.vote_id is not None or _free(session, person, project, assignment.task_id) is None:
             raise _lost(assignment)
         _hold(session, person, assignment, done=True, lease_until=None)
@@ -182,7 +182,7 @@ def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnsw
 
 @writes
 def skip(session: Session, person: Person, assignment_id: int, key: str, reason: str | None = None) -> Receipt:
-    """Leave a task to others. Who skipped it isn't shown it again, unless they undo that."""
+    """Leave a task to others. It is not shown to this person again unless they undo the skip."""
     assignment, project = _mine(session, person, assignment_id)
     digest = _digest("skip", assignment_id, reason)
     if (old := _repeated(session, person, key, digest)) is not None:
@@ -195,9 +195,9 @@ def skip(session: Session, person: Person, assignment_id: int, key: str, reason:
 
 @writes
 def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: LabelAnswer, key: str) -> Receipt:
-    """Store an answer to a task that another page of the studio showed, its completions in the order `display` of their places.
+    """Store an answer to a task that another page showed, with the completions in the order `display` of their places.
 
-    Raises `Conflict` where the person has answered the task already, or it is with somebody else.
+    Raises `Conflict` where the person has already answered the task, or somebody else holds it.
     """
     task = session.get(LabelTask, task_id)
     if task is None:
@@ -209,7 +209,7 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
     row = session.scalar(select(Assignment).where(Assignment.task_id == task_id, Assignment.user_id == person.id))
     row = row or Assignment(project_id=project.id, task_id=task_id, user_id=person.id)
     if row.vote_id is not None or _free(session, person, project, task_id) is None:
-        raise Conflict("These completions were compared before, or somebody else has them on their desk; nothing was stored.")
+        raise Conflict("These completions were compared before, or somebody else is comparing them now; nothing was stored.")
     row.display, row.shown_at = list(display), now(session)
     session.add(row)
     session.flush()
@@ -220,10 +220,10 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
 
 @writes
 def undo(session: Session, person: Person, project_id: int, key: str) -> Receipt:
-    """Take back the person's last standing answer or skip in a project; the task is theirs again, and `next_task` shows it.
+    """Take back the person's last current answer or skip in a project. The task is theirs again, and `next_task` returns it.
 
-    Called again (with a new key) it takes back the one before. Raises `Conflict` where there is nothing to take back, and where
-    a skipped task is with somebody else now.
+    Another call with a new key takes back the one before. Raises `Conflict` where there is nothing to take back, and where
+    somebody else holds the skipped task now.
     """
     project = people.require(session, person, project_id, "label")
     session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
@@ -248,7 +248,7 @@ def undo(session: Session, person: Person, project_id: int, key: str) -> Receipt
 
 @reads
 def mine(session: Session, person: Person, project_id: int) -> dict[str, int]:
-    """How many answers and skips of this person stand in a project."""
+    """How many current answers and skips this person has in a project."""
     people.require(session, person, project_id, "label")
     rows = select(Vote.action).join(Assignment, Assignment.vote_id == Vote.id)
     found = session.scalars(rows.where(Vote.user_id == person.id, Vote.project_id == project_id)).all()
@@ -257,7 +257,7 @@ def mine(session: Session, person: Person, project_id: int) -> dict[str, int]:
 
 @reads
 def left(session: Session, person: Person, project_id: int) -> int:
-    """How many tasks `next_task` could give to this person now, one after the other."""
+    """How many tasks `next_task` could give this person now."""
     people.require(session, person, project_id, "label")
     theirs = and_(Assignment.task_id == Seat.task_id, Assignment.user_id == person.id, Assignment.vote_id.is_not(None))
     free = or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session), Seat.user_id == person.id)
@@ -281,7 +281,7 @@ def _must_be_open(project: Project) -> None:
 
 
 def _hold(session: Session, person: Person, assignment: Assignment, *, was_done: bool = False, **values: Any) -> bool:
-    """Change the seat that `person` has at the task, if they have one."""
+    """Update the seat that the person has at the task. False where they have none."""
     seat = update(Seat).where(Seat.task_id == assignment.task_id, Seat.user_id == person.id, Seat.done.is_(was_done))
     return bool(session.execute(seat.values(**values).returning(Seat.id)).all())
 
@@ -293,7 +293,7 @@ def _lost(assignment: Assignment) -> Conflict:
 
 
 def _repeated(session: Session, person: Person, key: str, digest: str) -> Receipt | None:
-    """The receipt of the same call made before. Raises `Conflict` where the key was another call's."""
+    """The receipt of an earlier call with the same key. Raises `Conflict` where that was a different call."""
     if not 8 <= len(key) <= 200 or not key.isascii() or not key.isprintable():
         raise Refusal("The key of a submission has 8 to 200 ASCII characters; a random UUID does.")
     row = session.scalar(select(Vote).where(Vote.user_id == person.id, Vote.key == key))
@@ -339,7 +339,7 @@ def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
 
 
 def _canonical(project: Project, answer: LabelAnswer, display: list[int]) -> dict[str, Any]:
-    """The columns of an answer, with sides turned back into places. Raises `Refusal` where it doesn't fit the question."""
+    """The columns of an answer, with sides turned into places. Raises `Refusal` where the answer does not fit the question."""
     asked = {"pair": "choice", "ranking": "ranks"}.get(project.kind, "rating")
     given = [name for name in ("choice", "ranks", "rating") if getattr(answer, name) is not None]
     if given != [asked]:

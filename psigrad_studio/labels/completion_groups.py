@@ -1,4 +1,4 @@
-"""What comes in to be labelled: rows of prompts with completions, read, checked, and brought together by prompt."""
+"""Read and check rows of prompts with completions, and group the completions by prompt."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from psigrad.errors import UserError
 
 ROLLOUTS = "rollouts.jsonl"
 """The file of a run folder that holds what was sampled."""
-# What a rollout says of itself; each of it goes through to the export.
+# Columns of a rollout that are kept up to the export.
 ROLLOUT = ("step", "kind", "row", "k", "reward", "advantage", "version", "seed", "finish_reason", "status")
 LINEAGE = ("run", *ROLLOUT, "sampler", "source")
 _OWN = (
     *("prompt", "completion", "completions", "chosen", "rejected", "rating", "ratings", "ranking", "label", "tools"),
     *("run", "sampler", "samplers", "source", "lineage"),
 )
-# Of a rollout's row, but no columns of its prompt.
+# Columns of a rollout that are not columns of its prompt.
 _MECHANICS = ("completion_ids", "parts", "reason", "turns", "mask", "step_rewards", "margin", "score_chosen", "score_rejected")
 
 
 @dataclass
 class SourcedCompletion:
-    """A completion, and all that is known of where it came from (keys of `LINEAGE`)."""
+    """A completion, and what is known of where it came from (keys of `LINEAGE`)."""
 
     content: Any
     about: dict[str, Any]
@@ -39,9 +39,9 @@ class SourcedCompletion:
 
 @dataclass
 class PromptGroup:
-    """One prompt with its completions, by hash; `columns` are the dataset columns that its rows agree on.
+    """A prompt with its completions by hash. `columns` are the dataset columns on which its rows agree.
 
-    `best` is the hash of the completion that is known to be the better one, where that is known.
+    `best` is the hash of the better completion, where it is known.
     """
 
     prompt: Any
@@ -52,14 +52,14 @@ class PromptGroup:
 
 @dataclass
 class CompletionGroups:
-    """Groups by key, in order of first appearance, and how many rows could not be shown (`unusable`: an empty completion)."""
+    """Groups by key, in order of first appearance. `unusable` counts rows with an empty completion, which cannot be shown."""
 
     groups: dict[str, PromptGroup] = field(default_factory=dict)
     unusable: int = 0
 
 
 def digest(value: Any) -> str:
-    """What two equal JSON values have in common, whatever the order of names in their objects."""
+    """SHA-256 of a JSON value; the order of names in objects does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -84,7 +84,7 @@ def gather(
             found.unusable += 1
             continue
         answers = _answers(row, place)
-        # a dataset may have columns of such names itself; only a rollout has both step and k
+        # a dataset may have columns with these names too; only a rollout has both step and k
         said = ROLLOUT if {"step", "k"} <= row.keys() else ("reward", "finish_reason")
         own = {k: v for k, v in row.items() if k not in (*_OWN, *said, *_MECHANICS) and v is not None}
         if row.get("tools"):
@@ -109,7 +109,7 @@ def _join(groups: dict[str, PromptGroup], prompt: Any, own: dict[str, Any]) -> P
 
 
 def _answers(row: Any, place: str) -> list[tuple[Any, str | None]]:
-    """Checked completions of a row, each with what made it where the row says so one by one."""
+    """The checked completions of a row, each with the name of its sampler where the row gives one for each."""
     if not isinstance(row, Mapping):
         raise RowError(BadRow(place, "", f"is {show(row)}; a row must be an object with named columns"))
     try:
@@ -182,7 +182,7 @@ def rollouts(folder: Path, kind: str | None, steps: range | None) -> Iterator[tu
 
 
 def by_step(rows: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Rows in runs of one step, as a run writes them: what the groups of one step are made from."""
+    """Consecutive rows of one step, as lists; a run writes its rows in order of steps."""
     batch: list[tuple[str, Any]] = []
     for place, row in rows:
         if batch and batch[-1][1]["step"] != row["step"]:

@@ -118,7 +118,7 @@ def _load(session: Session, person: Person, project_id: int, votes: Votes) -> tu
 
 
 def _ballots(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[CurrentAnswer]]]:
-    """What a row is made of: all answers to a task, or each."""
+    """The answers behind each row: all answers to a task, or each by itself."""
     for task, answers in sorted(labels.by_task().items()):
         yield from [(task, answers)] if votes == "majority" else [(task, [answer]) for answer in answers]
 
@@ -247,7 +247,7 @@ def _unanswered(found: Exported, labels: ProjectLabels) -> None:
 
 
 def _uniform(found: Exported) -> Exported:
-    """The same columns in every row, in the same order: tables have one set of them."""
+    """The same columns in every row, in the same order, since tables have one set of columns."""
     names = dict.fromkeys(name for row in found.rows for name in row)
     names = dict.fromkeys([*(name for name in names if name != "lineage"), "lineage"])
     found.rows = [{name: row.get(name) for name in names} for row in found.rows]

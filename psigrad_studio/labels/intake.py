@@ -1,4 +1,4 @@
-"""Bring completions into a project and make tasks of them. The same material brought in twice adds nothing the second time."""
+"""Import completions into a project and make tasks of them. Importing the same rows twice adds nothing the second time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK = 200
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How tasks are made of what comes in."""
+    """How tasks are made from imported completions."""
 
     prompts: int | None = None
     """At most so many prompts of what comes in, drawn at random; None takes all. In a run a prompt counts once for each step."""
@@ -60,8 +60,8 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class Added:
-    """What an import added. `repeated` completions had a text that their prompt has already; `alone` prompts had too few
-    different completions to compare; `unusable` rows had an empty one; `known` tasks were there before.
+    """What an import added. `repeated` completions were there already; `alone` prompts had too few different completions to
+    compare; `unusable` rows had an empty completion; `known` tasks were there before.
     """
 
     prompts: int = 0
@@ -87,9 +87,9 @@ def add_rows(
     sampler: str | None = None,
     run: str | None = None,
 ) -> Added:
-    """Bring in rows; see `completion_groups.gather` for their columns.
+    """Import rows; see `completion_groups.gather` for their columns.
 
-    Raises `UserError` naming row and column, with nothing stored.
+    Raises `UserError` naming row and column, and then stores nothing.
     """
     placed = ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
     return _add_placed(database, person, project_id, placed, making or TaskOptions(), sampler, run)
@@ -105,7 +105,7 @@ def add_file(
     sampler: str | None = None,
     run: str | None = None,
 ) -> Added:
-    """Bring in a JSONL file: prompts with completions, pairs, or what `psigrad sample` wrote."""
+    """Import a JSONL file: prompts with completions, pairs, or the output of `psigrad sample`."""
     return _add_placed(database, person, project_id, completion_groups.lines(Path(path)), making or TaskOptions(), sampler, run)
 
 
@@ -121,9 +121,9 @@ def add_run(
     across_steps: bool = False,
     name: str | None = None,
 ) -> Added:
-    """Bring in the rollouts of a run. Completions of one prompt are compared within a step, with `across_steps` over all of them.
+    """Import the rollouts of a run. Completions of one prompt are compared within a step, or over all steps with `across_steps`.
 
-    `kind` is "train", "eval" or None for both. `name` is what the lineage calls the run; None is its folder's name.
+    `kind` is "train", "eval" or None for both. `name` is the run's name in the lineage; None means the name of its folder.
     """
     making, path = making or TaskOptions(), Path(folder)
     name = name or (path if path.is_dir() else path.parent).resolve().name
@@ -181,7 +181,7 @@ def _add_placed(
 
 @reads
 def _may_add(session: Session, person: Person, project_id: int) -> None:
-    """Asked before anything is read, so that a stranger learns nothing of a path."""
+    """Check permission before anything is read, so that a stranger learns nothing about a path."""
     people.require(session, person, project_id, "manage")
 
 
@@ -269,7 +269,7 @@ def _tasks(
 ) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
     """(project, hash) and columns of each task of a prompt, beside them its completions' hashes in order of place."""
     for chosen in _sets(project, prompt, group, making):
-        # in order of their hashes, which is as good as random: the better sampler isn't always a
+        # ordered by hash, which is as good as random, so the better sampler is not always a
         placed = sorted(chosen)
         best = placed.index(group.best) if group.best in placed and project.kind == "pair" else None
         yield (project.id, completion_groups.digest([prompt, placed])), {"prompt_id": prompt, "gold": best, "placed": placed}

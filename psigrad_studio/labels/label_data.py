@@ -1,4 +1,4 @@
-"""The answers that stand in a project, with what they are about: what results and exports are computed from."""
+"""The current answers of a project with what they are about: the input of results and exports. Current are those not taken back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CurrentAnswer:
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """A task: its prompt, and its completions by place. `seats` is how many answers are wanted."""
+    """A task: its prompt, and its completions by place. `seats` is the number of answers wanted."""
 
     id: int
     prompt: int
@@ -55,7 +55,7 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class ProjectLabels:
-    """All of a project that results and exports need, by number."""
+    """Tasks, answers, skips and names of a project, by number."""
 
     project: Project
     tasks: dict[int, TaskSummary]
@@ -74,7 +74,7 @@ class ProjectLabels:
 
 @dataclass(frozen=True)
 class LabelTexts:
-    """Prompts, completions and where these came from, by number."""
+    """Prompts, completions and their origins, by number."""
 
     prompts: dict[int, tuple[Any, dict[str, Any]]]
     """Content and dataset columns."""
@@ -83,7 +83,7 @@ class LabelTexts:
 
 
 def load(session: Session, project: Project) -> ProjectLabels:
-    """The labels of a project as they stand in this transaction."""
+    """The labels of a project in this transaction."""
     items: dict[int, list[int]] = {}
     places = select(TaskItem.task_id, TaskItem.completion_id).join(LabelTask).where(LabelTask.project_id == project.id)
     for task, completion in session.execute(places.order_by(TaskItem.task_id, TaskItem.place)):
@@ -103,7 +103,7 @@ def load(session: Session, project: Project) -> ProjectLabels:
 
 
 def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelTexts:
-    """The material of a project."""
+    """The prompts and completions of a project, with origins unless `lineage` is false."""
     prompts = session.execute(
         select(StoredPrompt.id, StoredPrompt.content, StoredPrompt.columns).where(StoredPrompt.project_id == project.id)
     )
@@ -117,7 +117,7 @@ def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelT
 
 
 def origins(session: Session, project: Project) -> dict[int, list[dict[str, Any]]]:
-    """Where each completion came from: one or several, as a text may be sampled twice. Every origin has the same keys."""
+    """Where each completion came from. A text that was sampled twice has several origins. All origins have the same keys."""
     rows = (
         select(Origin.completion_id, Origin.about)
         .join(StoredCompletion)
@@ -131,7 +131,7 @@ def origins(session: Session, project: Project) -> dict[int, list[dict[str, Any]
 
 
 def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
-    """One type for each key, or null: tables have one type for a column."""
+    """One type for each key, or null, since columns of tables have one type."""
     row: dict[str, Any] = {name: str(about[name]) if name in about else None for name in _TEXT}
     for name in _WHOLE:
         value = about.get(name)
@@ -144,6 +144,6 @@ def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mean_ranks(answers: Iterable[CurrentAnswer], items: int) -> list[float]:
-    """The mean rank of each item over answers."""
+    """The mean rank of each item over all answers."""
     ranks = [answer.ranks or [] for answer in answers]
     return [sum(r[place] for r in ranks) / len(ranks) for place in range(items)]

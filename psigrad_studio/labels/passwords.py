@@ -1,4 +1,4 @@
-"""Passwords and tokens: made, hashed and compared. Nothing that is stored can be used to log in."""
+"""Make, hash and compare passwords and tokens. Nothing that is stored can be used to log in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORTEST, LONGEST = 10, 1024
 
 @dataclass(frozen=True)
 class ScryptCost:
-    """What one scrypt hash costs: 128 · 2^log_n · r bytes of memory, p times over."""
+    """The cost of one scrypt hash: 128 · 2^log_n · r bytes of memory, p times."""
 
     log_n: int = 15
     r: int = 8
@@ -37,7 +37,7 @@ def hash_password(password: str, cost: ScryptCost | None = None) -> str:
 
 
 def check_password(password: str, stored: str | None) -> bool:
-    """Whether the password is the one of `stored`. Takes as long where there is none, so names can't be found by time."""
+    """Whether the password matches `stored`. Takes the same time where `stored` is None, so that names cannot be found by timing."""
     if stored is None:
         _scrypt(password[:LONGEST], b"no such person..", COST)
         return False
@@ -53,15 +53,15 @@ def _scrypt(password: str, salt: bytes, cost: ScryptCost) -> bytes:
 
 
 def token(kind: str) -> str:
-    """A new token of 256 random bits. It begins with what it is, so that a leaked one can be recognised."""
+    """A new token of 256 random bits. Its prefix names its kind, so that leaked tokens can be recognised."""
     return f"psigrad_{kind}_{secrets.token_urlsafe(32)}"
 
 
 def hash_token(value: str) -> str:
-    """What is stored of a token. One round is enough: there is nothing to guess in 256 random bits."""
+    """The stored form of a token. One round of SHA-256 is enough, since 256 random bits cannot be guessed."""
     return hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def csrf(session_token: str) -> str:
-    """The token that a form of this session carries; of use to nobody else, and the session can't be told from it."""
+    """The CSRF token of a session. It works for this session alone and does not reveal the session token."""
     return hmac.new(session_token.encode("utf-8", "surrogatepass"), b"psigrad csrf", hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""What the answers of a project say: how far people agree, whether the side decides, and which sampler is the better one."""
+"""Results of a project: agreement, position bias, and a ranking of samplers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class RankingLine:
-    """One line of a ranking: strength (sum 0, natural logarithms) with its interval, and the ranks that it may have."""
+    """One line of a ranking: strength (natural logarithms, sum 0) with its interval, and the range of possible ranks."""
 
     name: str
     strength: float
@@ -88,7 +88,7 @@ class RankingTable:
 
 @reads
 def agreement(session: Session, person: Person, project_id: int) -> Agreement:
-    """How far the people of a project agree, with themselves set against known answers where there are any."""
+    """Agreement between the people of a project, and with known answers where there are any."""
     labels = label_data.load(session, people.require(session, person, project_id, "results"))
     raters = sorted(labels.names, key=lambda n: labels.names[n])
     table = _matrix(labels, raters)
@@ -150,7 +150,7 @@ def _right(labels: ProjectLabels, answer: CurrentAnswer) -> bool | None:
 
 
 def _by_name(labels: ProjectLabels, question: Any) -> dict[str, Proportion]:
-    """The share of answers for which `question` is true, of those for which it isn't None, over all and by person."""
+    """The share of answers for which `question` is true, among those for which it is not None, overall and by person."""
     found: dict[str, list[bool]] = {"": []}
     for answer in labels.answers:
         said = question(answer)
@@ -209,7 +209,7 @@ def _places(found: Ranking, names: list[str]) -> list[RankingLine]:
 
 
 def _names(session: Session, labels: ProjectLabels, by: By) -> dict[int, str]:
-    """What each completion is called; one that several made has no name."""
+    """The name of each completion; a completion with several sources has none."""
     if by == "completion":
         return {n: str(n) for task in labels.tasks.values() for n in task.completions}
     found: dict[int, str] = {}

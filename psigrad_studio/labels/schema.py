@@ -1,8 +1,8 @@
-"""The tables of the labelling desk.
+"""The tables of the labels.
 
-Times are milliseconds since 1970 UTC. Texts that models or people wrote are stored as ASCII JSON (`Document`), so that NUL, lone
-surrogates and everything else come back as they went in, on SQLite and PostgreSQL alike. `votes` and `audit` are append-only:
-triggers of the database refuse to change or delete their rows (see `migrations`).
+Times are milliseconds since 1970 UTC. Texts by models or people are stored as ASCII JSON (`Document`), so that NUL, lone
+surrogates and everything else are read back unchanged from SQLite and PostgreSQL. `votes` and `audit` are append-only: triggers
+of the database refuse to change or delete rows (see `migrations`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Doc = Annotated[Any, mapped_column(Document)]
 
 
 class Base(DeclarativeBase):
-    """What the tables share."""
+    """The base class of the tables."""
 
     metadata = MetaData(naming_convention=_CONVENTION)
     type_annotation_map: ClassVar[dict[Any, Any]] = {int: Big, str: Text()}

@@ -1,4 +1,4 @@
-"""Why an advantage is what it is, in words: what a group's rewards and a row's own story leave to learn from."""
+"""Sentences that explain an advantage, from the rewards of the group and the row itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Row = Mapping[str, Any]
 
 
 def shown(value: Any) -> str:
-    """A number for people, with a minus."""
+    """A number for people, with a minus sign."""
     return _shown(value).replace("-", "−")
 
 
 def explained(row: Row, group: Sequence[Row]) -> str:
-    """One or two sentences on a row of rollouts.jsonl, given all rows of its group (itself among them)."""
+    """One or two sentences on a row of rollouts.jsonl. `group` is all rows of its group, itself included."""
     if row.get("kind") == "eval":
         return "Held-out completions are measured and not trained on."
     if row.get("kind") != "train":
@@ -64,7 +64,7 @@ def _not_used(group: Sequence[Row]) -> str:
 
 
 def _zero(row: Row, group: Sequence[Row]) -> str:
-    """An advantage of 0, which has more than one cause."""
+    """Why an advantage is 0, which has several possible causes."""
     rewards, own = _rewards(group), number(row.get("reward"))
     mask = _listed(row, "mask")
     if not mask or any(mask):
@@ -83,7 +83,7 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
 
 
 def _neighbours(row: Row, group: Sequence[Row]) -> str:
-    """Whether a group looks like one of pairs: one advantage of 1, one of −1, the others 0."""
+    """Whether the advantages look like those of a pair method: one is 1, one is −1, the others are 0."""
     found = sorted(number(member.get("advantage")) for member in group)
     pairs = len(found) > 2 and found[0] == -1 and found[-1] == 1 and all(value == 0 for value in found[1:-1])
     return "best and worst" if pairs else ""
@@ -98,7 +98,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def group_said(group: Sequence[Row]) -> str:
-    """What a group has to teach, in one line."""
+    """What can be learned from a group, in one line."""
     rewards = _rewards(group)
     if not rewards or not group or group[0].get("kind") == "episode":
         return ""

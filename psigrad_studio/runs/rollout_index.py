@@ -1,4 +1,4 @@
-"""The completions of a run, found by their place in rollouts.jsonl: a few numbers of each are kept, texts are read when asked."""
+"""The index of a run's completions: a few numbers and the offset of each row of rollouts.jsonl. Texts are read on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = 2_000_000
 
 @dataclass(frozen=True)
 class RolloutQuery:
-    """Which rollouts: None of a field takes all."""
+    """Which rollouts; None in a field means all."""
 
     step: float | None = None
     kind: str | None = None
@@ -40,7 +40,7 @@ class RolloutQuery:
 
 
 class RolloutIndex:
-    """The index of one file, grown as the file grows."""
+    """The index of one file, which grows with the file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path / "rollouts.jsonl", threading.Lock()
@@ -59,7 +59,7 @@ class RolloutIndex:
         return len(self._offset)
 
     def read(self, seconds: float = 2.0) -> bool:
-        """Take in new rows for at most so long; False where more are left."""
+        """Take in new rows for at most this long; False where more are left."""
         deadline = time.monotonic() + seconds
         with self.lock:
             if self._tail.restarted():
@@ -79,7 +79,7 @@ class RolloutIndex:
 
     def _add(self, at: int, found: RolloutFigures) -> None:
         last, here = self._last, (found.step, found.kind, found.row, found.k)
-        # a prompt may be drawn twice in a step: then k begins again
+        # a prompt may be drawn twice in a step; then k starts again
         same = last is not None and last[:3] == here[:3] and found.k > last[3]
         group = (self._group[-1] if self._group else -1) + (not same)
         self._last = here
@@ -93,7 +93,7 @@ class RolloutIndex:
         self._cut.append(found.cut)
 
     def find(self, wanted: RolloutQuery, seconds: float = 2.0) -> tuple[list[int], bool]:
-        """Numbers of the rows that are wanted, in order, and whether all were looked at before the time was over."""
+        """Numbers of the matching rows, in order, and whether all were searched before the time was over."""
         with self.lock:
             numbers = _filtered(self, wanted)
         return (numbers.tolist(), True) if not wanted.text else self._containing(numbers.tolist(), wanted.text, seconds)
@@ -118,12 +118,12 @@ class RolloutIndex:
             return
 
     def rows(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """Rows by their numbers; those that cannot be read (any more) are left out."""
+        """Rows by number. Rows that cannot be read any more are left out."""
         found = ((n, parsed(line)) for n, line in self._lines([n for n in numbers if 0 <= n < len(self)]))
         return [(n, row) for n, row in found if row is not None and row.get("step") == self._step[n]]
 
     def group_of(self, n: int) -> list[int]:
-        """Numbers of the rows of the group that a row belongs to."""
+        """Numbers of the rows in the group of a row."""
         with self.lock:
             if not 0 <= n < len(self):
                 return []
@@ -139,7 +139,7 @@ class RolloutIndex:
         return self._group[n]
 
     def overview(self) -> dict[str, Any]:
-        """What there is to choose from: steps with rows, kinds, statuses, and the range of rewards."""
+        """The available filters: steps with rows, kinds, statuses, and the range of rewards."""
         with self.lock:
             step, kind, status, reward = (np.array(x) for x in (self._step, self._kind, self._status, self._reward))
         known = reward[np.isfinite(reward)]
@@ -152,7 +152,7 @@ class RolloutIndex:
         }
 
     def dead(self, step: float) -> tuple[int, int, int, int]:
-        """Of the groups that were trained for in a step: how many, how many with equal rewards, and how many of these at the
+        """For the groups trained on in a step: how many there are, how many have equal rewards, and how many of these are at the
         run's highest and at its lowest reward.
         """
         with self.lock:
@@ -167,7 +167,7 @@ class RolloutIndex:
         return len(found), len(dead), sum(r == top for r in dead), sum(r == bottom for r in dead)
 
     def worst(self, step: float, by: str, count: int = 3) -> list[int]:
-        """The rollouts of a step to look at first: of the lowest reward, those cut, or those without a score."""
+        """The rollouts of a step to look at first: those with the lowest reward, those cut, or those without a score."""
         with self.lock:
             steps, kinds = np.array(self._step), np.array(self._kind)
             there = np.flatnonzero((steps == step) & (kinds == 0))
@@ -197,13 +197,13 @@ def _filtered(index: RolloutIndex, wanted: RolloutQuery) -> NDArray[np.int64]:
         sign = -1.0 if wanted.order == "best" else 1.0
         numbers = numbers[np.isfinite(reward[numbers])]
         return np.asarray(numbers[np.argsort(sign * reward[numbers], kind="stable")], np.int64)
-    if wanted.order == "newest":  # the newest step first, and within it as it was written
+    if wanted.order == "newest":  # newest step first; within a step in file order
         numbers = numbers[np.argsort(-step[numbers], kind="stable")]
     return np.asarray(numbers, np.int64)
 
 
 def _speaks(line: bytes, needle: str) -> bool:
-    """Whether prompt or completion of a line hold a text, capital letters or not."""
+    """Whether prompt or completion of a line contain a text, ignoring case."""
     row = parsed(line) or {}
     return any(needle in _text(row.get(name)).casefold() for name in ("prompt", "completion"))
 

@@ -1,4 +1,4 @@
-"""Completions as the page shows them: a list of what is wanted, a group side by side, and two of it for the labelling desk."""
+"""Completions for the page: a list, a group side by side, and a pair for the labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGINNING, LONGEST, MOST_MEMBERS = 160, 20_000, 64
 
 
 def listed(index: RolloutIndex, wanted: RolloutQuery, first: int, count: int, seconds: float) -> dict[str, Any]:
-    """A stretch of the rollouts that are wanted, how many there are, and what one may choose from."""
+    """A page of the matching rollouts, how many match, and the available filters."""
     whole = index.read(seconds)
     numbers, searched = index.find(wanted, seconds)
     return {
@@ -32,7 +32,7 @@ def listed(index: RolloutIndex, wanted: RolloutQuery, first: int, count: int, se
 
 
 def briefs(index: RolloutIndex, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of a list."""
+    """Rows of the list."""
     return [
         {
             "n": n,
@@ -76,7 +76,7 @@ def _last_said(prompt: Any) -> str:
 
 
 def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, seconds: float) -> dict[str, Any]:
-    """Everything about the group of a rollout, its prompt once. Raises `Refused` where the run has gone back since."""
+    """A group of rollouts, with its prompt once. Raises `Refused` where the run has gone back since."""
     index.read(seconds)
     rows = _rows(index, index.group_of(n)[:MOST_MEMBERS], generation, seconds)
     if not rows:
@@ -124,7 +124,7 @@ def _tokens(row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:
-    """A prompt as messages; a plain one has no role."""
+    """A prompt as messages; a plain text has no role."""
     if not isinstance(prompt, list):
         return [{"role": "", "content": visible(str(prompt or ""))[:LONGEST]}]
     return [
@@ -142,7 +142,7 @@ def _rows(index: RolloutIndex, numbers: Sequence[int], generation: int, seconds:
 
 
 def pair(index: RolloutIndex, n: int, other: int, generation: int, run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Prompt and two completions of one group, each with where it came from. Raises `UserError` where they are no pair."""
+    """Prompt and two completions of one group, each with its origin. Raises `UserError` where they are not a pair."""
     rows = dict(_rows(index, [n, other], generation, 2.0))
     if n == other or len(rows) < 2 or index.group(n) != index.group(other):
         raise UserError("Two different completions of one prompt make a pair; choose two of a group.")

@@ -1,4 +1,4 @@
-"""Everything that was read of the runs, kept as long as there is room: their figures, and where their completions are."""
+"""What was read of all runs, cached within limits: their figures and the indices of their completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from psigrad_studio.runs.tokens import config_of
 MOST_POINTS, MOST_INDEXES = 20_000_000, 8
 PICTURE, PICTURE_BYTES = "episode.gif", 16 << 20
 _LAST = ("reward", "return", "accuracy", "token_accuracy", "loss")
-# Settings that change nothing of what is learned.
+# Settings that do not change what is learned.
 _ASIDE = frozenset({"video", "record_tokens", "reward_timeout", "reward_workers", "micro_batch_tokens"})
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class RunCache:
         self._entries: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def place(self, run: str) -> RunPlace:
-        """Where a run is. Raises `UserError` for an identifier that names none."""
+        """The folder of a run. Raises `UserError` for an unknown identifier."""
         found = self.finder.places().get(run)
         if found is None:
             raise UserError("This run is not (or no longer) in the folder of runs; reload the page.")
@@ -50,7 +50,7 @@ class RunCache:
         return self._kept(self._histories, run, History, len(self.finder.places()) + 1)
 
     def rollouts(self, run: str) -> RolloutIndex:
-        """Where a run's completions are."""
+        """The index of a run's completions."""
         return self._kept(self._rollouts, run, RolloutIndex, MOST_INDEXES)
 
     def _kept(self, cache: OrderedDict[str, T], run: str, make: Callable[[Path], T], most: int) -> T:
@@ -64,7 +64,7 @@ class RunCache:
             return cache[run]
 
     def entries(self, seconds: float) -> tuple[list[dict[str, Any]], bool]:
-        """What the list shows of each run, and whether all of them were read before the time was over."""
+        """The list entry of each run, and whether all runs were read before the time was over."""
         deadline, found, whole = time.monotonic() + seconds, [], True
         for place in self.finder.places().values():
             known = self._entries.get(place.id)
@@ -81,11 +81,11 @@ class RunCache:
         return found, whole
 
     def entry(self, run: str) -> dict[str, Any]:
-        """What the list shows of one run."""
+        """The list entry of one run."""
         return self._entry(self.place(run), None)
 
     def _entry(self, place: RunPlace, known: tuple[Any, dict[str, Any]] | None) -> dict[str, Any]:
-        # a run that has ended and whose files are as they were has nothing new to say
+        # an ended run with unchanged files needs no second look
         if known is not None and known[1]["whole"] and known[1]["state"] != "running" and known[0] == _signature(place.path):
             return known[1]
         history = self.history(place.id)
@@ -113,7 +113,7 @@ class RunCache:
         }
 
     def _trim(self) -> None:
-        """Let go of the figures looked at longest ago where there are too many."""
+        """Drop the least recently used figures where there are too many."""
         with self._lock:
             points = {run: sum(len(s.steps) for s in h.series.values()) for run, h in self._histories.items()}
             for run in list(self._histories)[:-1]:
@@ -122,7 +122,7 @@ class RunCache:
                 del self._histories[run], points[run]
 
     def picture(self, run: str) -> bytes | None:
-        """The film of an episode, where the run drew one."""
+        """The recorded episode as a GIF, where the run has one."""
         try:
             with opened(self.place(run).path / PICTURE) as stream:
                 found = stream.read(PICTURE_BYTES + 1)
@@ -132,7 +132,7 @@ class RunCache:
 
 
 def alert_of(alert: Alert) -> dict[str, Any]:
-    """An alert with the words of its rule."""
+    """An alert with the texts of its rule."""
     rule = BY_NAME[alert.rule]
     return {
         "rule": alert.rule,
@@ -148,7 +148,7 @@ def alert_of(alert: Alert) -> dict[str, Any]:
 
 
 def described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Method, model, seed and what tells runs of the same settings from others."""
+    """Method, model, seed, and a key of the settings that runs with other seeds share."""
     kind, given = kind_of(config), flat(config)
     name: Any = {"sft": "sft", "reward": "reward model", "preference": config.get("loss")}.get(kind, config.get("algorithm"))
     if isinstance(name, Mapping):

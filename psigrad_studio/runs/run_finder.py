@@ -1,4 +1,4 @@
-"""Which runs there are. A run is named by a hash of its place, so that nothing in a request ever becomes a path."""
+"""Find the run folders. A run is identified by a hash of its path, so that no text of a request becomes a path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCAN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class RunPlace:
-    """A run folder: its identifier, its name below the folder of runs, and where it is."""
+    """A run folder: its identifier, its name relative to the folder of runs, and its path."""
 
     id: str
     name: str
@@ -26,7 +26,7 @@ class RunPlace:
 
 
 class RunFinder:
-    """The run folders below `root`, looked for again at most once a second. Links are not followed."""
+    """The run folders below `root`, searched again at most once a second. Links are not followed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -37,7 +37,7 @@ class RunFinder:
         """Whether there are more than `MOST`, of which the rest is left out."""
 
     def places(self) -> dict[str, RunPlace]:
-        """Every run by its identifier, in order of their names."""
+        """All runs by identifier, sorted by name."""
         with self._lock:
             if time.monotonic() - self._scanned >= SCAN_SECONDS:
                 found = sorted(self._found(), key=lambda place: place.name)

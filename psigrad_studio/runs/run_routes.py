@@ -1,4 +1,4 @@
-"""What the runs page asks for. Runs are named by identifiers of the catalogue; no text of a request becomes a path."""
+"""The routes of the runs page. Requests name runs by identifiers; no text of a request becomes a path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Row = Annotated[int, Field(ge=0, lt=10**9)]
 
 
 class Have(RequestForm):
-    """What the page has of a run: of which generation, and how many points of each curve."""
+    """What the page already has of a run: the generation, and the number of points of each curve."""
 
     id: Id
     generation: int = 0
@@ -48,7 +48,7 @@ class Have(RequestForm):
 
 
 class CurvesForm(RequestForm):
-    """Curves of several runs, those of `names` or all that are known by name."""
+    """Curves of several runs: those in `names`, or the default ones."""
 
     runs: Annotated[list[Have], Field(max_length=MOST_RUNS)]
     names: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=500)] | None = None
@@ -62,7 +62,7 @@ class RunForm(RequestForm):
 
 
 class RolloutsForm(RunForm):
-    """Which rollouts: see `rollouts.Wanted`."""
+    """A `RolloutQuery`, and which part of the result."""
 
     step: Finite | None = None
     kind: Literal["train", "eval", "episode", "other"] | None = None
@@ -77,21 +77,21 @@ class RolloutsForm(RunForm):
 
 
 class GroupForm(RunForm):
-    """The group of one rollout; `generation` is that of the list it was found in."""
+    """The group of a rollout; `generation` is that of the list it came from."""
 
     n: Row
     generation: int = 0
 
 
 class SendForm(GroupForm):
-    """Two completions of one group, for a project of the labelling desk; none makes one."""
+    """Two completions of one group for a labelling project; without a project the default one is used."""
 
     other: Row
     project: Annotated[int, Field(ge=1)] | None = None
 
 
 def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
-    """The runs page's routes."""
+    """The routes of the runs page."""
     routes, cache = APIRouter(prefix="/api/runs"), RunCache(settings.runs)
     at_work = threading.BoundedSemaphore(max(2, settings.work_at_once))
 
@@ -182,7 +182,7 @@ def _completions(routes: APIRouter, cache: RunCache, settings: StudioSettings, l
 
 
 def _own_project(labels: LabelStore, request: Request) -> int:
-    """The project that pairs go to when none is named, made at the first time."""
+    """The default project for pairs, created when there is none."""
     person = labels.asking(request)
     for one in projects.mine(labels.db, person):
         if one.settings.name == OWN_PROJECT and one.settings.kind == "pair" and one.closed_at is None:
@@ -229,7 +229,7 @@ def _live(routes: APIRouter, cache: RunCache) -> None:
 async def _events(
     cache: RunCache, ids: list[str], streams: threading.BoundedSemaphore, ending: threading.Event
 ) -> AsyncIterator[str]:
-    """What changed, as it changes: the entry of each run, with how far its figures go."""
+    """Changes as they happen: the entry of each run, with the version of its figures."""
     seen: dict[str, Any] = {}
     try:
         looks = int(STREAM_SECONDS / LOOK_SECONDS)
@@ -238,7 +238,7 @@ async def _events(
             for run in ids:
                 if ending.is_set():
                     return
-                # a run that has ended may be taken up again, but there is no hurry
+                # an ended run may be resumed, but is looked at less often
                 if run in seen and seen[run]["state"] != "running" and look % 6:
                     continue
                 entry = await run_in_threadpool(_entry, cache, run)

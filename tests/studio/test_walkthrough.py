@@ -190,6 +190,7 @@ def right(model: Path, rows: list[dict]) -> float:
 
 def margin(policy: Path, reference: Path, rows: list[dict]) -> float:
     """Mean of β log π(chosen)/π_ref(chosen) − β log π(rejected)/π_ref(rejected), by transformers and not by psigrad."""
+    torch.set_num_threads(1)  # scoring set another number, and threads wait long for one another over a model this small
     tokenizer = AutoTokenizer.from_pretrained(policy)
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (policy, reference)]
 
