@@ -164,7 +164,9 @@ class Guard:
             raise Refused(429, "too_many", "Too many requests at once; wait a second.")
 
     def _bucket(self, scope: Scope) -> Bucket:
-        """The bucket that a request counts against. Each invited person has one of their own, so that nobody can lock others out."""
+        """The bucket that a request counts against. Each invited person has one of their own, so that nobody can lock others
+        out.
+        """
         asker = scope.get("state", {})
         person = asker.get("person")
         if asker.get("owner"):

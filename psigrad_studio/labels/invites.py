@@ -98,7 +98,9 @@ def revoke(session: Session, person: Person, invite_id: int) -> None:
 
 
 def accept(database: Database, token: str, name: str, password: str) -> Login:
-    """Create a user by a link, and log them in. Raises `Missing` where the link is used up, `Conflict` where the name is taken."""
+    """Create a user by a link, and log them in. Raises `Missing` where the link is used up, `Conflict` where the name is
+    taken.
+    """
     look(database, token)
     return _accept(database, token, name, passwords.hash_password(password))
 

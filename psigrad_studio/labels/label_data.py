@@ -1,4 +1,6 @@
-"""The current answers of a project with what they are about: the input of results and exports. Current are those not taken back."""
+"""The current answers of a project with what they are about: the input of results and exports. Current are those not taken
+back.
+"""
 
 from __future__ import annotations
 

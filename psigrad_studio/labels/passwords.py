@@ -37,7 +37,9 @@ def hash_password(password: str, cost: ScryptCost | None = None) -> str:
 
 
 def check_password(password: str, stored: str | None) -> bool:
-    """Whether the password matches `stored`. Takes the same time where `stored` is None, so that names cannot be found by timing."""
+    """Whether the password matches `stored`. Takes the same time where `stored` is None, so that names cannot be found by
+    timing.
+    """
     if stored is None:
         _scrypt(password[:LONGEST], b"no such person..", COST)
         return False

@@ -46,7 +46,9 @@ def _usual(name: str) -> bool:
 
 
 def _curve(history: History, series: Series, have: int, axis: str, grids: dict[bytes, int]) -> dict[str, Any]:
-    """One curve from point `have` on. Curves share most of their steps, so these are put into `grids` and referred to by index."""
+    """One curve from point `have` on. Curves share most of their steps, so these are put into `grids` and referred to by
+    index.
+    """
     count = len(series.steps)
     first = have if 0 <= have <= count else 0
     steps, values = series.steps[first:], series.values[first:]
