@@ -21,6 +21,7 @@ from psigrad.control.flat_optimizer import FlatOptimizer
 from psigrad.control.rollouts import Collector, play
 from psigrad.control.vector import Environments
 from psigrad.records import checkpoint
+from psigrad.records.rows import EpisodeRow
 from psigrad.records.run_folder import to_line
 from psigrad.training.journal import Clock, Journal
 from psigrad.training.progress import bar
@@ -136,7 +137,7 @@ class Judge:
         figures = summary(returns, lengths)
         progress.evaluated.append({"timesteps": method.timesteps, **figures})
         journal.metrics(method.timesteps, {f"eval/{k}": v for k, v in figures.items()})
-        rows = [
+        rows: list[EpisodeRow] = [
             {"step": method.timesteps, "kind": "episode", "episode": i, "reward": r, "length": n}
             for i, (r, n) in enumerate(zip(returns, lengths, strict=True))
         ]

@@ -17,7 +17,8 @@ from typing import Any
 
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
-from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, number, shown, visible
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, shown, visible
+from psigrad.records.rows import number
 from psigrad.report import plots
 
 SAMPLES = 24

@@ -236,6 +236,15 @@ def prioritised_sweeping(
             return
 
 
+SOLVERS: dict[str, Callable[..., Iterator[Sweep]]] = {
+    "value_iteration": value_iteration,
+    "policy_iteration": policy_iteration,
+    "modified_policy_iteration": modified_policy_iteration,
+    "prioritised_sweeping": prioritised_sweeping,
+}
+"""The solvers that yield sweeps, by name; each takes an MDP and, as keywords, `value` and `epsilon`."""
+
+
 def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = None, epsilon: float = 1e-8) -> Solution:
     """V*, an optimal policy and a bound on the error, at most `epsilon` for γ < 1.
 
