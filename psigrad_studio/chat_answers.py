@@ -126,7 +126,8 @@ class _Writer:
     """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
-        from psigrad.recipes.setup import sampler_for, sampling_params
+        from psigrad.recipes.setup import sampling_params
+        from psigrad.rollout.samplers import make as sampler_for
         from psigrad.rollout.types import Request
 
         row = question.row(model.tokenizer)

@@ -7,6 +7,7 @@ its seconds by phase, tokens and peak memory.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -25,10 +26,7 @@ def main(who: str, folder: str, dtype: str, threads: str, device: str, start: st
     logging.disable(logging.WARNING)
     import torch
 
-    if who == "ours":
-        from psigrad.bench import worker as side
-    else:
-        from psigrad.bench import trl_worker as side
+    side = importlib.import_module(f"psigrad.bench.{'worker' if who == 'ours' else 'trl_worker'}")
 
     torch.set_num_threads(int(threads) or len(os.sched_getaffinity(0)))
     take_steps, check = side.build(Path(folder), dtype, device)

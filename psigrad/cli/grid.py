@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
@@ -67,7 +68,7 @@ def run(settings: GridSettings, console: Console | None = None) -> Sweep:
 
 def grid_of(settings: GridSettings) -> GridWorld:
     """The grid that the settings describe."""
-    given = {"slip": settings.slip, "step_reward": settings.step_reward, "gamma": settings.discount}
+    given: dict[str, Any] = {"slip": settings.slip, "step_reward": settings.step_reward, "gamma": settings.discount}
     try:
         if not settings.map:
             return GridWorld(**given)

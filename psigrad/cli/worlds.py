@@ -8,15 +8,43 @@ from psigrad.errors import UserError
 
 def explain(arguments: list[str]) -> int:
     """Print a formula."""
-    usage = "psigrad explain NAME [OTHER]"
+    usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if asks_for_help(arguments):
-        print(f"{usage}\n\nThe formula that NAME optimises, term by term, or how OTHER differs from it.")
+        print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
+        print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
         return 0
-    if not 1 <= len(arguments) <= 2:
-        raise UserError(f"explain got {len(arguments)} names and takes one or two; the usage is {usage}.")
-    from psigrad import objective
+    from psigrad.config.load import put, read_value
 
-    print(objective.explain(*arguments))
+    methods: list[dict[str, object]] = []
+    for text in arguments:
+        name, sign, value = text.partition("=")
+        if sign and methods:
+            name = name.removeprefix("algorithm.").removeprefix("loss.")
+            put(methods[-1], name, read_value(value), f"override {text!r}")
+        else:
+            methods.append({"preset": text})
+    if not 1 <= len(methods) <= 2:
+        raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
+    from psigrad.config import algorithms
+
+    print(algorithms.explain(methods[0], *methods[1:]))
+    if len(methods) == 1 and len(methods[0]) > 1:
+        print(f"What differs from {methods[0]['preset']}:\n")
+        print(algorithms.explain({"preset": methods[0]["preset"]}, methods[0]))
+    return 0
+
+
+def doctor(arguments: list[str]) -> int:
+    """Print what the machine offers."""
+    if asks_for_help(arguments):
+        print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
+        return 0
+    from psigrad.cli import flags
+
+    given = flags.plain("doctor", arguments, {"json": False})
+    from psigrad.planning import doctor
+
+    print(doctor.report(as_json=given["json"]))
     return 0
 
 

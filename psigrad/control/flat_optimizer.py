@@ -47,7 +47,7 @@ class FlatOptimizer:
                     f"The gradient was not finite for {self.nonfinite} updates in a row; none of them was applied. Lower "
                     "learning_rate, or look at the environment's rewards and observations."
                 )
-            return norm
+            return float(norm)
         self.nonfinite = 0
         if 0 < self.max_grad_norm < norm:
             gradient.mul_(self.max_grad_norm / norm)
@@ -59,7 +59,7 @@ class FlatOptimizer:
             self._apply(gradient, rate)
         finally:
             torch.set_flush_denormal(False)
-        return norm
+        return float(norm)
 
     def _apply(self, gradient: Tensor, rate: float) -> None:
         if self.kind == "adam":

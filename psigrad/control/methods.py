@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from psigrad.config.algorithms import changed
+from psigrad.config.algorithms import resolve as resolve_algorithm
 from psigrad.objective import catalog, ratio
 from psigrad.objective.advantage import (
     action_advantage,
@@ -52,7 +54,7 @@ def names() -> list[str]:
 
 
 def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
-    """The method that a specification means, as `catalog.resolve`, with control's presets before a language model's of that name.
+    """The method that a specification means, control's presets before a language model's of that name.
 
     A language model's preset loses its KL to a reference policy, which control has none of.
     """
@@ -60,10 +62,10 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
     if isinstance(spec, PolicyGradient):
         return spec
     if isinstance(spec, str):
-        return presets[spec] if spec in presets else replace(catalog.resolve(spec), kl=None)
+        return presets[spec] if spec in presets else replace(resolve_algorithm(spec), kl=None)
     if isinstance(spec, Mapping) and spec.get("preset") in presets:
-        return catalog.changed(presets[spec["preset"]], {key: value for key, value in spec.items() if key != "preset"})
-    return replace(catalog.resolve(spec), kl=None)
+        return changed(presets[spec["preset"]], {key: value for key, value in spec.items() if key != "preset"})
+    return replace(resolve_algorithm(spec), kl=None)
 
 
 def adjusted(

@@ -183,8 +183,10 @@ class Tape:
 
 
 def _tanh_backward_(grad: Tensor, output: Tensor) -> Tensor:
-    return torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=grad)
+    found: Tensor = torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=grad)
+    return found
 
 
 def _relu_backward(grad: Tensor, output: Tensor) -> Tensor:
-    return torch.ops.aten.threshold_backward(grad, output, 0)
+    found: Tensor = torch.ops.aten.threshold_backward(grad, output, 0)
+    return found

@@ -138,7 +138,7 @@ def resolve(config: ControlConfig) -> PolicyGradient | str:
     if config.algorithm == "dqn":
         return "dqn"
     spec = config.algorithm
-    if isinstance(spec, str) and ":" not in spec and spec not in (*names(), *catalog.names()):
+    if isinstance(spec, str) and ":" not in spec and spec not in (*names(), *catalog.METHODS):
         raise UserError(f"There is no algorithm {spec!r} for control; expected {', '.join(names())}{nearest(spec, names())}")
     # TRPO's surrogate is its own; psi and the critic's loss are PPO's
     algorithm = control_catalog.resolve("ppo" if spec == "trpo" else spec)

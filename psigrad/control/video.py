@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 from PIL import Image
@@ -51,5 +52,6 @@ def _frames(env: gym.Env[object, object], method: Method) -> list[Image.Image]:
 
 
 def _picture(env: gym.Env[object, object]) -> Image.Image:
-    picture = Image.fromarray(env.render())
+    pixels: Any = env.render()
+    picture = Image.fromarray(pixels)
     return picture.resize((_WIDTH, round(picture.height * _WIDTH / picture.width))).quantize(64)

@@ -27,8 +27,10 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
 
 def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows with different prompts, so that no held-out prompt is ever trained on. Raises `UserError` where a task has
-    too few.
+    """`size` rows with different prompts, so that no held-out prompt is ever trained on.
+
+    They come in a random order that depends on `seed`. In the order of their drawing the last ones would be the prompts that a
+    task rarely makes, and no split would be fair. Raises `UserError` where a task has too few.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
@@ -40,7 +42,8 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
         raise UserError(
             f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; ask for fewer or widen it."
         )
-    return list(rows.values())[:size]
+    drawn_first = list(rows.values())[:size]
+    return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct")]
 
 
 def demonstrations(

@@ -14,8 +14,8 @@ import numpy as np
 
 from psigrad.errors import UserError, nearest
 from psigrad.experiments import problems
-from psigrad.experiments.interval import Interval, interval
 from psigrad.experiments.settings import BiasSettings
+from psigrad.intervals import Interval, over_seeds
 from psigrad.objective import Batch, PolicyGradient, aggregate, ratio
 from psigrad.objective.advantage import gae, k_step
 from psigrad.objective.critic import value_loss
@@ -216,9 +216,9 @@ def rows(world: World, *, error: float, seeds: int, episodes: int) -> list[Row]:
                 target.n,
                 target.lam,
                 float(((mean - world.value)[alive] ** 2).mean()),
-                interval(bias2),
+                over_seeds(bias2),
                 float(variance[alive].mean()),
-                interval(spread),
+                over_seeds(spread),
             )
         )
     return out

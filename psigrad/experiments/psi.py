@@ -19,9 +19,9 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.experiments import problems
-from psigrad.experiments.interval import Interval, interval
 from psigrad.experiments.problems import Critic
 from psigrad.experiments.settings import PsiSettings
+from psigrad.intervals import Interval, over_seeds
 from psigrad.objective import Batch, PolicyGradient, Prepared, aggregate, ratio
 from psigrad.objective.advantage import (
     Psi,
@@ -300,10 +300,10 @@ def _row(form: Form, given: Problem, played: Sequence[Paths], size: int) -> Row:
         critic=form.critic,
         exact_bias=float(np.linalg.norm(mean - truth)) / length,
         exact_along=float(mean @ truth) / length**2 - 1,
-        along=interval([float(g.mean(0) @ truth) / length**2 - 1 for g in found]),
+        along=over_seeds([float(g.mean(0) @ truth) / length**2 - 1 for g in found]),
         p=no_bias(np.concatenate(found), truth),
         exact_variance=variance,
-        variance=interval([size * float(g.var(0, ddof=1).sum()) for g in found]),
+        variance=over_seeds([size * float(g.var(0, ddof=1).sum()) for g in found]),
         error=math.sqrt(float(((mean - truth) ** 2).sum()) + variance / size) / length,
     )
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from psigrad.experiments import bias as biases
 from psigrad.experiments import clip as clips
 from psigrad.experiments import psi as forms
-from psigrad.experiments.interval import Interval
+from psigrad.intervals import Interval
 
 _CRITICS = {"": "no critic", forms.EXACT: "exact V and Q", forms.ROUGH: "rough V and Q"}
 _VALUES = {biases.PERFECT: "V̂ = V", biases.SHRUNK: "V̂ shrunk", biases.NOISY: "V̂ with noise"}

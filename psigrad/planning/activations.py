@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -59,10 +59,10 @@ def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str 
 
     A GPU runs transformers' own modules, which a CPU runs in float64 alone: there the twin is counted and its widths converted.
     """
-    settings = config.to_json_string(use_diff=False)
+    settings, kind = config.to_json_string(use_diff=False), cast(Any, type(config))
     if device == "cpu":
-        return _terms(type(config), settings, dtype, lora)
-    return _terms(type(config), settings, "float64", lora).scaled(DTYPES[dtype].itemsize / 8)
+        return _terms(kind, settings, dtype, lora)
+    return _terms(kind, settings, "float64", lora).scaled(DTYPES[dtype].itemsize / 8)
 
 
 @cache

@@ -12,13 +12,13 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.rows import Form, Row
 from psigrad.data.templates import example, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES
 from psigrad.models.fused import weights_only as bare
-from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky
 from psigrad.planning.activations import Terms, terms
 from psigrad.planning.hardware import Machine
@@ -214,7 +214,7 @@ def _reader(config: Config) -> tuple[Form, Callable[[Any, Row], tuple[int, list[
         return "sft", lambda tokenizer, row: _split(example(tokenizer, row, config.max_length))
     if isinstance(config, RewardConfig) and config.process:
         return "stepwise", lambda tokenizer, row: (1, [pairs.steps(tokenizer, row, config.step_separator).tokens])
-    if isinstance(config, PreferenceConfig) and isinstance(preference_catalog.resolve(config.loss), KahnemanTversky):
+    if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
         return "unpaired-preference", lambda tokenizer, row: _judged(pairs.judged(tokenizer, row))
     return "preference", lambda tokenizer, row: _pair(pairs.pair(tokenizer, row))
 

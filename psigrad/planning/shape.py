@@ -88,7 +88,8 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=local)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local)
+        return found
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"No model configuration could be read from {path!r} ({reason}); give a folder or a hub name.") from error

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
-from psigrad.objective import preference_catalog
+from psigrad.config.algorithms import resolve_loss
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.preference import KahnemanTversky
-from psigrad.objective.preference_catalog import OnlinePreference
 from psigrad.planning.hardware import Machine
 from psigrad.planning.shape import Shape
 from psigrad.recipes import online
@@ -111,7 +111,7 @@ def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
     """What the settings ask for in one step; `dataset` is the number of training rows, 0 where unknown."""
     if isinstance(config, OnlineConfig):
         return _online(config, lengths, dataset)
-    kto = isinstance(config, PreferenceConfig) and isinstance(preference_catalog.resolve(config.loss), KahnemanTversky)
+    kto = isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky)
     members = 1 if kto or isinstance(config, SFTConfig) or (isinstance(config, RewardConfig) and config.process) else 2
     return Work(
         rows=config.batch_size,
@@ -201,7 +201,7 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     if not work.samples:
         return Cost(0.0, passes, training, 0.0)
     sampled = work.completion_tokens
-    decoded = 2 * (policy.matrices + policy.head) * sampled
+    decoded = 2.0 * (policy.matrices + policy.head) * sampled
     decoded += 4 * policy.layers * policy.query * sampled * (length.prompt + length.completion / 2)
     rounds = math.ceil(work.rows * work.members / work.slots) * length.longest_completion
     prefill = 2 * policy.matrices * work.rows * length.prompt

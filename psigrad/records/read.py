@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.records.pins import check_format
 from psigrad.records.rows import number, parsed, rollout_figures, stepped
 
 TEXT_LIMIT = 600
@@ -149,11 +150,12 @@ def load(folder: str | Path) -> RunData:
     try:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
+        check_format(path, config := _json(path / "config.json"))
         rewards, troubles, samples = _rollouts(path / "rollouts.jsonl")
         return RunData(
             name=path.resolve().name,
             path=path,
-            config=_json(path / "config.json"),
+            config=config,
             metrics=[row for line in _lines(path / "metrics.jsonl") if (row := stepped(line)) is not None],
             timings=[row for line in _lines(path / "timings.jsonl") if (row := stepped(line)) is not None],
             events=[row for line in _lines(path / "events.jsonl") if (row := parsed(line)) is not None],

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from psigrad.experiments import bias, clip, problems, psi, tables
-from psigrad.experiments.interval import Interval
 from psigrad.experiments.settings import BiasSettings, ClipSettings, PsiSettings
+from psigrad.intervals import Interval
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "experiments.md").read_text()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from psigrad.experiments import problems, psi
-from psigrad.experiments.interval import interval
 from psigrad.experiments.psi import Form
+from psigrad.intervals import over_seeds
 from psigrad.objective.advantage import batch_mean, leave_one_out, moving_average, reward_to_go
 from psigrad.tabular import all_paths, sample_paths
 
@@ -191,9 +191,9 @@ def test_the_probability_of_no_bias_is_uniform_when_there_is_none():
 
 
 def test_intervals_are_students():
-    found = interval([1.0, 2.0, 3.0, 4.0])
+    found = over_seeds([1.0, 2.0, 3.0, 4.0])
     assert found.mean == 2.5 and found.high - 2.5 == pytest.approx(3.182446 * np.std([1, 2, 3, 4], ddof=1) / 2, rel=1e-6)
-    assert interval([3.0]) == (3.0, 3.0, 3.0)
+    assert over_seeds([3.0]) == (3.0, 3.0, 3.0)
 
 
 def test_a_moving_average_of_several_batches_has_the_weights_of_its_definition():

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from cached import sample
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from psigrad.models import logprobs
@@ -37,6 +38,7 @@ def model(request, tokenizer):
     torch.manual_seed(0)
     made = prepare(AutoModelForCausalLM.from_config(config), tokenizer)
     assert made.decoder is not None, made.why_unfused
+    made.kept = None
     with torch.no_grad():  # sharp distributions, ends at unlike lengths
         for p in made.hf.parameters():
             p.mul_(2)
@@ -47,11 +49,16 @@ def sampled(model, requests=REQUESTS, limit=1e9, **settings) -> Groups:
     """Completions of the requests, their activations kept."""
     model.kept = ActivationCache(limit)
     params = SamplingParams(max_tokens=20, stop_token_ids=tuple(range(60)))
-    groups = EmbeddedSampler(model, **settings).sample(list(requests), params)
+    groups = sample(EmbeddedSampler(model, **settings), list(requests), params, model.kept)
     drawn = Groups([r.prompt_ids for r in requests], [[c.ids for c in group] for group in groups])
     lengths = {len(ids) for group in drawn.completions for ids in group}
     assert len(lengths) > 2, "the test is about sequences that leave the batch at unlike times"
     return drawn
+
+
+def evaluate(model, groups, **settings):
+    """The model's log-probs of the groups, by what was kept of them."""
+    return model.evaluate(groups, cache=model.kept, **settings)
 
 
 def found(model, groups):
@@ -61,7 +68,7 @@ def found(model, groups):
 
 def results(model, groups):
     """(log-probs, gradient of their weighted sum)."""
-    logp = model.evaluate(groups).logp
+    logp = evaluate(model, groups).logp
     weights = torch.linspace(0.5, 2, logp.numel()).view_as(logp)
     grads = torch.autograd.grad((logp * weights).sum(), list(model.trainable().values()))
     return logp.detach(), torch.cat([g.flatten() for g in grads])
@@ -81,7 +88,7 @@ def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings, 
     assert found(model, groups) is not None
     logp, gradient = results(model, groups)
     with torch.no_grad():
-        assert unlike(model.evaluate(groups).logp, logp) < 1e-6
+        assert unlike(evaluate(model, groups).logp, logp) < 1e-6
     model.kept = None
     expected, oracle = results(model, groups)
     assert float((logp - expected).abs().max()) < 5e-5
@@ -143,11 +150,11 @@ def test_what_was_said_at_another_temperature_or_by_another_head_is_not_used(mod
     for temperature, runs in ((1.0, 0), (0.7, 1)):
         passes.clear()
         with torch.no_grad():
-            logp = model.evaluate(groups, temperature=temperature).logp
+            logp = evaluate(model, groups, temperature=temperature).logp
         assert len(passes) == runs
         known, model.kept = model.kept, None
         with torch.no_grad():
-            assert float((logp - model.evaluate(groups, temperature=temperature).logp).abs().max()) < 5e-5
+            assert float((logp - evaluate(model, groups, temperature=temperature).logp).abs().max()) < 5e-5
         model.kept = known
     head = model.network.get_output_embeddings().weight
     if head is model.network.get_input_embeddings().weight:
@@ -155,19 +162,19 @@ def test_what_was_said_at_another_temperature_or_by_another_head_is_not_used(mod
     with torch.no_grad():
         head.mul_(1.1)
         passes.clear()
-        logp = model.evaluate(groups).logp
+        logp = evaluate(model, groups).logp
         assert found(model, groups) is not None and len(passes) == 1
         model.kept = None
-        assert float((logp - model.evaluate(groups).logp).abs().max()) < 5e-5
+        assert float((logp - evaluate(model, groups).logp).abs().max()) < 5e-5
 
 
 def test_log_probs_of_two_temperatures_are_no_ones(model, passes):
     groups = sampled(model)
-    EmbeddedSampler(model).sample([Request((40, 41), (10,))], SamplingParams(max_tokens=5, temperature=0.7))
+    sample(EmbeddedSampler(model), [Request((40, 41), (10,))], SamplingParams(max_tokens=5, temperature=0.7), model.kept)
     for temperature in (1.0, 0.7):
         passes.clear()
         with torch.no_grad():
-            model.evaluate(groups, temperature=temperature)
+            evaluate(model, groups, temperature=temperature)
         assert len(passes) == 1
 
 
@@ -177,7 +184,7 @@ def test_a_changed_weight_makes_them_stale(model):
         next(iter(model.trainable().values())).mul_(1.1)  # in place, as an optimiser does it
     assert found(model, groups) is None
     assert not model.kept.slabs, "what is stale is let go"
-    EmbeddedSampler(model).sample([REQUESTS[0]], SamplingParams(max_tokens=3))
+    sample(EmbeddedSampler(model), [REQUESTS[0]], SamplingParams(max_tokens=3), model.kept)
     assert not model.kept.slabs, "nor is anything added to it"
     logp, gradient = results(model, groups)
     model.kept = None
@@ -194,15 +201,15 @@ def test_under_lora_they_serve_the_adapter_that_trains_and_nothing_else(model):
     assert found(lora, groups) is not None
     _, gradient = results(lora, groups)
     with lora.without_adapter(), torch.no_grad():
-        base = lora.evaluate(groups).logp
+        base = evaluate(lora, groups).logp
     assert found(lora, groups) is not None, "the reference's pass leaves them alone"
     with lora.without_adapter():
-        EmbeddedSampler(lora).sample([REQUESTS[0]], SamplingParams(max_tokens=3))
+        sample(EmbeddedSampler(lora), [REQUESTS[0]], SamplingParams(max_tokens=3), lora.kept)
     assert found(lora, groups) is not None
     lora.kept = None
     assert unlike(gradient, results(lora, groups)[1]) < 1e-4
     with lora.without_adapter(), torch.no_grad():
-        assert torch.equal(base, lora.evaluate(groups).logp)
+        assert torch.equal(base, evaluate(lora, groups).logp)
 
 
 def test_other_tokens_are_not_found(model):
@@ -227,7 +234,7 @@ def test_two_calls_of_the_sampler_add_up(model):
     first, size = model.kept, model.kept.rows
     more = [Request((40, 41, 42), (10, 11))]
     params = SamplingParams(max_tokens=12)
-    drawn = EmbeddedSampler(model).sample(more, params)
+    drawn = sample(EmbeddedSampler(model), more, params, model.kept)
     assert model.kept is first and first.rows > size
     both = Groups([*groups.prompts, more[0].prompt_ids], [*groups.completions, [c.ids for c in drawn[0]]])
     _, gradient = results(model, both)
@@ -247,7 +254,7 @@ def test_copies_of_one_layer_at_a_time_lie_beside_what_was_kept(model, monkeypat
     passed_on = []
     through = fused._Through.apply
     monkeypatch.setattr(fused._Through, "apply", lambda *given: passed_on.append(through(*given)) or passed_on[-1])
-    logp = model.evaluate(groups).logp
+    logp = evaluate(model, groups).logp
     last = len(model.decoder.layers) - 1
     assert [bool(y.isnan().all()) for y in passed_on] == [True] * last + [False], "nobody computes with a mere place"
     assert gathered == [[(last, 0)]], "the head needs the last layer's output, and nothing else is needed yet"
@@ -261,7 +268,7 @@ def test_what_was_let_go_is_not_begun_again(model):
     groups = sampled(model)
     model.kept.clear()
     before = model.kept.rows
-    EmbeddedSampler(model).sample(list(REQUESTS), SamplingParams(max_tokens=5))
+    sample(EmbeddedSampler(model), list(REQUESTS), SamplingParams(max_tokens=5), model.kept)
     assert model.kept.rows == before and not model.kept.slabs and found(model, groups) is None
 
 
