@@ -19,7 +19,7 @@ from psigrad_studio.playback import ALGORITHMS, FloatArray, Frame, Playback, eva
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NextState:
     """One successor state s' of an action: its probability, its reward and its value."""
 
     probability: float
@@ -35,7 +35,7 @@ class ActionBackup:
 
     action: int
     q: float
-    outcomes: list[Outcome]
+    outcomes: list[NextState]
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ def evaluated_probabilities(playback: Playback, state: int) -> list[float] | Non
     return [float(p) for p in row]
 
 
-def _outcomes(playback: Playback, frame: Frame, state: int, action: int) -> list[Outcome]:
+def _outcomes(playback: Playback, frame: Frame, state: int, action: int) -> list[NextState]:
     mdp, world = playback.mdp, playback.spec.world
     row = mdp.transitions[action * mdp.n_states + state]
     assert mdp.rewards_next is not None and not mdp.is_sparse
     paid = mdp.rewards_next[action * mdp.n_states + state]
     return [
-        Outcome(float(row[s]), world.cell(int(s)), float(paid[s]), float(frame.value[s]), bool(mdp.is_terminal[s]))
+        NextState(float(row[s]), world.cell(int(s)), float(paid[s]), float(frame.value[s]), bool(mdp.is_terminal[s]))
         for s in np.flatnonzero(row)
     ]
 
