@@ -108,7 +108,8 @@ class ActorCritic:
             return Output(policy, rest, None)
         width = own if self.of_actions else 1
         if self.shared:
-            values = out_KMO[0, :, own : own + self.n_critics * width].unflatten(1, (self.n_critics, width)).transpose(0, 1)
+            joined = out_KMO[0, :, own : own + self.n_critics * width]
+            values = torch.unflatten(joined, 1, (self.n_critics, width)).transpose(0, 1)
         else:
             values = out_KMO[1:].narrow(2, 0, width)
         return Output(policy, rest, values if self.of_actions else values.select(2, 0))

@@ -73,8 +73,9 @@ class Noise:
         """The next step's [E, P]."""
         if self._at == len(self._block):
             self._block, self._at = self._distribution.noise(self._rng, (self._STEPS, self._count)), 0
+        drawn: Array = self._block[self._at]
         self._at += 1
-        return self._block[self._at - 1]
+        return drawn
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,12 @@ class Categorical:
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
         # the largest of logits + Gumbel noise is drawn from their softmax
-        return (out + noise).argmax(1)
+        drawn: Array = (out + noise).argmax(1)
+        return drawn
 
     def mode(self, out: Array) -> Array:
-        return out.argmax(1)
+        likeliest: Array = out.argmax(1)
+        return likeliest
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class Normal:
         return rng.standard_normal((*shape, self.n), dtype=np.float32)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
-        return out + np.exp(rest) * noise
+        drawn: Array = out + np.exp(rest) * noise
+        return drawn
 
     def mode(self, out: Array) -> Array:
         return out

@@ -120,8 +120,8 @@ class DQN:
         double = config.dqn.double_q
         drawn = self.replay.sample(steps * size, rng)
         next_q = towers.with_flat(self.target, drawn.next_observation)[0]
-        worth = q_learning.backed_up(drawn.reward, drawn.terminated, next_q, config.gamma).split(size)
-        shares = q_learning.shares(drawn.action, next_q.shape[1], size).split(size)
+        worth = torch.split(q_learning.backed_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
+        shares = torch.split(q_learning.shares(drawn.action, next_q.shape[1], size), size)
         shown = drawn.observation.view(steps, size, -1)
         if double:  # the network that learns is asked of both states in one pass
             shown = torch.cat([shown, drawn.next_observation.view(steps, size, -1)], 1)

@@ -39,7 +39,7 @@ class FlatOptimizer:
 
         Raises `NonFiniteError` after three in a row that are not finite.
         """
-        norm = torch.linalg.vector_norm(gradient).item()
+        norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
             self.nonfinite += 1
             if self.nonfinite >= MAX_NONFINITE:

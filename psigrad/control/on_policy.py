@@ -217,7 +217,7 @@ class OnPolicy:
         )
         prepared = algorithm.prepare(batch, self.state, metrics=metrics)
         self.state = prepared.state
-        if action_value is not None:  # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
+        if action_value is not None and value is not None:  # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
             lam = 1.0 if self.config.gae_lambda is None else self.config.gae_lambda
             ahead = discounted_sum(td_errors(batch, self.config.gamma), batch.mask, self.config.gamma * lam)
             prepared = replace(prepared, returns=ahead + value)

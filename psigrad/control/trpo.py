@@ -70,7 +70,7 @@ class TRPO(OnPolicy):
             tries=settings.line_search_max_iter,
         )
         with torch.no_grad():
-            start += taken.shift
+            start.add_(taken.shift)
         return taken
 
     def _fit_critic(self, algorithm: PolicyGradient, whole: Parts, minibatches: int, rate: float) -> float:

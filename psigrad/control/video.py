@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 from PIL import Image
 
 from psigrad import seeds
@@ -51,5 +52,5 @@ def _frames(env: gym.Env[object, object], method: Method) -> list[Image.Image]:
 
 
 def _picture(env: gym.Env[object, object]) -> Image.Image:
-    picture = Image.fromarray(env.render())
+    picture = Image.fromarray(np.asarray(env.render()))
     return picture.resize((_WIDTH, round(picture.height * _WIDTH / picture.width))).quantize(64)
