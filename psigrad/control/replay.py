@@ -31,7 +31,7 @@ class Transitions:
     """[M] bool: nothing follows. An episode cut by its limit is not terminated."""
 
 
-class Replay:
+class ReplayBuffer:
     """The last `capacity` transitions, drawn from uniformly with replacement."""
 
     def __init__(self, capacity: int, size: int) -> None:

@@ -24,7 +24,7 @@ _WORTH_VECTORISING = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class VectorStep:
     """What one step of E environments gave."""
 
     observation: Array
@@ -36,7 +36,7 @@ class Step:
     truncated: Array
     """[E] bool: the episode was cut, by a time limit say; what would have followed is worth V of the last observation."""
     chosen: Array
-    """[E] bool: False where the step only began a new episode and no action was heeded."""
+    """[E] bool: False where the step only began a new episode, whatever the action."""
     last: dict[int, Array]
     """The final observation [D] of each environment whose episode ended, where `observation` already shows the next one."""
 
@@ -53,7 +53,7 @@ class Environments:
         self.size, self._flatten = _observations(self._space)
         self._resting = np.zeros(self.count, bool)
         if isinstance(vector, VectorEnv) and type(vector.unwrapped.action_space) is spaces.MultiDiscrete:
-            vector.unwrapped.action_space = _Trusted(vector.unwrapped.action_space)
+            vector.unwrapped.action_space = _Unchecked(vector.unwrapped.action_space)
 
     def reset(self, seed: int) -> Array:
         """New episodes everywhere; the observations [E, D]."""
@@ -61,7 +61,7 @@ class Environments:
         # Gymnasium gives environment i the seed `seed + i`
         return self._flatten(self._env.reset(seed=seed % 2**31)[0])
 
-    def step(self, actions: Array) -> Step:
+    def step(self, actions: Array) -> VectorStep:
         """Act in every environment."""
         raw, reward, terminated, truncated, infos = self._env.step(self.to_env(actions))
         observation, chosen = self._flatten(raw), ~self._resting
@@ -78,7 +78,7 @@ class Environments:
                 last = {int(i): observation[i].copy() for i in where}
                 fresh = self._flatten(self._env.reset(options={"reset_mask": ended})[0])
                 observation = np.where(ended[:, None], fresh, observation)
-        return Step(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
+        return VectorStep(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
 
     def flat(self, observation: Any) -> tuple[Array, bool]:
         """[E, D] of one observation (then True) or a batch of them, as the environment gives them. Raises `UserError` for
@@ -96,8 +96,8 @@ class Environments:
         self._env.close()
 
 
-class _Trusted(spaces.MultiDiscrete):
-    """A space that takes the policy's word for its own actions: Gymnasium's check of each was a twentieth of A2C's time."""
+class _Unchecked(spaces.MultiDiscrete):
+    """A space that does not check the policy's own actions: Gymnasium's check took a twentieth of A2C's time."""
 
     def __init__(self, space: spaces.MultiDiscrete) -> None:
         super().__init__(space.nvec, dtype=space.dtype, start=space.start)
@@ -218,7 +218,7 @@ def _observations(space: spaces.Space[Any]) -> tuple[int, Callable[[Array], Arra
 class Normalizer:
     """Observations less their running mean over their running deviation, and rewards over that of the discounted return.
 
-    The figures change between rollouts only, so that a rollout's every step was seen through the same glasses.
+    The figures change between rollouts only, so that every step of a rollout is normalised alike.
     Source: Andrychowicz et al. 2021, arXiv:2006.05990; the `VecNormalize` of Stable-Baselines.
     """
 

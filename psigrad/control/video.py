@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from psigrad import seeds
-from psigrad.control.learning import Method
+from psigrad.control.trainer import Trainer
 from psigrad.control.vector import Environments, Serial
 from psigrad.errors import UserError
 
@@ -18,15 +18,15 @@ from psigrad.errors import UserError
 _MOST_FRAMES, _WIDTH = 250, 300
 
 
-def record(method: Method, path: Path) -> Path:
+def record(trainer: Trainer, path: Path) -> Path:
     """One episode of the policy's likeliest actions as a GIF. Raises `UserError` where the environment draws no pictures."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
-    config = method.config
+    config = trainer.config
     if not isinstance(config.env, str):
         raise UserError("A film needs the environment's id; this one was given as an object.")
     try:
         env = gym.make(config.env, render_mode="rgb_array", **config.env_kwargs)
-        frames = _frames(env, method)
+        frames = _frames(env, trainer)
     except gym.error.Error as error:
         said = str(error).strip().rstrip(".")
         raise UserError(
@@ -39,12 +39,12 @@ def record(method: Method, path: Path) -> Path:
     return path
 
 
-def _frames(env: gym.Env[object, object], method: Method) -> list[Image.Image]:
-    envs, see = Environments(Serial([env])), method.collector.normalizer.see
-    observation = envs.reset(seeds.derive(method.config.run.seed, "film"))
+def _frames(env: gym.Env[object, object], trainer: Trainer) -> list[Image.Image]:
+    envs, see = Environments(Serial([env])), trainer.collector.normalizer.see
+    observation = envs.reset(seeds.derive(trainer.config.run.seed, "film"))
     frames = [_picture(env)]
     while True:
-        step = envs.step(method.network.act(see(observation)))
+        step = envs.step(trainer.network.act(see(observation)))
         if (step.terminated | step.truncated)[0]:
             return frames
         frames.append(_picture(env))

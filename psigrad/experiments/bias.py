@@ -33,7 +33,7 @@ from psigrad.tabular import (
     solve,
 )
 from psigrad.tabular.mdp import FloatArray, IntArray
-from psigrad.tabular.sampling import outcomes
+from psigrad.tabular.simulation import outcomes
 
 N = (1, 2, 4, 8, 16, 32, 64)
 LAMBDA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from psigrad.tabular.mdp import MDP
+from psigrad.tabular.mdp import DENSE_UP_TO, MDP
 
 __all__ = ["from_gymnasium", "from_outcomes"]
-
-DENSE_UP_TO = 512
 
 
 def from_gymnasium(env: Any, gamma: float) -> MDP:

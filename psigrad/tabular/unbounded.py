@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from psigrad.tabular.grid import Cell, GridWorld
+from psigrad.tabular.grid_world import Cell, GridWorld
 
 __all__ = ["UnboundedGrid"]
 

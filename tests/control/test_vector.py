@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from psigrad.control import vector
-from psigrad.control.rollouts import Collector, play
+from psigrad.control.collector import Collector, play
 from psigrad.control.vector import Environments, Normalizer
 from psigrad.errors import UserError
 
@@ -66,7 +66,7 @@ def test_a_window_cuts_rows_and_the_next_one_goes_on(mode):
     assert rows(first) == [(0, 0, [1, 2], True, False, [0, 2]), (1, 0, [1], False, False, [1, 1])]
     assert rows(second)[0] == (1, 1, [2, 3], False, True, [1, 3])
     # the step after the end of episode 1 belongs to the next window in NEXT_STEP, whose last step only begins episode 2
-    assert made.figures.episodes == 2 and list(made.figures.returns) == [3.0, 6.0]
+    assert made.statistics.episodes == 2 and list(made.statistics.returns) == [3.0, 6.0]
 
 
 def test_negative_control_to_take_one_mode_for_another_mixes_episodes_up():
@@ -78,7 +78,7 @@ def test_negative_control_to_take_one_mode_for_another_mixes_episodes_up():
 def test_figures_count_only_steps_that_the_policy_chose():
     made = collector(environments(AutoresetMode.NEXT_STEP))
     made.steps(act, 40)
-    assert set(made.figures.lengths) == {1, 2, 3, 4} and set(made.figures.returns) == {1.0, 3.0, 6.0, 10.0}
+    assert set(made.statistics.lengths) == {1, 2, 3, 4} and set(made.statistics.returns) == {1.0, 3.0, 6.0, 10.0}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)

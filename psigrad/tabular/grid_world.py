@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse
 
-from psigrad.tabular.mdp import MDP, BoolArray, FloatArray, IntArray
+from psigrad.tabular.mdp import DENSE_UP_TO, MDP, BoolArray, FloatArray, IntArray
 
 __all__ = ["ACTIONS", "ARROWS", "Cell", "GridWorld"]
 
@@ -17,7 +17,6 @@ Cell = tuple[int, int]
 ACTIONS = ("up", "right", "down", "left")
 ARROWS = "↑→↓←"
 MOVES: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
-DENSE_UP_TO = 512
 
 
 def _default_prizes() -> dict[Cell, float]:

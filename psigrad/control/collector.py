@@ -46,7 +46,7 @@ class Rollout:
 
 
 @dataclass
-class Figures:
+class EpisodeStatistics:
     """Returns and lengths of the episodes that ended last, as the environment counts them."""
 
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -78,7 +78,7 @@ class Collector:
     """Steps environments by a policy, and keeps where each of them stands."""
 
     def __init__(self, envs: Environments, normalizer: Normalizer) -> None:
-        self.envs, self.normalizer, self.figures = envs, normalizer, Figures()
+        self.envs, self.normalizer, self.statistics = envs, normalizer, EpisodeStatistics()
         self._return, self._length = np.zeros(envs.count), np.zeros(envs.count, np.int64)
         self.observation: Array = np.zeros((envs.count, envs.size), np.float32)
 
@@ -114,15 +114,15 @@ class Collector:
             shown = see(self.observation)
             action = act(shown)
             step = self.envs.step(action)
-            heeded = step.chosen & (left > 0) if whole else step.chosen
+            counted = step.chosen & (left > 0) if whole else step.chosen
             seen.append(self.observation)
             actions.append(action)
             rewards.append(step.reward)
-            chosen.append(heeded)
+            chosen.append(counted)
             ends[0].append(step.terminated)
             ends[1].append(step.truncated)
             lasts |= {(t, i): final for i, final in step.last.items()}
-            ended = self._count(step.reward, step.terminated | step.truncated, heeded)
+            ended = self._count(step.reward, step.terminated | step.truncated, counted)
             if whole:
                 left = left - ended
             self.observation = step.observation
@@ -130,15 +130,15 @@ class Collector:
         # np.array of equal arrays stacks them in a third of np.stack's time
         return self._cut(np.array([*seen, self.observation]), np.array(actions), np.array(rewards), np.array(chosen), ends, lasts)
 
-    def _count(self, reward: Array, ended: Array, heeded: Array) -> Array:
-        """Add a step to the episodes' figures; [E] 1 where one ended."""
-        self._return += reward * heeded
-        self._length += heeded
-        ended = ended & heeded
+    def _count(self, reward: Array, ended: Array, counted: Array) -> Array:
+        """Add a step to the episodes' statistics; [E] 1 where one ended."""
+        self._return += reward * counted
+        self._length += counted
+        ended = ended & counted
         if ended.any():
-            self.figures.returns.extend(self._return[ended].tolist())
-            self.figures.lengths.extend(self._length[ended].tolist())
-            self.figures.episodes += int(ended.sum())
+            self.statistics.returns.extend(self._return[ended].tolist())
+            self.statistics.lengths.extend(self._length[ended].tolist())
+            self.statistics.episodes += int(ended.sum())
             self._return[ended], self._length[ended] = 0, 0
         return ended
 
@@ -197,10 +197,10 @@ def play(
     lengths: list[int] = []
     while left.any():
         step = envs.step(act(observation if see is None else see(observation)))
-        heeded = step.chosen & (left > 0)
-        running += step.reward * heeded
-        length += heeded
-        ended = (step.terminated | step.truncated) & heeded
+        counted = step.chosen & (left > 0)
+        running += step.reward * counted
+        length += counted
+        ended = (step.terminated | step.truncated) & counted
         if ended.any():
             returns.extend(running[ended].tolist())
             lengths.extend(length[ended].tolist())

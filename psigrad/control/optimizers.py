@@ -1,7 +1,7 @@
 """Optimiser steps on a network whose parameters are one flat vector.
 
 The two optimisers are `torch.optim`'s, written out: on one small vector those spend ten times as long on bookkeeping as on
-numbers. `tests/training/control/test_steps.py` holds them against the originals.
+numbers. `tests/control/test_steps.py` holds them against the originals.
 """
 
 from __future__ import annotations
