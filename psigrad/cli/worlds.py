@@ -63,7 +63,7 @@ def grid(arguments: list[str]) -> int:
 def experiment(arguments: list[str]) -> int:
     """Run an experiment."""
     from psigrad.cli import flags
-    from psigrad.experiments import run as experiment
+    from psigrad.experiments import declarations as experiment
 
     usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
     if not arguments or arguments[0].startswith("-"):

@@ -114,8 +114,8 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normals; the outputs are means, `rest` the logarithms of the standard deviations, the same in every state. Actions
-    are float32 [M, P]; `Environments` clips them to the bounds.
+    """Independent normals; the outputs are means, `rest` the logarithms of the standard deviations, the same in every state.
+    Actions are float32 [M, P]; `Environments` clips them to the bounds.
     """
 
     outputs: int

@@ -226,25 +226,28 @@ class Normalizer:
 
     def __init__(self, size: int, count: int, gamma: float, observations: bool, rewards: bool) -> None:
         self.observations, self.rewards, self.gamma = observations, rewards, gamma
-        self.mean, self.var, self.seen = np.zeros(size), np.ones(size), 1e-4
-        self.return_var, self.return_mean, self.returns_seen = 1.0, 0.0, 1e-4
+        self._seen, self._returns = RunningMoments(size), RunningMoments(1)
         self._running = np.zeros(count)
 
     def see(self, observation: Array) -> Array:
         """Observations [..., D] as the network is shown them."""
         if not self.observations:
             return observation
-        z = (observation - self.mean.astype(np.float32)) / np.sqrt(self.var + 1e-8).astype(np.float32)
+        z = (observation - self._seen.mean.astype(np.float32)) / np.sqrt(self._seen.var + 1e-8).astype(np.float32)
         return np.clip(z, -self._CLIP, self._CLIP).astype(np.float32, copy=False)
 
     def scaled(self, reward: Array) -> Array:
         """Rewards as the algorithm is shown them."""
-        return np.clip(reward / np.float32(np.sqrt(self.return_var + 1e-8)), -self._CLIP, self._CLIP) if self.rewards else reward
+        return (
+            np.clip(reward / np.float32(np.sqrt(self._returns.var[0] + 1e-8)), -self._CLIP, self._CLIP)
+            if self.rewards
+            else reward
+        )
 
     def learn_observations(self, observations: Array) -> None:
         """Take in the observations [M, D] of a rollout."""
         if self.observations and len(observations):
-            self.mean, self.var, self.seen = _merged(self.mean, self.var, self.seen, observations)
+            self._seen.add(observations)
 
     def learn_rewards(self, reward: Array, ended: Array) -> None:
         """Take in the rewards and ends [T, E] of a rollout."""
@@ -255,9 +258,7 @@ class Normalizer:
             self._running = self.gamma * self._running + reward[t]
             returns[t] = self._running
             self._running = np.where(ended[t], 0.0, self._running)
-        mean, var, seen = np.array([self.return_mean]), np.array([self.return_var]), self.returns_seen
-        mean, var, self.returns_seen = _merged(mean, var, seen, returns.reshape(-1, 1))
-        self.return_mean, self.return_var = float(mean[0]), float(var[0])
+        self._returns.add(returns.reshape(-1, 1))
 
     def restart(self) -> None:
         """New episodes have begun everywhere."""
@@ -265,18 +266,28 @@ class Normalizer:
 
     def state(self) -> dict[str, list[float]]:
         """What must survive a stop."""
-        returns = [self.return_mean, self.return_var, self.returns_seen]
-        return {"mean": self.mean.tolist(), "var": self.var.tolist(), "seen": [self.seen], "returns": returns}
+        seen, returns = self._seen, self._returns
+        found = {"mean": seen.mean.tolist(), "var": seen.var.tolist(), "seen": [seen.count]}
+        return {**found, "returns": [float(returns.mean[0]), float(returns.var[0]), returns.count]}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
         """The inverse of `state`."""
-        self.mean, self.var, self.seen = np.array(state["mean"]), np.array(state["var"]), state["seen"][0]
-        self.return_mean, self.return_var, self.returns_seen = state["returns"]
+        self._seen = RunningMoments(0, np.array(state["mean"]), np.array(state["var"]), state["seen"][0])
+        mean, var, count = state["returns"]
+        self._returns = RunningMoments(1, np.array([mean]), np.array([var]), count)
 
 
-def _merged(mean: Array, var: Array, seen: float, x: Array) -> tuple[Array, Array, float]:
-    """Mean, variance and count of two sets together (Chan et al. 1979)."""
-    n, total = len(x), seen + len(x)
-    delta = x.mean(0, dtype=np.float64) - mean
-    spread = var * seen + x.var(0, dtype=np.float64) * n + delta**2 * seen * n / total
-    return mean + delta * n / total, spread / total, total
+class RunningMoments:
+    """Mean [D], variance [D] and count of all that was added (Chan et al. 1979)."""
+
+    def __init__(self, size: int, mean: Array | None = None, var: Array | None = None, count: float = 1e-4) -> None:
+        self.mean = np.zeros(size) if mean is None else mean
+        self.var = np.ones(size) if var is None else var
+        self.count = count
+
+    def add(self, x: Array) -> None:
+        """Add M vectors [M, D]."""
+        n, total = len(x), self.count + len(x)
+        delta = x.mean(0, dtype=np.float64) - self.mean
+        spread = self.var * self.count + x.var(0, dtype=np.float64) * n + delta**2 * self.count * n / total
+        self.mean, self.var, self.count = self.mean + delta * n / total, spread / total, total

@@ -11,8 +11,8 @@ from psigrad.models.gradients import HELD
 from psigrad.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
 from psigrad.native.processor import plain_bfloat16
 from psigrad.planning.activations import Terms
+from psigrad.planning.arithmetic import Work
 from psigrad.planning.shape import Shape
-from psigrad.planning.work import Work
 
 # What a process at work holds beside models and tensors: Python, torch, of transformers configurations and tokenizers
 # (`models/bare.py`) or also its modules (on a GPU: the CUDA context and its libraries).
@@ -33,7 +33,7 @@ Phase = Literal["weights", "held", "sample", "train", "load"]
 
 
 @dataclass(frozen=True)
-class Item:
+class MemoryItem:
     """Bytes of one thing: weights, or what else is held from the first step on, or only while it samples, trains or loads."""
 
     name: str
@@ -60,20 +60,20 @@ class Part:
     are.
     """
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[MemoryItem]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
         size = self.width * self.parameters + 4 * self.adapter
-        found = [Item(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
+        found = [MemoryItem(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
         learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
         if not learns:
             return found
         half = width < 4
         stored = learns - self.recomputed
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
-        found.append(Item(f"{self.name}: gradients", stored * (width + 4 * (half and self.copied)), "held", note))
+        found.append(MemoryItem(f"{self.name}: gradients", stored * (width + 4 * (half and self.copied)), "held", note))
         moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
         found.append(
-            Item(
+            MemoryItem(
                 f"{self.name}: optimizer", learns * (moments + 4 * half), "held", note + (" and float32 masters" if half else "")
             )
         )
@@ -125,7 +125,7 @@ def passing(
     recompute: bool,
     learns_head: bool,
     critic: tuple[Shape, Terms] | None = None,
-) -> list[Item]:
+) -> list[MemoryItem]:
     """What comes and goes within a step; `critic` is one of its own."""
     note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
     activations, backward = forward_and_back(work, policy, kept, recompute)
@@ -139,35 +139,39 @@ def passing(
         activations = max(activations - there, activations / policy.layers)
         note += ", beside what was kept"
     found = [
-        Item("activations", activations, "train", note),
-        Item("backward pass", backward, "train", "gradients of one layer's activations"),
+        MemoryItem("activations", activations, "train", note),
+        MemoryItem("backward pass", backward, "train", "gradients of one layer's activations"),
         _head(work, policy, width, learns_head),
     ]
     if kept.fused not in (0, width):
-        found.append(Item("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
+        found.append(MemoryItem("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
     if held is not None:
         found.append(held)
     if critic is not None:
         # it learns when the policy has, and what that had kept is gone
         more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
-        found += [Item("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
+        found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
     if work.samples:
         slots = f"{work.slots} sequences"
-        found.append(Item("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
+        found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
         if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= WORTH_TURNING:
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
-            found.append(Item("matrices turned", whole * layer, "sample", f"those of {whole} layers, as decoding reads them"))
+            found.append(
+                MemoryItem("matrices turned", whole * layer, "sample", f"those of {whole} layers, as decoding reads them")
+            )
         # log-probs, and in float64 the probabilities and their cumulative sum
-        found.append(Item("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}"))
+        found.append(
+            MemoryItem("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}")
+        )
     return found
 
 
-def _kept(size: float, limit: float) -> Item:
+def _kept(size: float, limit: float) -> MemoryItem:
     """What sampling computed: held until it has been learnt from, or let go as soon as it outgrows its limit."""
     if size <= limit:
-        return Item(KEPT, size, "held", "so that training runs no forward pass of its own")
-    return Item(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
+        return MemoryItem(KEPT, size, "held", "so that training runs no forward pass of its own")
+    return MemoryItem(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
 
 
 def _backward(policy: Shape, tokens: int) -> float:
@@ -190,7 +194,7 @@ def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
     return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
 
 
-def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
+def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> MemoryItem:
     """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
     whole, closed = _logits(work, policy), _is_closed(work, policy)
     both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
@@ -200,7 +204,7 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
     if learns_head and not (closed and width == 4):
         # the gradient on its way into the sum, and the sum itself where there is a gradient already
         size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
-    return Item(
+    return MemoryItem(
         "head",
         size,
         "train",
@@ -208,18 +212,18 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
     )
 
 
-def load_items(parts: list[Part]) -> list[Item]:
+def load_items(parts: list[Part]) -> list[MemoryItem]:
     """Weights are read from a mapped file, which counts as long as it is mapped."""
-    return [Item("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
+    return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` names one of
     `BASELINE`, `allocator` one of `SLACK`, `beside_head` is what `head_slack` says.
     """
 
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
     allocator: str
     process: str
     beside_head: float

@@ -7,9 +7,9 @@ import sys
 
 from psigrad.config import PlanConfig
 from psigrad.planning import show
+from psigrad.planning.arithmetic import Config
 from psigrad.planning.hardware import machine
 from psigrad.planning.predict import Plan, lengths_of, predict
-from psigrad.planning.work import Config
 from psigrad.training import session
 
 

@@ -194,7 +194,7 @@ def play(
     learn: Learn | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> Episode:
-    """One episode of the actions `choose(s)`. `learn` is called after each step, `bootstrap` after each choice of a next action."""
+    """One episode of the actions `choose(s)`, with `learn` after each step and `bootstrap` after each choice of the next action."""
     observation, _ = env.reset(seed=seed)
     states, rewards = [int(observation)], list[float]()
     actions = [choose(states[0])]
