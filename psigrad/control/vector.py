@@ -226,20 +226,21 @@ class Normalizer:
 
     def __init__(self, size: int, count: int, gamma: float, observations: bool, rewards: bool) -> None:
         self.observations, self.rewards, self.gamma = observations, rewards, gamma
-        self._seen, self._returns = RunningMoments(size), RunningMoments(1)
+        self.observation_moments, self.return_moments = RunningMoments(size), RunningMoments(1)
         self._running = np.zeros(count)
 
     def see(self, observation: Array) -> Array:
         """Observations [..., D] as the network is shown them."""
         if not self.observations:
             return observation
-        z = (observation - self._seen.mean.astype(np.float32)) / np.sqrt(self._seen.var + 1e-8).astype(np.float32)
+        moments = self.observation_moments
+        z = (observation - moments.mean.astype(np.float32)) / np.sqrt(moments.var + 1e-8).astype(np.float32)
         return np.clip(z, -self._CLIP, self._CLIP).astype(np.float32, copy=False)
 
     def scaled(self, reward: Array) -> Array:
         """Rewards as the algorithm is shown them."""
         return (
-            np.clip(reward / np.float32(np.sqrt(self._returns.var[0] + 1e-8)), -self._CLIP, self._CLIP)
+            np.clip(reward / np.float32(np.sqrt(self.return_moments.var[0] + 1e-8)), -self._CLIP, self._CLIP)
             if self.rewards
             else reward
         )
@@ -247,7 +248,7 @@ class Normalizer:
     def learn_observations(self, observations: Array) -> None:
         """Take in the observations [M, D] of a rollout."""
         if self.observations and len(observations):
-            self._seen.add(observations)
+            self.observation_moments.add(observations)
 
     def learn_rewards(self, reward: Array, ended: Array) -> None:
         """Take in the rewards and ends [T, E] of a rollout."""
@@ -258,7 +259,7 @@ class Normalizer:
             self._running = self.gamma * self._running + reward[t]
             returns[t] = self._running
             self._running = np.where(ended[t], 0.0, self._running)
-        self._returns.add(returns.reshape(-1, 1))
+        self.return_moments.add(returns.reshape(-1, 1))
 
     def restart(self) -> None:
         """New episodes have begun everywhere."""
@@ -266,15 +267,15 @@ class Normalizer:
 
     def state(self) -> dict[str, list[float]]:
         """What must survive a stop."""
-        seen, returns = self._seen, self._returns
+        seen, returns = self.observation_moments, self.return_moments
         found = {"mean": seen.mean.tolist(), "var": seen.var.tolist(), "seen": [seen.count]}
         return {**found, "returns": [float(returns.mean[0]), float(returns.var[0]), returns.count]}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
         """The inverse of `state`."""
-        self._seen = RunningMoments(0, np.array(state["mean"]), np.array(state["var"]), state["seen"][0])
+        self.observation_moments = RunningMoments(0, np.array(state["mean"]), np.array(state["var"]), state["seen"][0])
         mean, var, count = state["returns"]
-        self._returns = RunningMoments(1, np.array([mean]), np.array([var]), count)
+        self.return_moments = RunningMoments(1, np.array([mean]), np.array([var]), count)
 
 
 class RunningMoments:

@@ -144,8 +144,8 @@ def test_the_normaliser_tracks_mean_and_deviation_and_changes_between_rollouts_o
     first = made.steps(act, 20)
     np.testing.assert_array_equal(first.observation[:2, 1], [0, 1])  # the first rollout is seen as it is
     raw = first.observation
-    np.testing.assert_allclose(made.normalizer.mean, raw.mean(0), atol=1e-3)
-    np.testing.assert_allclose(made.normalizer.var, raw.var(0), rtol=1e-3)
+    np.testing.assert_allclose(made.normalizer.observation_moments.mean, raw.mean(0), atol=1e-3)
+    np.testing.assert_allclose(made.normalizer.observation_moments.var, raw.var(0), rtol=1e-3)
     second = made.steps(act, 50)
     assert abs(second.observation[:, 1].mean()) < 0.2 and abs(second.observation[:, 1].std() - 1) < 0.2
     again = Normalizer(2, 2, 0.9, True, True)
@@ -159,5 +159,5 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return():
     reward = rng.normal(size=(5000, 1)).astype(np.float32)
     made.learn_rewards(reward, np.zeros((5000, 1), bool))
     # returns are an autoregression of coefficient 1/2: variance 1 / (1 − 1/4)
-    assert made.return_var == pytest.approx(4 / 3, rel=0.1)
-    np.testing.assert_allclose(made.scaled(reward), reward / np.sqrt(made.return_var), rtol=1e-5)
+    assert made.return_moments.var[0] == pytest.approx(4 / 3, rel=0.1)
+    np.testing.assert_allclose(made.scaled(reward), reward / np.sqrt(made.return_moments.var[0]), rtol=1e-5)
