@@ -203,6 +203,3 @@ class ForwardPass:
         if network.distribution.extra:
             network.towers.rest(out).copy_(d_rest)
         return out
-
-
-__all__ = ["WEIGHTS", "ActorCritic", "ForwardPass", "NetworkOutput"]

@@ -28,7 +28,7 @@ class Towers(nn.Module):
     """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
 
     `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, and behind
-    them `extra` numbers for whoever owns the network. Towers with fewer outputs than the widest have columns that nobody reads.
+    them `extra` numbers for whoever owns the network. Towers with fewer outputs than the widest have columns that are not read.
     """
 
     def __init__(

@@ -174,9 +174,9 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", **kwargs: Any) 
     except gym.error.DependencyNotInstalled as error:
         raise UserError(f"{env} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'") from error
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        said = str(error).strip().rstrip(".")
+        message = str(error).strip().rstrip(".")
         raise UserError(
-            f"The environment {env!r} cannot be made: {said}; give an id that Gymnasium knows, as CartPole-v1."
+            f"The environment {env!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1."
         ) from error
 
 

@@ -23,14 +23,14 @@ def record(trainer: Trainer, path: Path) -> Path:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
     config = trainer.config
     if not isinstance(config.env, str):
-        raise UserError("A film needs the environment's id; this one was given as an object.")
+        raise UserError("A video needs the environment's id; this one was given as an object.")
     try:
         env = gym.make(config.env, render_mode="rgb_array", **config.env_kwargs)
         frames = _frames(env, trainer)
     except gym.error.Error as error:
-        said = str(error).strip().rstrip(".")
+        message = str(error).strip().rstrip(".")
         raise UserError(
-            f"{config.env} cannot be drawn: {said}; run: pip install 'psigrad[control]', or leave video out."
+            f"{config.env} cannot be drawn: {message}; run: pip install 'psigrad[control]', or leave video out."
         ) from error
     fps = env.metadata.get("render_fps") or 30
     stride = max(1, -(-len(frames) // _MOST_FRAMES))

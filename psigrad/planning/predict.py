@@ -38,7 +38,7 @@ from psigrad.planning.shape import Shape, config_of, shape_of
 from psigrad.recipes import setup
 from psigrad.training.adamw import steps_natively
 
-# A prediction is within this share of the measured peak; a run that is this near the memory's end is not said to fit.
+# Predictions are within this share of the measured peak; a run that fits by less is not said to fit.
 MARGIN = 0.15
 # Rows of a dataset that are read for their lengths.
 _ROWS = 256

@@ -15,7 +15,7 @@ from psigrad.errors import UserError
 from psigrad.models.fused import weights_only as bare
 from psigrad.models.fused.weights_only import WeightsOnly
 
-# Names that architectures give to one and the same size.
+# Names of the same size in different architectures.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),

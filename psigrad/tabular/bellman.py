@@ -12,20 +12,6 @@ from scipy.sparse import linalg
 from psigrad.tabular.mdp import MDP, BoolArray, FloatArray, IntArray, Matrix, gamma_is_one
 from psigrad.tabular.termination import closed_classes
 
-__all__ = [
-    "advantages",
-    "bellman_residual",
-    "epsilon_greedy",
-    "evaluate",
-    "expected_steps",
-    "greedy",
-    "occupancy",
-    "policy_model",
-    "q_values",
-    "softmax_policy",
-    "uniform_policy",
-]
-
 TIE = 1e-12
 Policy = IntArray | FloatArray
 

@@ -11,8 +11,6 @@ from scipy import sparse
 
 from psigrad.tabular.mdp import DENSE_UP_TO, MDP, BoolArray, FloatArray, IntArray
 
-__all__ = ["ACTIONS", "ARROWS", "Cell", "GridWorld"]
-
 Cell = tuple[int, int]
 ACTIONS = ("up", "right", "down", "left")
 ARROWS = "↑→↓←"

@@ -9,8 +9,6 @@ from scipy import sparse
 
 from psigrad.tabular.mdp import DENSE_UP_TO, MDP
 
-__all__ = ["from_gymnasium", "from_outcomes"]
-
 
 def from_gymnasium(env: Any, gamma: float) -> MDP:
     """The MDP of `env.unwrapped.P`, with the environment's distribution of the first state. Time limits are no part of it."""

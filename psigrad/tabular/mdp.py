@@ -16,8 +16,6 @@ from scipy import sparse
 
 from psigrad.tabular.termination import hopeless_states
 
-__all__ = ["MDP", "BoolArray", "FloatArray", "IntArray", "Matrix", "discounted_return"]
-
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]

@@ -23,8 +23,6 @@ from psigrad.tabular.mdp import FloatArray
 from psigrad.tabular.schedules import Schedule, at
 from psigrad.tabular.simulation import Episode
 
-__all__ = ["batch_monte_carlo", "batch_td", "lambda_returns", "monte_carlo", "n_step_returns", "td", "td_lambda"]
-
 
 def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | None = None) -> FloatArray:
     """[T]: G_t^(n) of an episode under V [S]; n = None is the whole rest (Monte Carlo)."""

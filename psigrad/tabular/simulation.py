@@ -15,8 +15,6 @@ from scipy import sparse
 from psigrad.tabular.bellman import checked_policy
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted_return
 
-__all__ = ["DiscreteEnv", "Episode", "Simulator", "rollouts"]
-
 BLOCK = 4096
 # `learn(s, a, r, s', terminated)` after each step, before the next action is chosen.
 Learn = Callable[[int, int, float, int, bool], None]
@@ -194,7 +192,7 @@ def play(
     learn: Learn | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> Episode:
-    """One episode of the actions `choose(s)`, with `learn` after each step and `bootstrap` after each choice of the next action."""
+    """One episode of the actions `choose(s)`; `learn` is called after each step, `bootstrap` after each choice of a next one."""
     observation, _ = env.reset(seed=seed)
     states, rewards = [int(observation)], list[float]()
     actions = [choose(states[0])]

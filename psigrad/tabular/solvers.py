@@ -35,16 +35,6 @@ from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
 from psigrad.tabular.sweeps import Step, Sweep, change_bounds, is_finished, residual_bounds, rounding
 from psigrad.tabular.termination import safe_policy
 
-__all__ = [
-    "Solution",
-    "modified_policy_iteration",
-    "policy_evaluation",
-    "policy_iteration",
-    "prioritised_sweeping",
-    "solve",
-    "value_iteration",
-]
-
 Method = Literal["policy_iteration", "value_iteration", "modified_policy_iteration"]
 EXACT_UP_TO = 5_000
 

@@ -25,13 +25,11 @@ from psigrad.tabular.mdp import MDP, FloatArray, IntArray
 from psigrad.tabular.schedules import Schedule, at
 from psigrad.tabular.simulation import Bootstrap, DiscreteEnv, Episode, Learn, Simulator, environment, play, sizes, uniforms
 
-__all__ = ["Learned", "double_q_learning", "expected_sarsa", "monte_carlo_control", "q_learning", "sarsa"]
-
 Row = list[float]
 Table = list[Row]
 
 
-class Options(TypedDict, total=False):
+class LearnerOptions(TypedDict, total=False):
     """Keyword arguments that every learner takes besides `alpha`."""
 
     gamma: float | None
@@ -158,17 +156,19 @@ class _Experience:
             yield Learned(index, episode, self.actor.epsilon, np.array(behaviour))
 
 
-def q_learning(env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[Options]) -> Iterator[Learned]:
+def q_learning(
+    env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
+) -> Iterator[Learned]:
     """Off-policy: learns the value of the greedy policy while it explores.
 
     `alpha` is a schedule of the visits of (s, a) from 1; `options` are `gamma`, `epsilon`, `seed`, `q` and `max_steps`, as
-    `Options` describes them.
+    `LearnerOptions` describes them.
     """
     return _one_step(_Experience(env, episodes, alpha, **options), max)
 
 
 def expected_sarsa(
-    env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[Options]
+    env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
     """On-policy as SARSA, with the mean over a' in place of the sampled one: less variance. Arguments of q_learning."""
     experience = _Experience(env, episodes, alpha, **options)
@@ -187,7 +187,7 @@ def _one_step(experience: _Experience, ahead: Callable[[Row], float]) -> Iterato
 
 
 def double_q_learning(
-    env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[Options]
+    env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
     """Two tables, of which one picks the action and the other says its worth: no bias from the max over noise.
 
@@ -211,7 +211,7 @@ def double_q_learning(
 
 
 def sarsa(
-    env: MDP | DiscreteEnv, episodes: int, *, n: int = 1, alpha: Schedule = 0.1, **options: Unpack[Options]
+    env: MDP | DiscreteEnv, episodes: int, *, n: int = 1, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
     """On-policy: learns the value of the policy that it plays, exploration included. n > 1 is n-step SARSA.
 
@@ -242,7 +242,7 @@ def sarsa(
 
 
 def monte_carlo_control(
-    env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule | None = None, **options: Unpack[Options]
+    env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule | None = None, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
     """On-policy first-visit Monte Carlo: Q(s,a) moves towards the return after the first (s, a) of an episode.
 

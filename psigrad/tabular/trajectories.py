@@ -15,8 +15,6 @@ from psigrad.tabular.bellman import checked_policy
 from psigrad.tabular.mdp import MDP, BoolArray, FloatArray, IntArray
 from psigrad.tabular.simulation import Episode, outcomes
 
-__all__ = ["Paths", "all_paths", "sample_paths"]
-
 
 @dataclass(frozen=True, eq=False)
 class Paths:

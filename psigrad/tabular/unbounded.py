@@ -11,8 +11,6 @@ import numpy as np
 
 from psigrad.tabular.grid_world import Cell, GridWorld
 
-__all__ = ["UnboundedGrid"]
-
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 

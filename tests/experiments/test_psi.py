@@ -24,7 +24,7 @@ def walk():
 
 @pytest.fixture(scope="module")
 def rows(walk):
-    found = psi.rows(walk, FORMS, seeds=8, episodes=4_000, batch_size=8)
+    found = psi.rows(walk, FORMS, seeds=8, episodes=2_000, batch_size=8)
     return {(row.name, row.critic): row for row in found}
 
 
