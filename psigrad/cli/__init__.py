@@ -112,5 +112,5 @@ def _meant_for_people(error: ValueError) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(
-        ("psigrad.objective", "psigrad.control.methods", "psigrad.rollout.types")
+        ("psigrad.objective", "psigrad.rollout.types")
     )

@@ -91,7 +91,7 @@ def grid(arguments: list[str]) -> int:
 def experiment(arguments: list[str]) -> int:
     """Run an experiment."""
     from psigrad.cli import flags
-    from psigrad.experiments import run as experiment
+    from psigrad.experiments import declarations as experiment
 
     usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
     if not arguments or arguments[0].startswith("-"):
@@ -131,14 +131,14 @@ def control(arguments: list[str]) -> int:
     """Train on a Gymnasium environment."""
     from psigrad.cli import flags
     from psigrad.config import ControlConfig
-    from psigrad.control import hyperparameters as tuned
+    from psigrad.control import hyperparameters
 
     # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
     first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
     rest, command = arguments[len(first) :], "control [ALGORITHM]"
     asked = flags.parse(ControlConfig, command, rest, defaults=first)
-    from psigrad.control import training as control
+    from psigrad.control import builder, run
 
-    known = tuned.settings_for(control.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
+    known = hyperparameters.settings_for(builder.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
-    return finished(control.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))
+    return finished(run.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))

@@ -9,15 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse
 
-from psigrad.tabular.mdp import MDP, BoolArray, FloatArray, IntArray
-
-__all__ = ["ACTIONS", "ARROWS", "Cell", "GridWorld"]
+from psigrad.tabular.mdp import DENSE_UP_TO, MDP, BoolArray, FloatArray, IntArray
 
 Cell = tuple[int, int]
 ACTIONS = ("up", "right", "down", "left")
 ARROWS = "↑→↓←"
 MOVES: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
-DENSE_UP_TO = 512
 
 
 def _default_prizes() -> dict[Cell, float]:

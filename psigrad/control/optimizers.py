@@ -1,7 +1,7 @@
 """Optimiser steps on a network whose parameters are one flat vector.
 
 The two optimisers are `torch.optim`'s, written out: on one small vector those spend ten times as long on bookkeeping as on
-numbers. `tests/training/control/test_steps.py` holds them against the originals.
+numbers. `tests/control/test_steps.py` holds them against the originals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FlatOptimizer:
 
         Raises `NonFiniteError` after three in a row that are not finite.
         """
-        norm = torch.linalg.vector_norm(gradient).item()
+        norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
             self.nonfinite += 1
             if self.nonfinite >= MAX_NONFINITE:

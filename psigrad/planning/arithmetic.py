@@ -17,7 +17,7 @@ from psigrad.recipes import online
 Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
 # Shares of the matrix-product peak that training and decoding reach: on a CPU as measured on W1, on a GPU as is common.
 REACHED = {"cpu": (0.7, 0.3), "cuda": (0.4, 0.3)}
-# Tokens taken for a prompt or an answer where neither the settings nor a dataset tell.
+# Tokens of a prompt or an answer where neither the settings nor a dataset give them.
 GUESSED = 256
 
 
@@ -35,7 +35,7 @@ class Lengths:
 class Work:
     """One step. `rows` prompts (or offline rows) with `members` completions each; `trained` of them get a gradient.
 
-    `passes` over the batch of `minibatches` optimiser steps each; `steps` of the run, 0 where nothing tells. `roles` are the
+    `passes` over the batch of `minibatches` optimiser steps each; `steps` of the run, 0 where unknown. `roles` are the
     models that take part besides the policy.
     """
 
@@ -103,7 +103,7 @@ class Work:
 
     @property
     def epochs(self) -> float:
-        """Passes of the run over the dataset; 0 where nothing tells."""
+        """Passes of the run over the dataset; 0 where unknown."""
         return self.steps * self.rows / self.dataset if self.dataset else 0.0
 
 
@@ -131,6 +131,11 @@ def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
     )
 
 
+def samples_itself(config: Config) -> bool:
+    """Whether completions are decoded by psigrad's own sampler, on the model that is trained."""
+    return isinstance(config, OnlineConfig) and config.sampling.sampler == "embedded"
+
+
 def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
     algorithm: Any = online.method(config)
     preferring = isinstance(algorithm, OnlinePreference)
@@ -155,13 +160,13 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         entropy=not preferring and algorithm.needs_entropy,
         only_logps=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
         keeps=0.0
-        if several_turns or config.sampling.sampler != "embedded" or config.model.gradient_checkpointing
+        if several_turns or not samples_itself(config) or config.model.gradient_checkpointing
         else config.keep_activations_gb * 1e9,
     )
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """FLOPs of one step, and the bytes that decoding reads."""
 
     sampling: float
@@ -174,7 +179,7 @@ class Cost:
         """All of them."""
         return self.sampling + self.passes + self.training
 
-    def with_head_again(self, work: Work, policy: Shape) -> Cost:
+    def with_head_again(self, work: Work, policy: Shape) -> StepCost:
         """With the head's gradient made twice, from logits computed again: for its norm and for the step."""
         more = work.passes * 4 * 2 * policy.head * work.rows * work.trained * work.lengths.completion
         return replace(self, training=self.training + more)
@@ -186,23 +191,23 @@ class Cost:
         return sampling + (self.passes + self.training) / (training * machine.peak)
 
 
-def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_bytes: int, cache_bytes: float) -> Cost:
+def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_bytes: int, cache_bytes: float) -> StepCost:
     """The cost of one step: 2 FLOPs per weight and token forward, 4 backward (2 where the weights are frozen under LoRA)."""
     length, trained = work.lengths, work.rows * work.trained * work.lengths.completion
     seen = length.prompt**2 / 2 * work.rows + trained * (length.prompt + length.completion / 2)
     scores = 4 * policy.layers * policy.query * seen
     body, head = 2 * policy.matrices * work.tokens + scores, 2 * policy.head * trained
     backward = (1 if frozen else 2) + (1 if recompute else 0)
-    # logits are computed again for the backward pass; before it, where the sampler has not told their log-probs
+    # logits are computed again for the backward pass; before it, where the sampler did not keep their log-probs
     training = work.passes * (body * backward + head * (1 + (1 if frozen else 2)))
     training += work.fresh * body + (work.fresh if work.only_logps else work.passes) * head
     training += work.passes * work.critic * 3 * body
     passes = (work.reference + work.old_pass) * (body + head) + (work.critic or work.shared_critic) * body
     if not work.samples:
-        return Cost(0.0, passes, training, 0.0)
+        return StepCost(0.0, passes, training, 0.0)
     sampled = work.completion_tokens
-    decoded = 2.0 * (policy.matrices + policy.head) * sampled
+    decoded: float = 2 * (policy.matrices + policy.head) * sampled
     decoded += 4 * policy.layers * policy.query * sampled * (length.prompt + length.completion / 2)
     rounds = math.ceil(work.rows * work.members / work.slots) * length.longest_completion
     prefill = 2 * policy.matrices * work.rows * length.prompt
-    return Cost(decoded + prefill, passes, training, rounds * (weight_bytes + cache_bytes / 2))
+    return StepCost(decoded + prefill, passes, training, rounds * (weight_bytes + cache_bytes / 2))

@@ -15,9 +15,11 @@ from scipy import sparse
 from psigrad.tabular.bellman import checked_policy
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted_return
 
-__all__ = ["DiscreteEnv", "Episode", "Simulator", "rollouts"]
-
 BLOCK = 4096
+# `learn(s, a, r, s', terminated)` after each step, before the next action is chosen.
+Learn = Callable[[int, int, float, int, bool], None]
+# `bootstrap(states, actions, rewards)` after each choice of a next action, which is the last of `actions`.
+Bootstrap = Callable[[list[int], list[int], list[float]], None]
 
 
 class DiscreteEnv(Protocol):
@@ -170,20 +172,38 @@ def rollouts(
     cumulative = [list(accumulate(row)) for row in table.tolist()] if table.ndim == 2 else []
     draw = uniforms(np.random.default_rng((seed, 1)))
     player = environment(env, max_steps)
+
+    def choose(state: int) -> int:
+        if chosen:
+            return chosen[state]
+        row = cumulative[state]
+        return min(bisect_right(row, draw() * row[-1]), len(row) - 1)
+
     for index in range(episodes):
-        observation, _ = player.reset(seed=seed if index == 0 else None)
-        states, actions, rewards = [int(observation)], [], []
-        terminated = truncated = False
-        while not (terminated or truncated):
-            state = states[-1]
-            if chosen:
-                action = chosen[state]
-            else:
-                row = cumulative[state]
-                action = min(bisect_right(row, draw() * row[-1]), len(row) - 1)
-            observation, reward, terminated, truncated, _ = player.step(action)
-            states.append(int(observation))
-            actions.append(action)
-            rewards.append(float(reward))
-            truncated = truncated or (max_steps is not None and len(actions) >= max_steps)
-        yield Episode(np.array(states), np.array(actions), np.array(rewards), bool(terminated))
+        yield play(player, choose, seed=seed if index == 0 else None, max_steps=max_steps)
+
+
+def play(
+    env: DiscreteEnv,
+    choose: Callable[[int], int],
+    *,
+    seed: int | None,
+    max_steps: int | None,
+    learn: Learn | None = None,
+    bootstrap: Bootstrap | None = None,
+) -> Episode:
+    """One episode of the actions `choose(s)`; `learn` is called after each step, `bootstrap` after each choice of a next one."""
+    observation, _ = env.reset(seed=seed)
+    states, rewards = [int(observation)], list[float]()
+    actions = [choose(states[0])]
+    while True:
+        observation, reward, terminated, truncated, _ = env.step(actions[-1])
+        states.append(int(observation))
+        rewards.append(float(reward))
+        if learn is not None:
+            learn(states[-2], actions[-1], rewards[-1], states[-1], bool(terminated))
+        if terminated or truncated or (max_steps is not None and len(actions) >= max_steps):
+            return Episode(np.array(states), np.array(actions), np.array(rewards), bool(terminated))
+        actions.append(choose(states[-1]))
+        if bootstrap is not None:
+            bootstrap(states, actions, rewards)

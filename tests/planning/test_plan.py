@@ -21,9 +21,9 @@ from psigrad.models.packing import Groups
 from psigrad.planning import memory, show
 from psigrad.planning import plan as command
 from psigrad.planning.activations import Terms, terms
+from psigrad.planning.arithmetic import work_of
 from psigrad.planning.memory import REFILLED, SLACK, Part, cache_bytes, recomputed_gradients
 from psigrad.planning.shape import counted
-from psigrad.planning.work import work_of
 from psigrad.rollout import embedded
 from psigrad.rollout.types import Completion, Request, SamplingParams, Trajectory
 from psigrad.training.adamw import steps_natively

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from psigrad.control.distributions import Array
-from psigrad.control.vector import Environments, Normalizer
+from psigrad.control.vector import Environments, Normalizer, VectorStep
 
 # Episodes that a mean is over, as Stable-Baselines3's stats_window_size.
 WINDOW = 100
@@ -45,13 +45,30 @@ class Rollout:
         return np.bincount(self.row, minlength=len(self.terminated))
 
 
-@dataclass
-class Figures:
-    """Returns and lengths of the episodes that ended last, as the environment counts them."""
+class EpisodeStatistics:
+    """Returns and lengths of the last `window` episodes of E environments, in the environment's own rewards."""
 
-    returns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    episodes: int = 0
+    def __init__(self, count: int, window: int | None = WINDOW) -> None:
+        self.returns: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+        self.episodes = 0
+        self._return, self._length = np.zeros(count), np.zeros(count, np.int64)
+
+    def restart(self) -> None:
+        """New episodes begin in every environment."""
+        self._return[:], self._length[:] = 0, 0
+
+    def add(self, step: VectorStep, counted: Array) -> Array:
+        """Add one step of the environments that are `counted` [E]; [E] whether an episode ended with it."""
+        self._return += step.reward * counted
+        self._length += counted
+        ended: Array = (step.terminated | step.truncated) & counted
+        if ended.any():
+            self.returns.extend(self._return[ended].tolist())
+            self.lengths.extend(self._length[ended].tolist())
+            self.episodes += int(ended.sum())
+            self._return[ended], self._length[ended] = 0, 0
+        return ended
 
     def summary(self) -> dict[str, float]:
         """Means under Stable-Baselines3's names; nothing where no episode has ended."""
@@ -78,14 +95,13 @@ class Collector:
     """Steps environments by a policy, and keeps where each of them stands."""
 
     def __init__(self, envs: Environments, normalizer: Normalizer) -> None:
-        self.envs, self.normalizer, self.figures = envs, normalizer, Figures()
-        self._return, self._length = np.zeros(envs.count), np.zeros(envs.count, np.int64)
+        self.envs, self.normalizer, self.statistics = envs, normalizer, EpisodeStatistics(envs.count)
         self.observation: Array = np.zeros((envs.count, envs.size), np.float32)
 
     def restart(self, seed: int) -> None:
         """New episodes everywhere, drawn from `seed`."""
         self.observation = self.envs.reset(seed)
-        self._return[:], self._length[:] = 0, 0
+        self.statistics.restart()
         self.normalizer.restart()
 
     def steps(self, act: Callable[[Array], Array], count: int) -> Rollout:
@@ -114,33 +130,21 @@ class Collector:
             shown = see(self.observation)
             action = act(shown)
             step = self.envs.step(action)
-            heeded = step.chosen & (left > 0) if whole else step.chosen
+            counted = step.chosen & (left > 0) if whole else step.chosen
             seen.append(self.observation)
             actions.append(action)
             rewards.append(step.reward)
-            chosen.append(heeded)
+            chosen.append(counted)
             ends[0].append(step.terminated)
             ends[1].append(step.truncated)
             lasts |= {(t, i): final for i, final in step.last.items()}
-            ended = self._count(step.reward, step.terminated | step.truncated, heeded)
+            ended = self.statistics.add(step, counted)
             if whole:
                 left = left - ended
             self.observation = step.observation
             t += 1
         # np.array of equal arrays stacks them in a third of np.stack's time
         return self._cut(np.array([*seen, self.observation]), np.array(actions), np.array(rewards), np.array(chosen), ends, lasts)
-
-    def _count(self, reward: Array, ended: Array, heeded: Array) -> Array:
-        """Add a step to the episodes' figures; [E] 1 where one ended."""
-        self._return += reward * heeded
-        self._length += heeded
-        ended = ended & heeded
-        if ended.any():
-            self.figures.returns.extend(self._return[ended].tolist())
-            self.figures.lengths.extend(self._length[ended].tolist())
-            self.figures.episodes += int(ended.sum())
-            self._return[ended], self._length[ended] = 0, 0
-        return ended
 
     def _cut(
         self,
@@ -189,22 +193,10 @@ def play(
     envs: Environments, act: Callable[[Array], Array], episodes: int, seed: int, see: Callable[[Array], Array] | None = None
 ) -> tuple[list[float], list[int]]:
     """Returns and lengths of at least `episodes` whole episodes, each environment giving the same number."""
-    share, count = -(-episodes // envs.count), envs.count
-    observation = envs.reset(seed)
-    left = np.full(count, share)
-    running, length = np.zeros(count), np.zeros(count, np.int64)
-    returns: list[float] = []
-    lengths: list[int] = []
+    observation, left = envs.reset(seed), np.full(envs.count, -(-episodes // envs.count))
+    statistics = EpisodeStatistics(envs.count, window=None)
     while left.any():
         step = envs.step(act(observation if see is None else see(observation)))
-        heeded = step.chosen & (left > 0)
-        running += step.reward * heeded
-        length += heeded
-        ended = (step.terminated | step.truncated) & heeded
-        if ended.any():
-            returns.extend(running[ended].tolist())
-            lengths.extend(length[ended].tolist())
-            running[ended], length[ended] = 0, 0
-            left = left - ended
+        left = left - statistics.add(step, step.chosen & (left > 0))
         observation = step.observation
-    return returns, lengths
+    return list(statistics.returns), list(statistics.lengths)
