@@ -14,7 +14,20 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, STUDIO = ROOT / "psigrad", ROOT / "psigrad_studio"
 # From top to bottom: a room may import from those behind it.
 ROOMS = (
-    *("cli", "bench", "experiments", "planning", "recipes", "control", "report", "training", "records", "rollout", "rewards"),
+    *(
+        "cli",
+        "bench",
+        "experiments",
+        "planning",
+        "recipes",
+        "control",
+        "report",
+        "training",
+        "records",
+        "rollout",
+        "rewards",
+        "sandbox",
+    ),
     *("models", "native", "data", "config", "objective", "tabular"),
 )
 LEAVES = ("errors", "importing", "intervals", "seeds")
@@ -30,7 +43,8 @@ ALLOWED |= {
     "config": {"config", "objective", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},
-    "rewards": {"rewards", "config", *LEAVES},
+    "rewards": {"rewards", "sandbox", "config", *LEAVES},
+    "sandbox": {"sandbox", *LEAVES},
 }
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}}
