@@ -16,6 +16,7 @@ import torch
 import psigrad
 from psigrad.native.kernels import kernels
 from psigrad.planning.hardware import installed
+from psigrad.sandbox import tier_of_this_machine
 
 # extra -> the package that shows whether it is installed
 _EXTRAS = {
@@ -47,6 +48,8 @@ def checks() -> Iterator[Check]:
     )
     yield _gpu()
     yield _kernels()
+    tier = tier_of_this_machine()
+    yield Check("code sandbox", "missing" if tier.name == "none" else "ok", tier.sentence(), tier.why_not)
     for extra, package in _EXTRAS.items():
         yield _package(package, f'pip install "psigrad[{extra}]"', f"extra {extra}")
     free = shutil.disk_usage(".").free

@@ -5,7 +5,7 @@
 | [{"input": TEXT, "output": TEXT}, …] | stdin and stdout; column `tests` or `test_cases` |
 | ["assert f(2) == 4", …] or one text of such lines | MBPP's `test_list`; column `tests` |
 | {"inputs": […], "outputs": […], "fn_name": NAME} | APPS, PRIME and verl, in `tests`, `ground_truth` or verl's `reward_model` |
-| {"test_cases": [{"type": "stdin_stdout" or "function_call", "fn_name", "input", "output"}, …]} | open-r1's `verification_info`, TRL |
+| {"test_cases": [{"type": "stdin_stdout" or "function_call", "input", "output", …}]} | open-r1's `verification_info`, TRL |
 
 Each may also be JSON text.
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from psigrad.sandbox.choice import executor_for
+from psigrad.sandbox.choice import executor_for, tier_of_this_machine
 from psigrad.sandbox.executor import Executor, Limits, Outcome, Program, SandboxError
-from psigrad.sandbox.tiers import Tier, tier_of_this_machine
+from psigrad.sandbox.tiers import Tier
 
 __all__ = ["Executor", "Limits", "Outcome", "Program", "SandboxError", "Tier", "executor_for", "tier_of_this_machine"]

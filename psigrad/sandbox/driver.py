@@ -3,32 +3,35 @@
 Read as text and given to the sandbox's own Python, which knows nothing of psigrad.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
 import sys
 
 
-def plain(value, depth=0):
+def plain(value: object, depth: int = 0) -> object:
     """The value as tagged JSON; raises TypeError for what is no plain value."""
     kind = type(value)
     if depth > 50:
         raise TypeError("nested too deeply")
     if value is None or kind is bool or kind is str:
         return value
-    if kind is int:
+    if isinstance(value, int) and kind is int:
         return {"int": hex(value)}  # any size: decimal digits of large integers are limited
-    if kind is float:
+    if isinstance(value, float) and kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
-    if kind in (list, tuple, set, frozenset):
+    if isinstance(value, list | tuple | set | frozenset) and kind in (list, tuple, set, frozenset):
         name = "set" if kind in (set, frozenset) else kind.__name__
         return {name: [plain(v, depth + 1) for v in value]}
-    if kind is dict:
+    if isinstance(value, dict) and kind is dict:
         return {"dict": [[plain(k, depth + 1), plain(v, depth + 1)] for k, v in value.items()]}
     raise TypeError("a " + kind.__name__ + " is no plain value")
 
 
-def main():
+def main() -> None:
+    """Run the program, then answer each expression with a line of JSON."""
     task_from, answers_to = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(task_from, "r", encoding="utf-8") as stream:
         task = json.load(stream)

@@ -32,7 +32,7 @@ def exchanged(process: subprocess.Popen[bytes], answers: int, stdin: bytes, limi
     """Give the process its stdin and hear it out within the limits; it is gone when this returns. Closes `answers`."""
     assert process.stdin and process.stdout and process.stderr
     heard = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), answers: bytearray()}
-    most = {fd: limits.output_kb << 10 for fd in heard} | {answers: _ANSWERS * limits.output_kb << 10}
+    most = dict.fromkeys(heard, limits.output_kb << 10) | {answers: _ANSWERS * limits.output_kb << 10}
     deadline = time.monotonic() + limits.seconds
     rest = memoryview(stdin)
     status: Literal["exited", "timeout", "output"] = "exited"

@@ -68,7 +68,7 @@ def programs(secret: Path, marker: Path, pid: int) -> dict[str, str]:
         "new mount namespace": C + "assert libc.unshare(0x00020000) == 0",
         "clone a namespace": C + "assert libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) >= 0",
         "clone3": C + "assert libc.syscall(435, (ctypes.c_uint64 * 8)(), 64) >= 0",
-        "setns": f"import os; os.setns(os.open('/proc/1/ns/net', 0))",
+        "setns": "import os; os.setns(os.open('/proc/1/ns/net', 0))",
         "ptrace the parent": C + f"assert libc.ptrace(16, {pid}, 0, 0) == 0",
         "ptrace init": C + "assert libc.ptrace(16, 1, 0, 0) == 0",
         "read memory of init": C + "assert libc.syscall(310, 1, 0, 0, 0, 0, 0) >= 0",
