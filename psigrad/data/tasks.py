@@ -43,7 +43,7 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
             f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; ask for fewer or widen it."
         )
     drawn_first = list(rows.values())[:size]
-    return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct")]
+    return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct", name)]
 
 
 def demonstrations(
