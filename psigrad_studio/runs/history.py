@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.records.rows import figures, number, parsed, stepped
-from psigrad.records.signals import name_of
+from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Alert, Watch
 from psigrad_studio.runs.files import Tail, content
 
@@ -50,7 +50,7 @@ class History:
         self.version, self.last_step, self.whole = 0, 0.0, False
         self.written = 0.0
         self.watch = Watch()
-        self._names: dict[str, str] = {}
+        self._names = SignalNames()
         self.events: list[dict[str, Any]] = []
 
     def read(self, most: int = BYTES_AT_ONCE) -> bool:
@@ -87,21 +87,13 @@ class History:
         return True
 
     def _measured(self, step: int, found: Mapping[str, float]) -> None:
-        named = {self._name(key): value for key, value in found.items()}
+        named = {self._names.of(key): value for key, value in found.items()}
         for name, value in named.items():
             self._add(name, step, value)
         self.last_step = max(self.last_step, step)
         if (seen := named.get("num_tokens")) is not None:
             _point(self.tokens, step, seen)
         self.watch.see(step, named)
-
-    def _name(self, key: str) -> str:
-        """The signal name of a key. Where several keys mean one signal, the first gets its name and the others keep their own."""
-        found = self._names.get(key)
-        if found is None:
-            name = name_of(key)
-            found = self._names[key] = key if name in self._names.values() else name
-        return found
 
     def _add(self, name: str, step: float, value: float) -> None:
         series = self.series.get(name)
@@ -119,10 +111,10 @@ class History:
         _point(self.seconds, step, so_far + spent)
         for key in ("step_time", "tokens_per_second"):
             if math.isfinite(value := number(row.get(key))) and "time/eval" not in row:
-                self._add(self._name(key), step, value)
+                self._add(self._names.of(key), step, value)
         for key, raw in row.items():
             if key.startswith("time/") and math.isfinite(value := number(raw)):
-                self._add(self._name(key), step, value)
+                self._add(self._names.of(key), step, value)
 
     def at(self, axis: str, steps: array[float]) -> list[float]:
         """The second (`axis` "time") or the token count ("tokens") at each of some ascending steps; the steps where none are
