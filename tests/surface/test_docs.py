@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import tomllib
@@ -76,6 +77,20 @@ def test_every_link_between_documents_leads_somewhere():
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_what_a_page_imports_and_the_files_it_names_are_there(page):
+    text = page.read_text()
+    for module, names in re.findall(r"^\s*from (psigrad[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+        for name in names.split(","):
+            name = name.split(" as ")[0].strip()
+            assert hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}"), name
+    for file in re.findall(r"`((?:psigrad|psigrad_studio|tests|docs|benchmarks|examples)/[\w/.]+)`", text):
+        assert (ROOT / file).exists() or "NAME" in file, f"{page.name}: {file}"
 
 
 def test_every_built_in_reward_is_documented():
