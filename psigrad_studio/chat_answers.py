@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from psigrad import seeds
 from psigrad.config import Sampling
-from psigrad.data.rows import Message, Row
+from psigrad.data.dataset_rows import Message, Row
 from psigrad.data.templates import decode, prompt_ids
 from psigrad.errors import UserError
 from psigrad_studio.checkpoint_list import Checkpoint

@@ -26,7 +26,7 @@ def main(who: str, folder: str, dtype: str, threads: str, device: str, start: st
     import torch
 
     if who == "ours":
-        from psigrad.bench.worker import build
+        from psigrad.bench.psigrad_worker import build
     else:
         from psigrad.bench.trl_worker import build
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from psigrad import __version__
-from psigrad.cli import language, worlds
+from psigrad.cli import language_models as language
+from psigrad.cli import worlds
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest

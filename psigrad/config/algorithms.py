@@ -29,7 +29,7 @@ from psigrad.objective import (
     surrogate,
 )
 from psigrad.objective.online_preference import OnlinePreference
-from psigrad.objective.preference import KahnemanTversky, Preference
+from psigrad.objective.preference_loss import KahnemanTversky, Preference
 
 T = TypeVar("T")
 Spec = str | Mapping[str, Any] | PolicyGradient
@@ -97,7 +97,7 @@ def changed(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyG
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     """The preference loss that a setting means: a preset's name, {"preset": name, field: value, …}, or the object itself.
 
-    `score` and `link` are names of `psigrad.objective.preference`, "module:object", or {"part": name, parameter: value}.
+    `score` and `link` are names of `psigrad.objective.preference_loss`, "module:object", or {"part": name, parameter: value}.
     Errors: `UserError` with the nearest name.
     """
     if isinstance(spec, Preference | KahnemanTversky):

@@ -27,7 +27,7 @@ from psigrad.config.sections import (
 if TYPE_CHECKING:
     from psigrad.objective import PolicyGradient
     from psigrad.objective.online_preference import OnlinePreference
-    from psigrad.objective.preference import KahnemanTversky, Preference
+    from psigrad.objective.preference_loss import KahnemanTversky, Preference
 
     Algorithm = str | Mapping[str, Any] | PolicyGradient | OnlinePreference
     Loss = str | Mapping[str, Any] | Preference | KahnemanTversky

@@ -10,7 +10,8 @@ from typing import Any
 
 from psigrad.config import ControlConfig, Run
 from psigrad.config.load import load, to_dict
-from psigrad.control import hyperparameters, methods, vector
+from psigrad.control import hyperparameters, vector
+from psigrad.control import presets as methods
 from psigrad.control.actor_critic import ActorCritic
 from psigrad.control.collector import Collector
 from psigrad.control.distributions import Categorical

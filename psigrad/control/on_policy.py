@@ -20,7 +20,7 @@ from psigrad.control.collector import Collector, Rollout
 from psigrad.control.optimizers import FlatOptimizer
 from psigrad.control.trainer import Trainer
 from psigrad.errors import UserError
-from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals, ratio
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals, ratio
 from psigrad.objective.advantage import needs_of
 from psigrad.objective.aggregate import fixed_length, sequence_sum, token_mean
 from psigrad.objective.penalty import adapted, kl_penalty
@@ -271,7 +271,7 @@ class OnPolicyTrainer(Trainer):
         if now.learned is not None:
             mean = now.learned.squeeze(0) if len(now.learned) == 1 else now.learned.mean(0)
         wide = _column if part.seen is None else part.seen.wide
-        evaluation = Evaluation(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
+        evaluation = PolicyOutputs(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
         terms: dict[str, Tensor] = {}
         if known is not None:
             gradient = _closed(known, forward, evaluation, part.action)
@@ -347,7 +347,7 @@ def _column(x: Tensor) -> Tensor:
     return x[:, None]
 
 
-def _closed(known: Slopes, forward: ForwardPass, evaluation: Evaluation, action: Tensor) -> Tensor:
+def _closed(known: Slopes, forward: ForwardPass, evaluation: PolicyOutputs, action: Tensor) -> Tensor:
     """The gradient of the loss in closed form."""
     values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
     return forward.backward_closed(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import encode_after, example, prompt_ids
 from psigrad.errors import UserError
 

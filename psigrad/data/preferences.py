@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from psigrad.data.rows import BadRow, RowError, show, validate
+from psigrad.data.dataset_rows import BadRow, RowError, show, validate
 from psigrad.errors import UserError
 
 Raw = Mapping[str, Any]

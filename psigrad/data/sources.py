@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from psigrad.data.rows import FORMS, BadRow, Form, Row, RowError, show, validate
+from psigrad.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, show, validate
 from psigrad.errors import UserError, nearest
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -36,14 +36,14 @@ _Records = Iterator["_Raw | BadRow"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class LoadedRows:
     """The good rows in the order of the source, and those that were left out (`bad_rows="skip"`)."""
 
     rows: list[Row]
     skipped: list[BadRow]
 
 
-def load(dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop") -> Rows:
+def load(dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop") -> LoadedRows:
     """The rows of a JSONL, JSON or Parquet file, a folder of them, a folder of `Dataset.save_to_disk`, or a hub dataset.
 
     In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split`
@@ -54,22 +54,24 @@ def load(dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["s
     return _collect(_records(dataset, split), form, dataset, bad_rows)
 
 
-def from_rows(iterable: Iterable[object], form: Form, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop") -> Rows:
+def from_rows(
+    iterable: Iterable[object], form: Form, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop"
+) -> LoadedRows:
     """The same checks for rows that are in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
     return _collect((_Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows)
 
 
-def holdout(rows: Rows, n: int) -> tuple[Rows, Rows]:
+def holdout(rows: LoadedRows, n: int) -> tuple[LoadedRows, LoadedRows]:
     """(rows to train on, the last `n` rows as held-out); `skipped` stays with the first. UserError if none is left to train."""
     if n < 0 or n >= len(rows.rows):
         raise UserError(
             f"Holding out {n} of {len(rows.rows)} rows is not possible; give more rows, a smaller number, or an eval_dataset."
         )
     cut = len(rows.rows) - n
-    return Rows(rows.rows[:cut], rows.skipped), Rows(rows.rows[cut:], [])
+    return LoadedRows(rows.rows[:cut], rows.skipped), LoadedRows(rows.rows[cut:], [])
 
 
-def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> Rows:
+def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> LoadedRows:
     if form not in FORMS:
         raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(FORMS)}{nearest(form, FORMS)}")
     if bad_rows not in ("stop", "skip"):
@@ -87,7 +89,7 @@ def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> Rows:
         raise UserError(_summary(name, form, len(rows) + len(bad), bad))
     if not rows:
         raise UserError(f"{name} has no rows; at least one {form} row was expected.")
-    return Rows(rows, bad)
+    return LoadedRows(rows, bad)
 
 
 def _summary(name: str, form: Form, total: int, bad: list[BadRow]) -> str:

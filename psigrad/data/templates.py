@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from psigrad.data.rows import Message, Row, show
+from psigrad.data.dataset_rows import Message, Row, show
 from psigrad.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.tabular import MDP, Paths, advantages, evaluate, occupancy, q_values, softmax_policy
 from psigrad.tabular.mdp import FloatArray, IntArray
 
@@ -126,7 +126,7 @@ def step_weights(method: PolicyGradient, prepared: Prepared, sequences: int) -> 
     """
     logp = prepared.batch.logp_old.clone().requires_grad_()
     totals = replace(method.totals(prepared), sequences=sequences)
-    loss = method.loss(prepared, Evaluation(logp, value=prepared.batch.value), totals, method.initial_state())
+    loss = method.loss(prepared, PolicyOutputs(logp, value=prepared.batch.value), totals, method.initial_state())
     (gradient,) = torch.autograd.grad(loss.value, logp)
     return np.asarray(-gradient.numpy())
 

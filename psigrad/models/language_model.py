@@ -21,7 +21,7 @@ from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.logprobs import TokenStats, Wanted, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
-from psigrad.objective import Evaluation
+from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -96,7 +96,7 @@ class LanguageModel(Pretrained):
         value: bool = False,
         packed: bool | None = None,
         cache: ActivationCache | None = None,
-    ) -> Evaluation:
+    ) -> PolicyOutputs:
         """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy, the exact KL to `kl_to` and
         the value head's V.
 
@@ -106,7 +106,7 @@ class LanguageModel(Pretrained):
         stats, targets = self.stats(
             inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
         )
-        return Evaluation(
+        return PolicyOutputs(
             logp=targets.unpack(stats.logp),
             entropy=None if stats.entropy is None else targets.unpack(stats.entropy),
             value=None if stats.value is None else targets.unpack(stats.value),

@@ -135,7 +135,7 @@ def _select_inputs(inputs: Any, rows: Tensor | slice) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class PolicyOutputs:
     """What the model says now about a batch's steps, with gradient. Values at masked steps are never read."""
 
     logp: Tensor

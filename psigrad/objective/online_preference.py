@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from psigrad.objective.method import Catalog
-from psigrad.objective.preference import Preference
 from psigrad.objective.preference_catalog import DPO
+from psigrad.objective.preference_loss import Preference
 
 METHODS: Catalog[OnlinePreference] = Catalog()
 

@@ -21,7 +21,7 @@ from psigrad.objective import kl as kls
 from psigrad.objective import penalty, ratio, stats
 from psigrad.objective.advantage import Psi, StatefulPsi, needs_of, whitened
 from psigrad.objective.aggregate import Aggregate
-from psigrad.objective.batch import Batch, Evaluation, Totals, inside, zero_outside
+from psigrad.objective.batch import Batch, PolicyOutputs, Totals, inside, zero_outside
 from psigrad.objective.correction import Correction
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
@@ -249,7 +249,7 @@ class PolicyGradient:
             gradient_tokens=int((steps_N * part.needs_gradient).sum()),
         )
 
-    def loss(self, prepared: Prepared, evaluation: Evaluation, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
+    def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
         """The share of these rows (one micro-batch) in the loss of an optimiser step whose counts are `totals`: that of the
         policy, and of the critic where there is one.
 
@@ -263,7 +263,7 @@ class PolicyGradient:
         return Loss(policy.value + critic.value, policy.terms | critic.terms)
 
     def policy_loss(
-        self, prepared: Prepared, evaluation: Evaluation, totals: Totals, state: State, *, metrics: bool = True
+        self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True
     ) -> Loss:
         """`loss` without the critic's: a critic of its own learns apart, so that no activations of the two lie side by side."""
         batch = prepared.batch
@@ -377,7 +377,7 @@ class PolicyGradient:
         return self.surrogate
 
     @staticmethod
-    def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: Evaluation) -> Tensor:
+    def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: PolicyOutputs) -> Tensor:
         if kl.estimator == "exact":
             return within(_given(evaluation.kl, "kl", "the exact KL term"))
         logp_ref = within(_given(batch.logp_ref, "logp_ref", "the KL term"))

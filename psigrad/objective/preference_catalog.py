@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from psigrad.objective.method import Catalog
-from psigrad.objective.preference import (
+from psigrad.objective.preference_loss import (
     KahnemanTversky,
     Preference,
     apo_down,

@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from psigrad.objective.batch import zero_outside
 from psigrad.objective.policy_gradient import Loss
-from psigrad.objective.preference import correct
+from psigrad.objective.preference_loss import correct
 
 
 @dataclass(frozen=True)

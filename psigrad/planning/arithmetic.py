@@ -9,7 +9,7 @@ from typing import Any
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.objective.online_preference import OnlinePreference
-from psigrad.objective.preference import KahnemanTversky
+from psigrad.objective.preference_loss import KahnemanTversky
 from psigrad.planning.hardware import Machine
 from psigrad.planning.shape import Shape
 from psigrad.recipes import online

@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
-from psigrad.data.rows import Form, Row
+from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.templates import example, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES
 from psigrad.models.fused import weights_only as bare
-from psigrad.objective.preference import KahnemanTversky
+from psigrad.objective.preference_loss import KahnemanTversky
 from psigrad.planning.activations import Terms, terms
 from psigrad.planning.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, work_of
 from psigrad.planning.hardware import Machine

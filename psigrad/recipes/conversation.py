@@ -9,7 +9,7 @@ from typing import Any
 
 from psigrad.config import OnlineConfig
 from psigrad.config.language import Played
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.data.sources import from_rows
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
@@ -15,7 +15,7 @@ from psigrad.rollout import samplers
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Trajectory
 from psigrad.training import session
-from psigrad.training.evaluate import Evaluator, figures_of
+from psigrad.training.evaluator import Evaluator, figures_of
 from psigrad.training.generation import score
 
 

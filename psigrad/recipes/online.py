@@ -23,7 +23,7 @@ from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.rewards import resolve
 from psigrad.rollout import samplers
 from psigrad.training import rehearsal, session
-from psigrad.training.online import Online, ValueModel, train
+from psigrad.training.online_rl import Online, ValueModel, train
 from psigrad.training.session import Result
 from psigrad.training.state import Learner, State
 

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from psigrad.config import Model, PreferenceConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
+from psigrad.data.dataset_rows import Row
 from psigrad.data.pairs import Answer
-from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Ids
-from psigrad.objective.preference import KahnemanTversky, Preference
+from psigrad.objective.preference_loss import KahnemanTversky, Preference
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.rollout import samplers
@@ -31,7 +31,7 @@ from psigrad.training.journal import Journal
 from psigrad.training.offline import Generated
 from psigrad.training.session import Result
 from psigrad.training.tasks import Task
-from psigrad.training.tasks.preference import KTOTask, PreferenceTask, mismatched, reference_logps
+from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
 
 
 def run(config: PreferenceConfig) -> Result:

@@ -8,7 +8,7 @@ from typing import Any
 
 from psigrad.config import Data, Model, RewardConfig, Run
 from psigrad.data import pairs
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
@@ -19,7 +19,7 @@ from psigrad.training.journal import Journal
 from psigrad.training.scoring import score_all
 from psigrad.training.session import Result
 from psigrad.training.tasks import Task
-from psigrad.training.tasks.reward import ProcessRewardTask, RewardTask
+from psigrad.training.tasks.reward_task import ProcessRewardTask, RewardTask
 
 
 def run(config: RewardConfig) -> Result:

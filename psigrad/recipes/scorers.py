@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Evaluation, Reward
 from psigrad.config.language import EpisodeSettings, Scored
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
 from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
@@ -21,7 +21,7 @@ from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rollout.episodes import Episodes
 from psigrad.training import session
-from psigrad.training.evaluate import Evaluator
+from psigrad.training.evaluator import Evaluator
 from psigrad.training.scoring import Mixture, ModelScorer
 
 

@@ -23,8 +23,8 @@ from psigrad.config import (
     Sampling,
     SFTConfig,
 )
-from psigrad.data.rows import Form, Row
-from psigrad.data.sources import Rows, from_rows, holdout, load
+from psigrad.data.dataset_rows import Form, Row
+from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
@@ -149,7 +149,7 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     return train.rows, held.rows
 
 
-def read_dataset(config: Config | EvalConfig | SampleConfig, form: Form, dataset: Any, split: str) -> Rows:
+def read_dataset(config: Config | EvalConfig | SampleConfig, form: Form, dataset: Any, split: str) -> LoadedRows:
     """The rows of one dataset in TRL's forms; a missing name is refused."""
     if not isinstance(dataset, str):
         return from_rows(dataset, form, bad_rows=config.data.bad_rows)

@@ -13,7 +13,7 @@ from psigrad.rollout import samplers
 from psigrad.training import session
 from psigrad.training.offline import Generated
 from psigrad.training.session import Result
-from psigrad.training.tasks.supervised import SFTTask
+from psigrad.training.tasks.sft_task import SFTTask
 
 
 def run(config: SFTConfig) -> Result:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from psigrad.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scorer, Scoring, Unscored
 from psigrad.rewards.pool import RewardPool, check_unscored
 from psigrad.rewards.resolve import RewardSpec, resolve
-from psigrad.rewards.types import Failed, Failure, Result, RewardError, Samples, Scored, Scorer, Scoring, Unscored
 
 __all__ = [
     "Failed",

@@ -10,7 +10,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.rewards.types import text_of
+from psigrad.rewards.outcomes import text_of
 
 
 @dataclass(frozen=True)

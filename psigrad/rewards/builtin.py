@@ -13,7 +13,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.rewards.adapters import Verifiers, Verl
 from psigrad.rewards.code import Code
-from psigrad.rewards.types import Failure, text_of
+from psigrad.rewards.outcomes import Failure, text_of
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.rewards.code_rows import COLUMNS, Check, Evaluated, Printed, checks_of
-from psigrad.rewards.types import Failure, text_of
-from psigrad.sandbox import Executor, Limits, Outcome, Program, executor_for
-from psigrad.sandbox.executor import Missing
+from psigrad.rewards.outcomes import Failure, text_of
+from psigrad.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
+from psigrad.sandbox.executor import MissingValue
 
 _FENCE = re.compile(
     r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*(?P=fence)[ \t]*$",
@@ -57,7 +57,7 @@ class Code:
         outcomes = iter(executor.run([program for _, programs in tasks for program in programs], limits))
         return [self._judged(checks, [next(outcomes) for _ in programs]) for checks, programs in tasks]
 
-    def _judged(self, checks: Sequence[Check], outcomes: Sequence[Outcome]) -> float | Failure:
+    def _judged(self, checks: Sequence[Check], outcomes: Sequence[ProgramOutcome]) -> float | Failure:
         faults = _faults(checks, outcomes)
         wrong = [(i, fault) for i, fault in enumerate(faults) if fault]
         if self.partial:
@@ -88,7 +88,7 @@ def _programs(source: str, checks: Sequence[Check]) -> list[Program]:
     return [*runs, *([Program(source, expressions=expressions)] if expressions else [])]
 
 
-def _faults(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[str]:
+def _faults(checks: Sequence[Check], outcomes: Sequence[ProgramOutcome]) -> list[str]:
     """What is wrong with each check, or an empty text. The last outcome is that of all expressions together."""
     printed, values = iter(outcomes), iter(outcomes[-1].values)
     found = []
@@ -102,8 +102,8 @@ def _faults(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[str]:
     return found
 
 
-def _value_fault(value: Any, check: Evaluated, outcome: Outcome) -> str:
-    if isinstance(value, Missing):
+def _value_fault(value: Any, check: Evaluated, outcome: ProgramOutcome) -> str:
+    if isinstance(value, MissingValue):
         return _trouble(outcome) or value.reason
     try:
         return "" if check.compare(value, check.expected) else "another value"
@@ -111,7 +111,7 @@ def _value_fault(value: Any, check: Evaluated, outcome: Outcome) -> str:
         return "a value of another kind"
 
 
-def _trouble(outcome: Outcome) -> str:
+def _trouble(outcome: ProgramOutcome) -> str:
     """How a program ended, where that is no good end."""
     if outcome.status != "exited":
         return {"timeout": "it ran out of time", "memory": "it ran out of memory", "output": "it printed too much"}[

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, picked
 from psigrad.rewards.process import START_LIMIT, Job, Worker
 from psigrad.rewards.resolve import RewardSpec
 from psigrad.rewards.shipping import homes, pack
-from psigrad.rewards.types import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, picked
 from psigrad.rewards.worker import Answer, Malformed, Said
 
 # Seconds between two turns from which on a worker's time does not run: its parent was at work elsewhere.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psigrad.importing import FILE_MODULE, load_file
-from psigrad.rewards.types import RewardError
+from psigrad.rewards.outcomes import RewardError
 
 # ("name", (module, qualified name)) or ("value", dill's bytes)
 Packed = tuple[str, Any]

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, BinaryIO
 
+from psigrad.rewards.outcomes import Failure
 from psigrad.rewards.shipping import load_homes, unpack
-from psigrad.rewards.types import Failure
 
 HEADER = struct.Struct("<Q")
 # Characters of an exception's message that a reason keeps: reasons are logged once per sample.

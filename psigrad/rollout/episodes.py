@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psigrad import seeds
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import decode, observation_ids, prompt_ids
 from psigrad.errors import UserError
 from psigrad.rollout.environments import Environment, Factory, Message, Observation

@@ -14,7 +14,7 @@ from psigrad.native.kernels import Heads, Slots, table_sizes
 from psigrad.rollout.cache import GROWTH
 
 
-class Prompt:
+class CachedPrompt:
     """A prompt's keys and values [layers, keys and then values], in the order in which a decoding step reads them
     (`Kernels.prompt_tables`), float32.
     """
@@ -28,7 +28,7 @@ class Prompt:
         """Of the first layer's keys and values, and how far apart the layers are."""
 
 
-def addresses(prompts: list[Prompt], layers: int) -> Tensor:
+def addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
     """[layers, 2, G] of the prompts' keys and values."""
     *first, apart = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
     return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * apart)
@@ -58,7 +58,7 @@ class SharedCache:
         self.longest, self.layers, self.heads = longest, layers, heads
         self.panels = PackedWeights()
         self.own = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
-        self.prompts: dict[int, Prompt] = {}
+        self.prompts: dict[int, CachedPrompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
         self.lengths = np.zeros(0, dtype=np.int64)
         self.slots = np.zeros(0, dtype=np.int64)
@@ -74,7 +74,7 @@ class SharedCache:
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
         """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
         starts, lengths = prompts.spans.prefixes.t().contiguous()
-        new = [Prompt(length, self.layers, self.heads) for length in lengths.tolist()]
+        new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
         self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
         self.prompt = np.concatenate([self.prompt, self._met + copies.numpy()])
         self.lengths = np.concatenate([self.lengths, np.zeros(len(copies), dtype=np.int64)])

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from psigrad.sandbox import cgroup, seccomp
-from psigrad.sandbox.executor import Limits, Outcome, Program, SandboxError
+from psigrad.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
 from psigrad.sandbox.pipes import exchanged
 from psigrad.sandbox.tiers import Tier, TierName
 from psigrad.sandbox.values import decoded
@@ -115,11 +115,11 @@ class Bubblewrap:
         self._free = threading.Lock()
         self._pool = ThreadPoolExecutor(min(_USERS, workers or len(os.sched_getaffinity(0))))
 
-    def run(self, programs: Sequence[Program], limits: Limits) -> list[Outcome]:
+    def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
         """See `Executor`."""
         return list(self._pool.map(self._one, programs, itertools.repeat(limits)))
 
-    def _one(self, program: Program, limits: Limits) -> Outcome:
+    def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
         with self._free:
             slot = self._slots.pop()
         try:
@@ -128,7 +128,7 @@ class Bubblewrap:
             with self._free:
                 self._slots.append(slot)
 
-    def _in_a_sandbox(self, program: Program, limits: Limits, user: int) -> Outcome:
+    def _in_a_sandbox(self, program: Program, limits: Limits, user: int) -> ProgramOutcome:
         # bwrap, its init and setpriv's successor are processes of the tree too
         with cgroup.limited(limits.processes + 4, (limits.memory_mb + limits.files_mb) << 20) as group:
             task = memory_file(json.dumps({"source": program.source, "expressions": program.expressions}).encode())
@@ -160,7 +160,7 @@ class Bubblewrap:
         lines = heard.answers.split(b"\n")
         if lines[0] != b"started" and heard.status == "exited" and not out_of_memory:
             raise SandboxError(f"The sandbox did not start the program: {heard.stderr.decode(errors='replace').strip()[-300:]}")
-        return Outcome(
+        return ProgramOutcome(
             "memory" if out_of_memory else heard.status,
             process.returncode,
             heard.stdout.decode(errors="replace"),

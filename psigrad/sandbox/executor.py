@@ -41,7 +41,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """What came of a program."""
 
     status: Status
@@ -51,12 +51,12 @@ class Outcome:
     stdout: str = ""
     stderr: str = ""
     values: tuple[Any, ...] = field(default=())
-    """Of each expression its value, made of None, bool, int, float, str, list, tuple, dict and set; or a `Missing`."""
+    """Of each expression its value, made of None, bool, int, float, str, list, tuple, dict and set; or a `MissingValue`."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingValue:
     """Why an expression has no value: it raised, never ran, or is no plain value."""
 
     reason: str
@@ -65,7 +65,7 @@ class Missing:
 class Executor(Protocol):
     """Who runs programs. bubblewrap does it here, `RemoteExecutor` asks a service over HTTP."""
 
-    def run(self, programs: Sequence[Program], limits: Limits) -> list[Outcome]:
+    def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
         """One outcome for each program, in order; none sees anything of another. Raises `SandboxError` where a program could
         not be run for reasons that are not its own.
         """

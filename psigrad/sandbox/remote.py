@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from psigrad.sandbox.executor import Limits, Outcome, Program, SandboxError
+from psigrad.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
 from psigrad.sandbox.values import decoded
 
 _LARGEST = 64 << 20
@@ -32,7 +32,7 @@ class RemoteExecutor:
             raise SandboxError(f"The sandbox service {url!r} is no URL; write http:// or https:// in front.")
         self.url, self.token = url, token
 
-    def run(self, programs: Sequence[Program], limits: Limits) -> list[Outcome]:
+    def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
         """See `Executor`."""
         body = json.dumps({"programs": [asdict(p) for p in programs], "limits": asdict(limits)}).encode()
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
@@ -48,11 +48,11 @@ class RemoteExecutor:
         return outcomes
 
 
-def _outcome(found: dict[str, Any], program: Program) -> Outcome:
+def _outcome(found: dict[str, Any], program: Program) -> ProgramOutcome:
     if found["status"] not in ("exited", "timeout", "memory", "output"):
         raise ValueError(f"unknown status {found['status']!r}")
     lines = [json.dumps(answer).encode() for answer in found.get("answers", ())]
-    return Outcome(
+    return ProgramOutcome(
         found["status"],
         int(found.get("code", 0)),
         str(found.get("stdout", "")),

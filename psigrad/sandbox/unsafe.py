@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from psigrad.sandbox.bubblewrap import DRIVER, memory_file, rlimits
-from psigrad.sandbox.executor import Limits, Outcome, Program, SandboxError
+from psigrad.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
 from psigrad.sandbox.pipes import exchanged
 from psigrad.sandbox.values import decoded
 
@@ -21,11 +21,11 @@ from psigrad.sandbox.values import decoded
 class Unsafe:
     """An `Executor` with limits of time and memory, and no protection at all."""
 
-    def run(self, programs: Sequence[Program], limits: Limits) -> list[Outcome]:
+    def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
         """See `Executor`."""
         return [self._one(program, limits) for program in programs]
 
-    def _one(self, program: Program, limits: Limits) -> Outcome:
+    def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
         task = memory_file(json.dumps({"source": program.source, "expressions": program.expressions}).encode())
         answers, say = os.pipe()
         # without a user of its own a limit on processes would count all of yours
@@ -53,7 +53,7 @@ class Unsafe:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         lines = heard.answers.split(b"\n")
-        return Outcome(
+        return ProgramOutcome(
             heard.status,
             process.returncode,
             heard.stdout.decode(errors="replace"),

@@ -6,21 +6,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from psigrad.sandbox.executor import Missing
+from psigrad.sandbox.executor import MissingValue
 
 
 def decoded(lines: Sequence[bytes], count: int) -> tuple[Any, ...]:
-    """The values of `count` expressions from the driver's lines; what is missing or malformed is a `Missing`."""
+    """The values of `count` expressions from the driver's lines; what is missing or malformed is a `MissingValue`."""
     values = [_value(line) for line in lines[:count] if line]
-    return (*values, *[Missing("the program ended before it was evaluated")] * (count - len(values)))
+    return (*values, *[MissingValue("the program ended before it was evaluated")] * (count - len(values)))
 
 
 def _value(line: bytes) -> Any:
     try:
         answer = json.loads(line)
-        return _plain(answer["value"], 0) if "value" in answer else Missing(str(answer["error"])[:400])
+        return _plain(answer["value"], 0) if "value" in answer else MissingValue(str(answer["error"])[:400])
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
-        return Missing("its answer cannot be read")
+        return MissingValue("its answer cannot be read")
 
 
 def _plain(value: Any, depth: int) -> Any:

@@ -11,7 +11,7 @@ from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import Batch, Evaluation
+from psigrad.objective import Batch, PolicyOutputs
 from psigrad.training.collate import micro_batches
 
 
@@ -56,9 +56,9 @@ def _filled(batch: Batch, budget: int, of: Callable[[Groups], Tensor], wanted: T
     return out
 
 
-def widened(evaluation: Evaluation, width: int) -> Evaluation:
+def widened(evaluation: PolicyOutputs, width: int) -> PolicyOutputs:
     """The evaluation of a micro-batch [n, t] padded to the batch's [n, T]."""
-    return Evaluation(**{name: wide(x, width) for name, x in vars(evaluation).items() if x is not None})
+    return PolicyOutputs(**{name: wide(x, width) for name, x in vars(evaluation).items() if x is not None})
 
 
 def wide(x: Tensor, width: int) -> Tensor:

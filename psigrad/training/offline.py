@@ -15,7 +15,7 @@ from psigrad.data.batches import batch_at
 from psigrad.models.language_model import LanguageModel
 from psigrad.rollout.types import Sampler
 from psigrad.training.cycle import cycle
-from psigrad.training.evaluate import Evaluator
+from psigrad.training.evaluator import Evaluator
 from psigrad.training.journal import Clock, Journal
 from psigrad.training.state import State
 from psigrad.training.tasks import Share, Task

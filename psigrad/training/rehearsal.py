@@ -18,7 +18,7 @@ from psigrad.models.gradients import in_place
 from psigrad.models.packing import Groups
 from psigrad.objective import PolicyGradient
 from psigrad.training.offline import Offline
-from psigrad.training.online import Online
+from psigrad.training.online_rl import Online
 from psigrad.training.update import Optimizer
 
 

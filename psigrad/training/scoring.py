@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from psigrad.data.batches import pack_by_tokens
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.models.packing import Groups, Ids
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
-from psigrad.rewards.types import joined
-from psigrad.training.tasks.reward import step_values
+from psigrad.rewards.outcomes import joined
+from psigrad.training.tasks.reward_task import step_values
 
 
 @dataclass(frozen=True)

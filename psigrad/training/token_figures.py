@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.objective import Evaluation, Prepared
+from psigrad.objective import PolicyOutputs, Prepared
 from psigrad.rollout.types import Completion
 
 DIGITS = 4
@@ -27,7 +27,7 @@ class TokenFigures:
         shape = (self.count, prepared.batch.mask.shape[1])
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
-    def see(self, rows: Tensor, evaluation: Evaluation) -> None:
+    def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
         """Keep what a pass over these rows of the batch found."""
         wanted = rows.cpu() < self.count
         if not bool(wanted.any()):

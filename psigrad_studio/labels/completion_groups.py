@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.data.rows import BadRow, RowError, show, validate
+from psigrad.data.dataset_rows import BadRow, RowError, show, validate
 from psigrad.errors import UserError
 
 ROLLOUTS = "rollouts.jsonl"

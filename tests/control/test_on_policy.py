@@ -13,10 +13,10 @@ from gymnasium import spaces
 
 from psigrad.config import ControlConfig, Run
 from psigrad.control import builder
-from psigrad.control import methods as control_catalog
+from psigrad.control import presets as control_catalog
 from psigrad.control.on_policy import as_tensors
 from psigrad.errors import UserError
-from psigrad.objective import Evaluation, catalog
+from psigrad.objective import PolicyOutputs, catalog
 from psigrad.objective.aggregate import sequence_mean, sequence_sum
 
 
@@ -103,11 +103,13 @@ def test_steps_as_rows_of_their_own_have_the_gradient_of_whole_rows(aggregate):
     flat = made._parts(prepared, seen)
     assert flat.seen is None
     first = recorded.backward(
-        made.algorithm.loss(flat.prepared, Evaluation(now.logp[:, None], None, now.learned[0][:, None]), totals, made.state).value
+        made.algorithm.loss(
+            flat.prepared, PolicyOutputs(now.logp[:, None], None, now.learned[0][:, None]), totals, made.state
+        ).value
     ).clone()
     recorded = made.network.record(seen.observation)
     now = made._evaluate(recorded.output, seen.action)
-    whole = Evaluation(seen.wide(now.logp), None, seen.wide(now.learned[0]))
+    whole = PolicyOutputs(seen.wide(now.logp), None, seen.wide(now.learned[0]))
     second = recorded.backward(made.algorithm.loss(prepared, whole, totals, made.state).value)
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
 
@@ -128,7 +130,7 @@ def test_minibatches_add_up_to_the_rollout():
         recorded = made.network.record(part.observation)
         now, size = made._evaluate(recorded.output, part.action), len(part.action)
         totals = type(made.algorithm.totals(prepared))(size, size, size)
-        evaluation = Evaluation(now.logp[:, None], None, now.learned[0][:, None])
+        evaluation = PolicyOutputs(now.logp[:, None], None, now.learned[0][:, None])
         gradients.append(recorded.backward(made.algorithm.loss(part.prepared, evaluation, totals, made.state).value).clone())
         sizes.append(size)
     assert sum(sizes[:-1]) == sizes[-1] == seen.steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psigrad.data import pairs
-from psigrad.data.rows import RowError, validate
+from psigrad.data.dataset_rows import RowError, validate
 from psigrad.data.templates import CHATML, decode, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models import tiny

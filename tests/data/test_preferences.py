@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psigrad.data import preferences
-from psigrad.data.rows import validate
+from psigrad.data.dataset_rows import validate
 from psigrad.errors import UserError
 
 RATED = {"prompt": "p", "completions": ["a", "b", "c"], "ratings": [3, 9, 9], "tools": [{"name": "t"}]}

@@ -10,8 +10,8 @@ import datasets
 import numpy as np
 import pytest
 
-from psigrad.data.rows import Row, RowError, validate
-from psigrad.data.sources import Rows, from_rows, holdout, load
+from psigrad.data.dataset_rows import Row, RowError, validate
+from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
@@ -25,7 +25,7 @@ def jsonl(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def prompts(rows: Rows) -> list[Any]:
+def prompts(rows: LoadedRows) -> list[Any]:
     return [row.prompt for row in rows.rows]
 
 
@@ -42,7 +42,7 @@ def test_all_file_types_give_the_same_rows(suffix: str, tmp_path: Path) -> None:
     lines = [1] * 5 if suffix == "json" else range(1, 6)
     columns = [{"answer": i, "info": {"x": [i, None]}} for i in range(5)]
     expected = [Row(f"my.{suffix}:{line}", prompt=f"p{i}", columns=columns[i]) for i, line in enumerate(lines)]
-    assert rows == Rows(expected, [])
+    assert rows == LoadedRows(expected, [])
 
 
 def test_json_lines_in_a_json_file_and_a_list_over_many_lines_keep_their_line_numbers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from psigrad.data.rows import Row, validate
+from psigrad.data.dataset_rows import Row, validate
 from psigrad.data.templates import (
     CHATML,
     Example,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from psigrad.data.rows import validate
+from psigrad.data.dataset_rows import validate
 from psigrad.data.templates import example, prompt_ids
 
 Pair = tuple[list[int], list[bool]]

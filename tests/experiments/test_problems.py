@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from psigrad.experiments import problems, psi
-from psigrad.objective import Evaluation
+from psigrad.objective import PolicyOutputs
 from psigrad.tabular import all_paths, evaluate, sample_paths, softmax_policy
 
 
@@ -50,7 +50,7 @@ def by_autograd(method, batch, prepared, theta, sequences) -> np.ndarray:
     states, actions = batch.inputs["states"], batch.inputs["actions"]
     logp = theta.log_softmax(1)[states, actions]
     totals = replace(method.totals(prepared), sequences=sequences)
-    loss = method.loss(prepared, Evaluation(logp, value=batch.value), totals, method.initial_state())
+    loss = method.loss(prepared, PolicyOutputs(logp, value=batch.value), totals, method.initial_state())
     return -torch.autograd.grad(loss.value, theta)[0].numpy().ravel()
 
 

@@ -140,7 +140,7 @@ def test_what_is_no_model_is_refused_in_a_sentence(tmp_path):
 
 
 def test_step_values_stand_behind_the_steps(base):
-    from psigrad.training.tasks.reward import step_values
+    from psigrad.training.tasks.reward_task import step_values
 
     model = scalar_model.load(base)
     text, ends = [5, 6, 7, 8, 9, 10], [2, 5]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import SLOTS, explain, resolve
-from psigrad.objective import Batch, Evaluation, PolicyGradient
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective import catalog as presets
 from psigrad.objective.advantage import gae, group_mean, leave_one_out, moving_average, reward_to_go, whitened
 from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
@@ -185,7 +185,7 @@ def test_a_batch_that_lacks_what_a_part_reads_is_refused(method: PolicyGradient,
     batch = tiny(**changes)
     with pytest.raises(ValueError, match=sentence):
         prepared = method.prepare(batch, method.initial_state())
-        method.loss(prepared, Evaluation(torch.zeros(2, 1)), method.totals(prepared), prepared.state)
+        method.loss(prepared, PolicyOutputs(torch.zeros(2, 1)), method.totals(prepared), prepared.state)
 
 
 @pytest.mark.parametrize("changes", [{"reward": torch.zeros(2, 3)}, {"group": torch.zeros(3).long()}, {"mask": torch.ones(2, 1)}])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, Evaluation, PolicyGradient
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, ones
 from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.batch import terminal
@@ -105,7 +105,7 @@ def expected_gradient(
             value=value[rows], truncated=truncated[rows],
         )  # fmt: skip
         prepared = method.prepare(batch, start)
-        evaluation = Evaluation(logp[rows], value=value[rows], entropy=entropy[rows])
+        evaluation = PolicyOutputs(logp[rows], value=value[rows], entropy=entropy[rows])
         loss = method.loss(prepared, evaluation, method.totals(prepared), start)
         probability = math.exp(sum(sum(world.log_probs(world.theta_old, world.trajectories[i])) for i in members))
         total = total + probability * loss.value

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, Evaluation, PolicyGradient, terminal
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.advantage import batch_mean, group_mean, leave_one_out, moving_average, whitened
 from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.keep import has_signal
@@ -25,7 +25,7 @@ def run(
     reward = terminal(torch.tensor(scores, dtype=torch.float64), mask)
     batch = Batch(mask, reward, leaf, torch.tensor(group), logp_ref=torch.tensor(ref, dtype=torch.float64))
     prepared = method.prepare(batch, method.initial_state())
-    loss = method.loss(prepared, Evaluation(leaf), method.totals(prepared), prepared.state)
+    loss = method.loss(prepared, PolicyOutputs(leaf), method.totals(prepared), prepared.state)
     loss.value.backward()
     return prepared, loss.value.item(), leaf.grad
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, Evaluation, PolicyGradient, ratio
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, ratio
 from psigrad.objective.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
 from psigrad.objective.aggregate import sequence_mean, token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance
@@ -33,7 +33,7 @@ METHODS = {name: resolve(name) for name in PRESETS} | {
     "penalty": replace(GRPO, psi=reward_to_go(), surrogate=kl_penalty(0.3)),
 }  # fmt: skip
 LEAVES = ("logp", "entropy", "value", "kl")
-Case = tuple[Batch, Evaluation]
+Case = tuple[Batch, PolicyOutputs]
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 seeds = st.integers(0, 10_000)
 few = settings(max_examples=12, deadline=None)
@@ -58,7 +58,7 @@ def random_case(seed: int, n: int = 8, t: int = 5) -> Case:
         value=normal(), last_value=normal()[:, 0], truncated=torch.rand(n, generator=g) < 0.2,
         inputs=list(range(n)),
     )  # fmt: skip
-    return batch, Evaluation(logp, normal().exp(), normal(), normal() ** 2)
+    return batch, PolicyOutputs(logp, normal().exp(), normal(), normal() ** 2)
 
 
 def run(method: PolicyGradient, case: Case, splits: list[torch.Tensor] | None = None, local: bool = False):
@@ -74,7 +74,7 @@ def run(method: PolicyGradient, case: Case, splits: list[torch.Tensor] | None = 
     splits = splits or [torch.arange(len(batch.group))]
     for rows in splits:
         part = prepared.select(rows)
-        now = Evaluation(**{name: leaf[rows] for name, leaf in leaves.items()})
+        now = PolicyOutputs(**{name: leaf[rows] for name, leaf in leaves.items()})
         loss = method.loss(part, now, method.totals(part) if local else totals, method.initial_state())
         value = value + loss.value / (len(splits) if local else 1)
         for key, term in loss.terms.items():
@@ -97,7 +97,7 @@ def reshaped(case: Case, change) -> Case:
     batch, evaluation = case
     two = {f.name: getattr(batch, f.name) for f in fields(batch)}
     two = {k: change(v) for k, v in two.items() if isinstance(v, torch.Tensor) and v.dim() == 2}
-    return replace(batch, **two), Evaluation(**{name: change(getattr(evaluation, name)) for name in LEAVES})
+    return replace(batch, **two), PolicyOutputs(**{name: change(getattr(evaluation, name)) for name in LEAVES})
 
 
 @methods
@@ -151,7 +151,7 @@ def test_rows_may_come_in_any_order(method: PolicyGradient, seed: int) -> None:
         batch = replace(batch, reward=batch.reward + torch.arange(8.0, dtype=torch.float64)[:, None] / 7)
         case = (batch, evaluation)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
-    shuffled = (batch.select(order), Evaluation(**{name: getattr(evaluation, name)[order] for name in LEAVES}))
+    shuffled = (batch.select(order), PolicyOutputs(**{name: getattr(evaluation, name)[order] for name in LEAVES}))
     assert_same(run(method, case), run(method, shuffled), rows=order.argsort())
 
 
@@ -204,7 +204,7 @@ def test_empty_rows_count_nowhere(method: PolicyGradient, seed: int) -> None:
 
     grown = Batch(**{f.name: longer(getattr(batch, f.name)) for f in fields(batch) if f.name not in ("inputs", "last_value")},
                   last_value=torch.cat([batch.last_value, torch.zeros(2, dtype=torch.float64)]))  # fmt: skip
-    now = Evaluation(**{name: longer(getattr(evaluation, name)) for name in LEAVES})
+    now = PolicyOutputs(**{name: longer(getattr(evaluation, name)) for name in LEAVES})
     assert_same(run(method, (batch, evaluation)), run(method, (grown, now)), rows=slice(0, 8))
     a, b = (method.prepare(x, method.initial_state()) for x in (batch, grown))
     assert a.metrics == pytest.approx(b.metrics)
@@ -304,7 +304,7 @@ def test_half_precision_log_probs_are_summed_in_float32(half: torch.dtype) -> No
 
     def loss(logp: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         prepared = method.prepare(Batch(mask, reward, old, group), {})
-        return method.loss(prepared, Evaluation(logp), method.totals(prepared), {}).value
+        return method.loss(prepared, PolicyOutputs(logp), method.totals(prepared), {}).value
 
     assert loss(logp, old).dtype == torch.float32
     assert float(loss(logp, old)) == float(loss(logp.float(), old.float()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, Evaluation
+from psigrad.objective import Batch, PolicyOutputs
 from psigrad.objective.kl import KL, adaptive, estimate
 from psigrad.objective.penalty import adapted, kl_penalty
 
@@ -104,7 +104,7 @@ def test_the_exact_kl_enters_the_loss_with_the_same_weights_as_the_surrogate() -
     zeros = torch.zeros(2, 3, dtype=torch.float64)
     method = replace(resolve("grpo"), kl=KL("loss", "exact", 0.1))
     prepared = method.prepare(Batch(mask, zeros, zeros, torch.zeros(2).long()), {})
-    loss = method.loss(prepared, Evaluation(zeros, kl=exact), method.totals(prepared), {})
+    loss = method.loss(prepared, PolicyOutputs(zeros, kl=exact), method.totals(prepared), {})
     loss.value.backward()
     assert loss.value.item() == pytest.approx(0.1 * ((0.5 + 0.25) / 2 + 2.0) / 2)
     assert exact.grad.tolist() == [[0.025, 0.025, 0.0], [0.05, 0.0, 0.0]]
@@ -137,7 +137,7 @@ def test_the_measured_distance_from_the_old_policy_is_the_mean_of_its_unbiased_e
     method = replace(resolve("dr_grpo"), surrogate=kl_penalty(1.0))
     zeros = torch.zeros(2, 1, dtype=torch.float64)
     prepared = method.prepare(Batch(torch.ones(2, 1, dtype=torch.bool), zeros, zeros, torch.zeros(2).long()), {})
-    now = Evaluation(torch.tensor([[2.0], [1.0]], dtype=torch.float64).log())
+    now = PolicyOutputs(torch.tensor([[2.0], [1.0]], dtype=torch.float64).log())
     loss = method.loss(prepared, now, method.totals(prepared), method.initial_state())
     assert loss.terms["policy/approxkl_avg"].item() == pytest.approx((1 - math.log(2)) / 2)
 
@@ -147,7 +147,7 @@ def test_the_penalty_coefficient_of_the_state_is_the_one_used() -> None:
     mask = torch.ones(2, 1, dtype=torch.bool)
     batch = Batch(mask, torch.zeros(2, 1), torch.zeros(2, 1), torch.zeros(2).long())
     prepared = method.prepare(batch, method.initial_state())
-    now = Evaluation(torch.full((2, 1), -0.5))
+    now = PolicyOutputs(torch.full((2, 1), -0.5))
 
     def value(coefficient: float) -> float:
         return method.loss(prepared, now, method.totals(prepared), {"penalty_coefficient": coefficient}).value.item()

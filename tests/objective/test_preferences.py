@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve_loss
-from psigrad.objective.preference import (
+from psigrad.objective.preference_catalog import METHODS as LOSSES
+from psigrad.objective.preference_loss import (
     KahnemanTversky,
     Labelled,
     Pairs,
@@ -22,7 +23,6 @@ from psigrad.objective.preference import (
     mean_logp,
     robust,
 )
-from psigrad.objective.preference_catalog import METHODS as LOSSES
 from psigrad.objective.reward_model import BradleyTerry, calibration, plackett_luce, process_loss
 
 PREFERENCES = [name for name in LOSSES if name != "kto"]

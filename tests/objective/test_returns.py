@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psigrad.objective import Batch, Evaluation, PolicyGradient, terminal
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
 from psigrad.objective.aggregate import token_mean
 from psigrad.objective.critic import value_loss
@@ -99,7 +99,7 @@ def test_the_critic_is_fitted_to_the_unwhitened_advantage_plus_its_old_value(psi
     value = batch.value.clone() + 0.5
     value.requires_grad_()
     prepared = method.prepare(batch, {})
-    loss = method.loss(prepared, Evaluation(batch.logp_old, value=value), method.totals(prepared), {})
+    loss = method.loss(prepared, PolicyOutputs(batch.logp_old, value=value), method.totals(prepared), {})
     loss.value.backward()
     tokens, mean_error = int(batch.mask.sum()), 0.0
     for row in range(len(batch.mask)):
@@ -111,7 +111,7 @@ def test_the_critic_is_fitted_to_the_unwhitened_advantage_plus_its_old_value(psi
         assert value.grad[row][batch.mask[row]].tolist() == pytest.approx([0.3 * e / tokens for e in errors], abs=1e-12)
     assert loss.terms["value_loss"].item() == pytest.approx(mean_error)
     assert (loss.value - loss.terms["policy_loss"]).item() == pytest.approx(0.3 * mean_error)
-    apart = method.policy_loss(prepared, Evaluation(batch.logp_old), method.totals(prepared), {})
+    apart = method.policy_loss(prepared, PolicyOutputs(batch.logp_old), method.totals(prepared), {})
     critic = method.critic_loss(prepared, value.detach(), method.totals(prepared))
     assert (apart.value + critic.value).item() == loss.value.item() and "value_loss" not in apart.terms
     assert apart.terms | critic.terms == loss.terms

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.control import methods as control_catalog
-from psigrad.objective import Batch, Evaluation
+from psigrad.control import presets as control_catalog
+from psigrad.objective import Batch, PolicyOutputs
 from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
@@ -49,11 +49,11 @@ def made(algorithm, seed=0, *, mask=None):
     logp[0, 0] += 25
     advantage = prepared.advantage.clone()
     advantage[1, 1] = 0.0
-    return replace(prepared, advantage=advantage), Evaluation(logp, normal() ** 2, batch.value + normal(0.2))
+    return replace(prepared, advantage=advantage), PolicyOutputs(logp, normal() ** 2, batch.value + normal(0.2))
 
 
 def by_autograd(algorithm, prepared, evaluation, totals):
-    leaves = Evaluation(*(x.detach().requires_grad_() for x in (evaluation.logp, evaluation.entropy, evaluation.value)))
+    leaves = PolicyOutputs(*(x.detach().requires_grad_() for x in (evaluation.logp, evaluation.entropy, evaluation.value)))
     loss = algorithm.loss(prepared, leaves, totals, algorithm.initial_state()).value
     inputs = [leaves.logp, leaves.entropy, leaves.value]
     found = torch.autograd.grad(loss, inputs, allow_unused=True)

@@ -17,7 +17,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, Evaluation, PolicyGradient, terminal
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.aggregate import fixed_length, token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance
 from psigrad.objective.entropy import bonus
@@ -51,7 +51,7 @@ def ours(method: PolicyGradient, x: Tensors):
     entropy = x.entropy.clone().requires_grad_()
     batch = Batch(x.mask, terminal(x.scores, x.mask), x.old, x.group, logp_ref=x.ref, logp_sampler=x.sampler)
     prepared = method.prepare(batch, {})
-    loss = method.loss(prepared, Evaluation(leaf, entropy=entropy), method.totals(prepared), {})
+    loss = method.loss(prepared, PolicyOutputs(leaf, entropy=entropy), method.totals(prepared), {})
     loss.value.backward()
     return loss, leaf.grad, prepared
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psigrad.rewards.types import Failure
+from psigrad.rewards.outcomes import Failure
 
 
 class Unprintable(Exception):

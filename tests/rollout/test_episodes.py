@@ -9,7 +9,7 @@ import pytest
 import torch
 from inline_scorer import InlineScorer
 
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import CHATML, decode, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models import tiny

@@ -12,7 +12,7 @@ import pytest
 from hostile_programs import programs
 
 from psigrad.rewards.code import Code
-from psigrad.rewards.types import Failure
+from psigrad.rewards.outcomes import Failure
 from psigrad.sandbox import Limits, Program, cgroup, tier_of_this_machine
 from psigrad.sandbox.bubblewrap import Bubblewrap, user_of
 

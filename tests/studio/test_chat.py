@@ -21,7 +21,7 @@ from hostile import routes
 from live_studio import LiveStudio, live_studio, until
 
 from psigrad import seeds
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import decode, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models import language_model

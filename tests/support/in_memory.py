@@ -8,14 +8,14 @@ from tiny_rewards import early_letters
 
 from psigrad.config import OnlineConfig, Optim, Run
 from psigrad.config.algorithms import resolve
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.rewards import resolve as reward
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
 from psigrad.training.ledger import Prompt
-from psigrad.training.online import Online
+from psigrad.training.online_rl import Online
 from psigrad.training.update import Optimizer
 
 

@@ -20,7 +20,8 @@ import pytest
 
 import psigrad
 from psigrad import cli
-from psigrad.cli import flags, language
+from psigrad.cli import flags
+from psigrad.cli import language_models as language
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.load import load, resolve_names, to_dict
 from psigrad.errors import UserError

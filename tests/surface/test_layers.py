@@ -200,3 +200,25 @@ def test_files_functions_and_classes_stay_small_and_documented(path):
     for node in tree.body:
         public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
         assert not public or ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+def twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Names of modules and of public classes that occur more than once, with the files."""
+    found: dict[str, list[str]] = {}
+    for file, source in sources.items():
+        if Path(file).stem not in ("__init__", "__main__"):
+            found.setdefault(f"module {Path(file).stem}", []).append(file)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(f"class {node.name}", []).append(file)
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_modules_and_public_classes_have_names_of_their_own():
+    paths = [*PACKAGE.rglob("*.py"), *(ROOT / "psigrad_studio").rglob("*.py")]
+    assert not twice({str(path.relative_to(ROOT)): path.read_text() for path in paths})
+
+
+def test_negative_control_a_name_that_occurs_twice_is_noticed():
+    found = twice({"a/x.py": "class A: pass", "b/y.py": "class A: pass\nclass _B: pass", "c/x.py": "class _B: pass"})
+    assert set(found) == {"class A", "module x"}

@@ -15,7 +15,7 @@ from psigrad.models import tiny
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.training import online as training
+from psigrad.training import online_rl as training
 
 
 def weights(folder):

@@ -19,11 +19,11 @@ from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
-from psigrad.training import online as training
+from psigrad.training import online_rl as training
 from psigrad.training.collate import minibatches, scored_groups, to_batch
 from psigrad.training.journal import Clock
 from psigrad.training.ledger import prompts_from
-from psigrad.training.online import Online
+from psigrad.training.online_rl import Online
 from psigrad.training.state import State
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]

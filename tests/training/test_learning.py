@@ -11,7 +11,7 @@ from psigrad.config import Optim
 from psigrad.models import tiny
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.rollout.types import SamplingParams
-from psigrad.training import online as training
+from psigrad.training import online_rl as training
 from psigrad.training.state import State
 
 STEPS = 100

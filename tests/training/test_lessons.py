@@ -15,7 +15,7 @@ from psigrad import cli
 from psigrad.config import Data, Evaluation, Optim, RewardConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
-from psigrad.data.rows import validate
+from psigrad.data.dataset_rows import validate
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
@@ -23,9 +23,9 @@ from psigrad.models.packing import Rows
 from psigrad.objective.preference_catalog import METHODS as LOSSES
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import preference, reward
-from psigrad.training.tasks import preference as task_module
-from psigrad.training.tasks.preference import KTOTask, PreferenceTask, answer_logps, mismatched, reference_logps
-from psigrad.training.tasks.reward import ProcessRewardTask, RewardTask
+from psigrad.training.tasks import preference_task as task_module
+from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask, answer_logps, mismatched, reference_logps
+from psigrad.training.tasks.reward_task import ProcessRewardTask, RewardTask
 
 
 @pytest.fixture(scope="module")

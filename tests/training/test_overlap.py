@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from inline_scorer import InlineScorer
 
-from psigrad.data.rows import Row
+from psigrad.data.dataset_rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.rewards import RewardPool, RewardSpec, resolve

@@ -24,11 +24,11 @@ from psigrad.recipes.online import method
 from psigrad.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import best_and_worst
-from psigrad.training import online as training
+from psigrad.training import online_rl as training
 from psigrad.training.journal import Clock
 from psigrad.training.scoring import Mixture, ModelScorer, step_ends
 from psigrad.training.state import State
-from psigrad.training.tasks.reward import step_values
+from psigrad.training.tasks.reward_task import step_values
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.records import checkpoint
 from psigrad.rewards.pool import PoolScoring
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.training.evaluate import Evaluator
+from psigrad.training.evaluator import Evaluator
 from psigrad.training.journal import Stopped
 from psigrad.training.update import Optimizer
 

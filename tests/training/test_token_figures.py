@@ -10,7 +10,7 @@ from in_memory import make
 
 from psigrad.models import tiny
 from psigrad.models.packing import Groups
-from psigrad.training import online as training
+from psigrad.training import online_rl as training
 from psigrad.training.state import State
 
 

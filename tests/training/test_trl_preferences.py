@@ -12,12 +12,12 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
-from psigrad.data.rows import validate
+from psigrad.data.dataset_rows import validate
 from psigrad.data.templates import CHATML
 from psigrad.models import language_model, scalar_model, tiny
 from psigrad.objective.reward_model import BradleyTerry
-from psigrad.training.tasks.preference import KTOTask, PreferenceTask, mismatched, reference_logps
-from psigrad.training.tasks.reward import RewardTask
+from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
+from psigrad.training.tasks.reward_task import RewardTask
 
 WORDS = ["one", "two", "three four", "five six seven", "eight", "nine ten"]
 

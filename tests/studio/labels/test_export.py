@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from psigrad.data import preferences
-from psigrad.data.rows import validate
+from psigrad.data.dataset_rows import validate
 from psigrad_studio.labels import completion_groups, export, intake
 from psigrad_studio.labels.refusals import Refusal
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from sqlalchemy import func, select
 
-from psigrad.data.rows import RowError
+from psigrad.data.dataset_rows import RowError
 from psigrad.errors import UserError
 from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.labels import completion_groups, intake

@@ -16,9 +16,9 @@ from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, Ids
 from psigrad.objective import Loss
-from psigrad.objective.preference import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
+from psigrad.objective.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.training.tasks import Share
-from psigrad.training.tasks.supervised import summed
+from psigrad.training.tasks.sft_task import summed
 
 
 def answer_logps(

@@ -24,7 +24,7 @@ from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Batch, PolicyGradient, Prepared, Totals
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import adapted, kl_penalty
-from psigrad.objective.preference import Preference
+from psigrad.objective.preference_loss import Preference
 from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer, check_unscored
 from psigrad.rollout.episodes import Episodes
@@ -32,7 +32,7 @@ from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.training.best_and_worst import pick
 from psigrad.training.collate import MicroBatch, micro_batches, minibatches, scored_groups, to_batch
 from psigrad.training.cycle import cycle
-from psigrad.training.evaluate import Evaluator
+from psigrad.training.evaluator import Evaluator
 from psigrad.training.forward import log_probs, reference_log_probs, values, wide, widened
 from psigrad.training.generation import rollout
 from psigrad.training.journal import Clock, Journal
@@ -40,7 +40,7 @@ from psigrad.training.ledger import Prompt, prompts_from
 from psigrad.training.metrics import collection_metrics
 from psigrad.training.state import State
 from psigrad.training.tally import Outcome, Tally
-from psigrad.training.tasks.preference import PreferenceTask, reference_logps
+from psigrad.training.tasks.preference_task import PreferenceTask, reference_logps
 from psigrad.training.token_figures import TokenFigures, log_probs_of
 from psigrad.training.update import Optimizer, learning_rate, step_together
 

@@ -16,7 +16,7 @@ from psigrad.bench.workload import Workload, fixed_batch, read, reward
 from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
 from psigrad.config.algorithms import resolve
 from psigrad.data import pairs
-from psigrad.data.rows import Row, validate
+from psigrad.data.dataset_rows import Row, validate
 from psigrad.data.templates import example
 from psigrad.models import language_model, scalar_model
 from psigrad.models.language_model import LanguageModel
@@ -28,15 +28,16 @@ from psigrad.objective.reward_model import BradleyTerry
 from psigrad.rewards import Result, Samples, Scored, Scoring
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
-from psigrad.training import offline, online
+from psigrad.training import offline
+from psigrad.training import online_rl as online
 from psigrad.training.ledger import Prompt
-from psigrad.training.online import Online, ValueModel
+from psigrad.training.online_rl import Online, ValueModel
 from psigrad.training.session import prepare_torch
 from psigrad.training.state import State
 from psigrad.training.tasks import Task
-from psigrad.training.tasks.preference import PreferenceTask, reference_logps
-from psigrad.training.tasks.reward import RewardTask
-from psigrad.training.tasks.supervised import SFTTask
+from psigrad.training.tasks.preference_task import PreferenceTask, reference_logps
+from psigrad.training.tasks.reward_task import RewardTask
+from psigrad.training.tasks.sft_task import SFTTask
 from psigrad.training.update import Optimizer, add_up
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 RATE = Optim(learning_rate=1e-6)
 
 
-class Journal:
+class TimingJournal:
     """Keeps the last step's seconds."""
 
     phases: dict[str, float]
@@ -126,7 +127,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
     texts = [row["prompt"] for row in rows]
     ids = model.tokenizer(texts).input_ids
     prompts = [Prompt(i, tuple(own), Row("x", prompt=text)) for i, (own, text) in enumerate(zip(ids, texts, strict=True))]
-    journal: Any = Journal()
+    journal: Any = TimingJournal()
     run = Online(
         config=config,
         algorithm=algorithm,
@@ -228,7 +229,7 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
         else:
             texts = [example(model.tokenizer, validate(row, "prompt-completion", "x")) for row in rows]
             task, config = SFTTask(policy, texts), SFTConfig(**common)
-    journal: Any = Journal()
+    journal: Any = TimingJournal()
     optimizer = Optimizer(model.trainable(), RATE, recompute=again)
     run = offline.Offline(config, task, None, optimizer, 100000, journal)
     now = [State()]

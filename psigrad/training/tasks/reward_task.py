@@ -15,10 +15,10 @@ from psigrad.intervals import mean_interval
 from psigrad.models.packing import Groups, Rows
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Loss
-from psigrad.objective.preference import correct
+from psigrad.objective.preference_loss import correct
 from psigrad.objective.reward_model import BradleyTerry, calibration, process_loss
 from psigrad.training.tasks import Share
-from psigrad.training.tasks.supervised import summed
+from psigrad.training.tasks.sft_task import summed
 
 
 @dataclass(frozen=True)
