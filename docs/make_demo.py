@@ -27,7 +27,8 @@ _BFLOAT16 = """
 import sys
 from pathlib import Path
 from psigrad.config import Run
-from psigrad.recipes import demo, online, setup
+from psigrad.recipes import demo, online
+from psigrad.training import session
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 session.prepare_torch(Run())
 files = demo.prepare(folder, seed, False)

@@ -27,8 +27,11 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
 
 def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows with different prompts, so that no held-out prompt is ever trained on. Raises `UserError` where a task has
-    too few.
+    """`size` rows with different prompts, so that no held-out prompt is ever trained on.
+
+    The rows come in a random order that depends on the arguments only. In the order of generation the first rows would be the
+    prompts that a task yields most often, and a split by position would give train and test sets of different distributions.
+    Raises `UserError` where a task has too few different prompts.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
@@ -40,7 +43,8 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
         raise UserError(
             f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; ask for fewer or widen it."
         )
-    return list(rows.values())[:size]
+    found = list(rows.values())
+    return [found[i] for i in seeds.permutation(size, seed, "distinct", name)]
 
 
 def demonstrations(
