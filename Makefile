@@ -9,11 +9,11 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-studio test-long test-vllm bench lint types size install clean
+.PHONY: help demo test test-studio test-long test-vllm bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
-	@echo "make test       install, then lint, type-check and run the whole test suite"
+	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-gpu   the tests of what only runs there, likewise"
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict"
+	@echo "make docs       the documentation site, into build/docs"
 	@echo "make size       lines of code in each room"
 	@echo "make install    the environment alone, in $(VENV)"
 	@echo "make clean      remove the environment"
@@ -39,7 +40,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(RUN) -m psigrad demo
 
-test: lint types
+test: lint types docs
 	$(RUN) -m pytest --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
 
 test-studio: $(INSTALLED)
@@ -82,7 +83,12 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 
 types: $(INSTALLED)
-	$(RUN) -m mypy $(wildcard psigrad/objective psigrad/tabular)
+	$(RUN) -m mypy psigrad psigrad_studio
+
+# Warnings are errors, and a link that leads nowhere is one. No network is used.
+docs: $(INSTALLED)
+	$(RUN) -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "build/docs/index.html"
 
 size:
 	$(PYTHON) tools/size.py

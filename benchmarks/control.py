@@ -64,7 +64,7 @@ SOONEST: dict[str, dict[str, Any]] = {
 
 def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
     """psigrad's method with the settings."""
-    from psigrad.control import training as control
+    from psigrad.control import builder
 
     values = {"n_envs": 1 if algorithm == "dqn" else 8, "total_timesteps": ENDLESS, **given, "tuned": False}
     if values.get("batch_size") == values["n_envs"] * values.get("n_steps", 0):
@@ -75,9 +75,9 @@ def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
         values |= {"activation": "relu", "max_grad_norm": 10.0}
     from psigrad.training.session import prepare_torch
 
-    made = control.settings(algorithm, "CartPole-v1", {**values, "seed": seed, "threads": 1})
+    made = builder.settings(algorithm, "CartPole-v1", {**values, "seed": seed, "threads": 1})
     prepare_torch(made.run)  # as `psigrad control` does
-    method = control.build(made)
+    method = builder.build(made)
     method.restart()
     return method
 
@@ -148,7 +148,7 @@ def speed(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dic
 def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
     """Seconds and steps to the first evaluation of 475 or more."""
     from psigrad.control import vector
-    from psigrad.control.rollouts import play
+    from psigrad.control.collector import play
 
     envs, found = vector.make("CartPole-v1", 100), {"seconds": math.inf, "steps": math.inf}
     trained = since = 0.0
@@ -180,7 +180,7 @@ def agree(algorithm: str) -> float:
     found: list[torch.Tensor] = []
     method.optimizer.step = lambda gradient, rate: found.append(gradient.clone()) or 0.0
     from psigrad.control import vector
-    from psigrad.control.rollouts import Collector
+    from psigrad.control.collector import Collector
 
     method.collector = Collector(vector.make("CartPole-v1", 8, "serial"), method.collector.normalizer)
     method.restart()

@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from psigrad import objective
-from psigrad.objective import preference_catalog
-from psigrad.objective.catalog import names
+from psigrad.config import algorithms
+from psigrad.objective.catalog import METHODS
+from psigrad.objective.preference_catalog import METHODS as LOSSES
 
 DOCS = Path(__file__).parent
 
@@ -132,7 +132,7 @@ MEASURED = (
 def page(name: str) -> str:
     """The text of one method's page."""
     title, idea, use, trl = IDEAS[name]
-    parts = objective.resolve(name)
+    parts = algorithms.resolve(name)
     slots = [
         ("psi", parts.psi),
         ("ratio", parts.ratio),
@@ -163,13 +163,13 @@ def page(name: str) -> str:
 `psigrad explain {name}` prints:
 
 ```
-{objective.explain(name).strip()}
+{algorithms.explain(name).strip()}
 ```
 
 ## Run it
 
 ```
-psigrad {name if name not in ("reinforce_moving_average", "reinforce_total_return", "reinforce_reward_to_go") else "reinforce algorithm=" + name} \\
+psigrad {name} \\
   --model PATH_OR_HUB_NAME --dataset prompts.jsonl --reward my_module:my_reward
 ```
 
@@ -265,7 +265,6 @@ PREFERRED = (
 def preference_page(name: str) -> str:
     """The text of one preference loss's page."""
     title, idea, use, trl = PREFERENCES[name]
-    command = name if name in ("dpo", "ipo", "simpo", "orpo", "kto") else f"dpo loss={name}"
     form = "prompt, completion, label" if name == "kto" else "prompt, chosen, rejected"
     return f"""# {title}
 
@@ -280,13 +279,13 @@ def preference_page(name: str) -> str:
 `psigrad explain {name}` prints:
 
 ```
-{objective.explain(name).strip()}
+{algorithms.explain(name).strip()}
 ```
 
 ## Run it
 
 ```
-psigrad {command} --model PATH_OR_HUB_NAME --dataset comparisons.jsonl
+psigrad {name} --model PATH_OR_HUB_NAME --dataset comparisons.jsonl
 ```
 
 with rows of `{form}`. [Preferences](../preferences.md) has the forms and what is logged.
@@ -305,7 +304,7 @@ def measure_preferences(model: str, pairs: str, runs: str) -> None:
     from psigrad.data.preferences import unpaired
 
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
-    for name in preference_catalog.names():
+    for name in LOSSES:
         if _measured(Path(runs) / name, 100):
             continue
         held, train = rows[:200], rows[200:]
@@ -325,7 +324,7 @@ def measure_preferences(model: str, pairs: str, runs: str) -> None:
             report=False,
             progress=False,
         )
-    curves = {name: _accuracy(Path(runs) / name) for name in preference_catalog.names()}
+    curves = {name: _accuracy(Path(runs) / name) for name in LOSSES}
     for name in curves:
         _picture(name, f"{PREFERENCES[name][0]}: the truth over steps", curves)
 
@@ -333,9 +332,9 @@ def measure_preferences(model: str, pairs: str, runs: str) -> None:
 def write_pages() -> None:
     """docs/methods/*.md."""
     (DOCS / "methods").mkdir(exist_ok=True)
-    for name in preference_catalog.names():
+    for name in LOSSES:
         (DOCS / "methods" / f"{name}.md").write_text(preference_page(name))
-    for name in names():
+    for name in METHODS:
         (DOCS / "methods" / f"{name}.md").write_text(page(name))
 
 
@@ -343,12 +342,11 @@ def measure(model: str, data: str, runs: str) -> None:
     """One run per preset, and the pictures."""
     import psigrad
 
-    for name in names():
+    for name in METHODS:
         if _measured(Path(runs) / name):
             continue
         psigrad.train(
             name,
-            num_iterations=4 if objective.resolve(name).needs_critic else 1,
             model=model,
             dataset=f"{data}/prompts.jsonl",
             eval_dataset=f"{data}/held_out.jsonl",
@@ -378,8 +376,8 @@ def _measured(folder: Path, steps: int = 200) -> bool:
 def draw(runs: str) -> None:
     """docs/images/<preset>.png: this method's held-out accuracy over the others'."""
     (DOCS / "images").mkdir(exist_ok=True)
-    curves = {name: _accuracy(Path(runs) / name) for name in names()}
-    for name in names():
+    curves = {name: _accuracy(Path(runs) / name) for name in METHODS}
+    for name in METHODS:
         _picture(name, f"{IDEAS[name][0]}: held-out accuracy over steps", curves)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from psigrad.cli import flags
 from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
@@ -87,6 +87,8 @@ def _with_ranges(cls: type[Any], prefix: str = "") -> dict[str, Any]:
 
 def _kind(hint: Any) -> str:
     """A type as a person would say it, with its range."""
+    if get_origin(hint) is Annotated and hint.__origin__ is Any:
+        return "text or mapping"
     if hasattr(hint, "__metadata__"):
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         bounds = [(signs[k], v) for m in hint.__metadata__ for k, v in asdict(m).items() if v != float("inf")]

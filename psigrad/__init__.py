@@ -20,13 +20,14 @@ __version__ = "0.1.0"
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
-    from psigrad.objective import PolicyGradient, explain
+    from psigrad.config.algorithms import explain
+    from psigrad.objective import PolicyGradient
     from psigrad.recipes.api import evaluate, score, train
 
 # public name -> the module it lives in
 _HOMES = {
     "PolicyGradient": "psigrad.objective",
-    "explain": "psigrad.objective",
+    "explain": "psigrad.config.algorithms",
     "train": "psigrad.recipes.api",
     "evaluate": "psigrad.recipes.api",
     "score": "psigrad.recipes.api",

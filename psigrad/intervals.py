@@ -1,10 +1,11 @@
-"""Intervals for evaluation figures, and pass@k."""
+"""Intervals: of a proportion, of a mean over prompts, of a mean over seeds; and pass@k."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist
+from typing import NamedTuple
 
 _Z = NormalDist().inv_cdf(0.975)
 
@@ -27,6 +28,26 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
         return mean, mean
     error = _Z * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
     return mean - error, mean + error
+
+
+class Interval(NamedTuple):
+    """A mean over seeds and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def over_seeds(values: Iterable[float]) -> Interval:
+    """Mean and 95 % interval (Student's t) of independent values; a single one has no interval but itself."""
+    from scipy import stats  # half a second, which training does without
+
+    found = [float(value) for value in values]
+    n, mean = len(found), math.fsum(found) / len(found)
+    if n == 1:
+        return Interval(mean, mean, mean)
+    reach = float(stats.t.ppf(0.975, n - 1)) * math.sqrt(math.fsum((v - mean) ** 2 for v in found) / (n - 1) / n)
+    return Interval(mean, mean - reach, mean + reach)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

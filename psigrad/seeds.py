@@ -32,7 +32,8 @@ def uniform(seeds: np.ndarray, counter: int | np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x = x ^ (x >> np.uint64(31))
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    uniform: np.ndarray = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return uniform
 
 
 def permutation(n: int, *parts: int | str) -> np.ndarray:

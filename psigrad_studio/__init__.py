@@ -1,1 +1,1 @@
-"""`psigrad studio`: the web application. Reads run folders, owns the label database."""
+"""The web application of `psigrad studio`: it reads run folders and owns the database of labels."""

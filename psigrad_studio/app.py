@@ -1,4 +1,4 @@
-"""The web application: one page after the other, behind the guard."""
+"""The web application: all pages, behind the guard of `security`."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Resp
 from starlette.exceptions import HTTPException
 
 from psigrad.errors import UserError
-from psigrad_studio import chat, grid
-from psigrad_studio.desk import entrance, routes
-from psigrad_studio.desk.store import Store
-from psigrad_studio.door import Door
+from psigrad_studio import chat_routes, grid_routes
+from psigrad_studio.label_api import join_routes, label_routes
+from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels.refusals import Refusal
-from psigrad_studio.runs.routes import router as runs_router
+from psigrad_studio.runs.run_routes import router as runs_router
 from psigrad_studio.security import ENTER, Guard, Guests, error_body
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.sessions import Sessions
 from psigrad_studio.shell import Page, missing_page, page_router, static_router
+from psigrad_studio.studio_settings import StudioSettings
 
 
-def pages(settings: StudioSettings, labels: Store) -> list[Page]:
-    """Every page, in the order of the navigation. The first is where a visitor arrives."""
+def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
+    """All pages, in the order of the navigation. Visitors arrive at the first."""
     return [
-        Page("grid", "Grid", grid.router(settings)),
+        Page("grid", "Grid", grid_routes.router(settings)),
         Page("runs", "Runs", runs_router(settings, labels)),
-        Page("label", "Label", routes.router(labels), guests=True),
-        Page("chat", "Chat", chat.router(settings, labels)),
+        Page("label", "Label", label_routes.router(labels), guests=True),
+        Page("chat", "Chat", chat_routes.router(settings, labels)),
     ]
 
 
-def create_app(settings: StudioSettings, door: Door | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
-    """The application of these settings. `door` and `shown` are for tests; by default a new door, and every page."""
+def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
+    """The application for these settings. Tests pass `sessions` and `shown`; by default they are new sessions and all pages."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    door = door or Door(settings.key, settings.session_seconds)
-    app.state.labels = labels = Store(settings)
+    sessions = sessions or Sessions(settings.key, settings.session_seconds)
+    app.state.labels = labels = LabelStore(settings)
     app.state.ending = threading.Event()
     shown = pages(settings, labels) if shown is None else list(shown)
     app.include_router(static_router())
-    app.include_router(entrance.router(labels))
+    app.include_router(join_routes.router(labels))
     for page in shown:
         app.include_router(page_router(page, shown))
         app.include_router(page.router)
@@ -52,17 +52,17 @@ def create_app(settings: StudioSettings, door: Door | None = None, shown: Sequen
 
     @app.get(ENTER)
     async def enter() -> Response:
-        """The guard has seen the key; what is left is to turn it into a session, out of sight of the address bar."""
+        """The guard has checked the key. Set the session cookie, and redirect so that the key leaves the address bar."""
         response = RedirectResponse(home, 303)
         seconds = int(settings.session_seconds)
-        response.set_cookie(f"psigrad-{settings.port}", door.new_session(), max_age=seconds, httponly=True, samesite="lax")
+        response.set_cookie(f"psigrad-{settings.port}", sessions.new_session(), max_age=seconds, httponly=True, samesite="lax")
         return response
 
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(UserError, _mistaken)
-    invited = Guests(frozenset(guests), labels.recognise, routes.IMPORT)
-    app.add_middleware(Guard, settings=settings, door=door, invited=invited)
+    invited = Guests(frozenset(guests), labels.recognise, label_routes.IMPORT)
+    app.add_middleware(Guard, settings=settings, sessions=sessions, invited=invited)
     return app
 
 

@@ -1,6 +1,6 @@
-"""The guard before every route: Host, Origin, session, CSRF, size and rate. What it refuses never reaches a page.
+"""The guard before every route: Host, Origin, session, CSRF, size and rate. A refused request never reaches a page.
 
-It stands outside the application, so that a new route cannot be forgotten. Refusals are `{"error": {"code", "message"}}`.
+It wraps the whole application, so that a new route cannot be forgotten. Refusals are `{"error": {"code", "message"}}`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from psigrad.errors import UserError
-from psigrad_studio.door import Door
-from psigrad_studio.labels import secret
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.labels import passwords
+from psigrad_studio.sessions import Sessions
 from psigrad_studio.shell import locked_page
+from psigrad_studio.studio_settings import StudioSettings
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 SAFE = frozenset({"GET", "HEAD"})
 ENTER = "/enter"
 JOIN = ("/join", "/api/join/")
-"""Where who was invited comes in: open to strangers, each of whose requests counts as a refused one."""
+"""Pages for invited people: open to strangers, at the rate of refused requests."""
 STATIC = "/static/"
 SESSION, API = "psigrad_session_", "psigrad_api_"
-"""How the tokens of the labels begin."""
+"""Prefixes of tokens."""
 SHARE = 0.3
-"""Of the owner's rate, what each invited person may ask for."""
+"""The rate of each invited person, as a share of the owner's."""
 CSRF_HEADER = "x-psigrad-csrf"
 _ODD_PATH = re.compile(r"[\x00-\x1f\x7f\\]|//|(^|/)\.\.?(/|$)")
 _ENCODED = re.compile(rb"%(2f|5c|00|2e|25)", re.IGNORECASE)
@@ -64,7 +64,7 @@ HEADERS = {
 
 
 class Refused(HTTPException):
-    """A request that goes no further; `code` names the reason to programs, `detail` to people."""
+    """A refused request. `code` names the reason for programs, `detail` for people."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(status, message)
@@ -73,9 +73,9 @@ class Refused(HTTPException):
 
 @dataclass(frozen=True)
 class Guests:
-    """People who come in without the key, by a session or an API token of the labels.
+    """People without the owner's key, identified by a session or an API token of the labels.
 
-    `pages` are the names of what they may open; `recognise` says whose a token is (None: nobody's), and may wait.
+    `pages` are the pages that they may open. `recognise` returns the person behind a token, or None; it may block.
     """
 
     pages: frozenset[str]
@@ -85,14 +85,14 @@ class Guests:
 
 
 class Bucket:
-    """`burst` requests at once and `rate` per second in the long run."""
+    """A token bucket: `burst` requests at once, `rate` per second in the long run."""
 
     def __init__(self, rate: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.burst, self.now = rate, burst, now
         self.level, self.seen = float(burst), now()
 
     def take(self) -> bool:
-        """Whether one more is allowed."""
+        """Take one token. False where there is none."""
         now = self.now()
         self.level = min(self.burst, self.level + (now - self.seen) * self.rate)
         self.seen = now
@@ -103,14 +103,14 @@ class Bucket:
 
 
 class Guard:
-    """ASGI middleware that lets through what comes from a page of ours in the hands of whoever has the key or was invited.
+    """ASGI middleware that passes requests from our own pages, sent by the owner or an invited person.
 
-    It leaves in the state of a request: `owner` (came in by the key), `person` (whom the labels know, else None), `token` (of
-    their session) and `csrf`.
+    It sets in the state of a request: `owner` (has the key), `person` (as the labels know them, else None), `token` (of their
+    session) and `csrf`.
     """
 
-    def __init__(self, app: ASGIApp, settings: StudioSettings, door: Door, invited: Guests) -> None:
-        self.app, self.settings, self.door, self.invited = app, settings, door, invited
+    def __init__(self, app: ASGIApp, settings: StudioSettings, sessions: Sessions, invited: Guests) -> None:
+        self.app, self.settings, self.sessions, self.invited = app, settings, sessions, invited
         self.cookie, self.desk_cookie = f"psigrad-{settings.port}", f"psigrad-desk-{settings.port}"
         self.guests, self.visitors = (Bucket(settings.requests_per_second, settings.burst) for _ in range(2))
         self.strangers = Bucket(settings.strangers_per_second, settings.strangers_burst)
@@ -148,7 +148,7 @@ class Guard:
                 await _answer(with_headers, Refused(500, "failed", "The studio failed at this; its terminal says why."), scope)
 
     async def _check(self, scope: Scope) -> None:
-        """Raises `Refused` for whatever is not a request of our own page; those refused here count against the strangers."""
+        """Raises `Refused` for anything but a request of our own pages. Refusals count against the rate of strangers."""
         try:
             self._check_form(scope)
             self._check_source(scope)
@@ -164,7 +164,9 @@ class Guard:
             raise Refused(429, "too_many", "Too many requests at once; wait a second.")
 
     def _bucket(self, scope: Scope) -> Bucket:
-        """Whose rate a request counts against. Each invited person has a share of their own, so that nobody keeps others out."""
+        """The bucket that a request counts against. Each invited person has one of their own, so that nobody can lock others
+        out.
+        """
         asker = scope.get("state", {})
         person = asker.get("person")
         if asker.get("owner"):
@@ -181,7 +183,7 @@ class Guard:
             raise Refused(400, "path", "This path is not well-formed.")
 
     def _check_source(self, scope: Scope) -> None:
-        """Our name in Host, ours in Origin where there is one (always, for what may change anything), no other site behind it."""
+        """Check Host, Origin (required for changes) and Sec-Fetch-Site, so that other sites are refused."""
         if _header(scope, "host") not in self.settings.hosts:
             raise Refused(421, "host", "This server does not go by that name; open the address that it printed.")
         origin, site = _header(scope, "origin"), _header(scope, "sec-fetch-site")
@@ -200,18 +202,18 @@ class Guard:
         if _header(scope, "host") not in self.settings.own_hosts:
             raise Refused(403, "key", "The key opens the studio on its own machine only; elsewhere ask for an invite.")
         values = [part[4:] for part in scope["query_string"].split(b"&") if part.startswith(b"key=")]
-        if len(values) != 1 or not self.door.admits(values[0].decode("latin-1")):
+        if len(values) != 1 or not self.sessions.admits(values[0].decode("latin-1")):
             raise Refused(403, "key", "The key is not the one of this studio; open the address that it printed.")
 
     async def _check_session(self, scope: Scope) -> None:
-        """Find out who asks. An API token counts alone: nothing that a browser adds by itself goes with it."""
+        """Identify the sender. An API token is used alone, without cookies, which browsers add by themselves."""
         token, asker = _bearer(scope), {"owner": False, "person": None, "token": "", "csrf": ""}
         if token is not None:
             asker |= {"person": await self._recognised(token, API)}
-        elif (session := self.door.session_of(_only(_cookies(scope, self.cookie)))) is not None:
-            asker |= {"owner": True, "csrf": self.door.csrf_token(session)}
+        elif (session := self.sessions.session_of(_only(_cookies(scope, self.cookie)))) is not None:
+            asker |= {"owner": True, "csrf": self.sessions.csrf_token(session)}
         elif (person := await self._recognised(given := _only(_cookies(scope, self.desk_cookie)), SESSION)) is not None:
-            asker |= {"person": person, "token": given, "csrf": secret.csrf(given)}
+            asker |= {"person": person, "token": given, "csrf": passwords.csrf(given)}
         known = asker["owner"] or asker["person"] is not None
         if not known and not _is_open(scope):
             raise Refused(401, "session", "This studio is locked; open the address that psigrad studio printed in its terminal.")
@@ -223,13 +225,13 @@ class Guard:
 
     def _check_csrf(self, scope: Scope, asker: Mapping[str, Any]) -> None:
         given = _header(scope, CSRF_HEADER) or ""
-        session = self.door.session_of(_only(_cookies(scope, self.cookie))) if asker["owner"] else None
-        holds = self.door.csrf_holds(session, given) if session is not None else _same(given, asker["csrf"])
+        session = self.sessions.session_of(_only(_cookies(scope, self.cookie))) if asker["owner"] else None
+        holds = self.sessions.csrf_holds(session, given) if session is not None else _same(given, asker["csrf"])
         if not holds:
             raise Refused(403, "csrf", "The request lacks the token of its page; reload the page.")
 
     async def _recognised(self, token: str, kind: str) -> Any:
-        """Whose a token is. The labels are asked in a thread, as they may keep one waiting."""
+        """The person behind a token. The labels are asked in a thread, since they may block."""
         if not token.startswith(kind) or len(token) > 200:
             return None
         try:
@@ -238,7 +240,7 @@ class Guard:
             raise Refused(503, "busy", str(error)) from error
 
     def _may_visit(self, path: str, by_token: bool) -> bool:
-        """What is open to those without the key; programs have no use for documents."""
+        """What people without the key may open. API tokens get no documents."""
         if any(path.startswith(f"/api/{name}/") for name in self.invited.pages):
             return True
         return not by_token and (path == "/" or path.startswith(JOIN) or path[1:] in self.invited.pages)
@@ -249,7 +251,7 @@ class Guard:
         return self.settings.import_bytes if trusted and scope["path"] == self.invited.imports else self.settings.body_bytes
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive` that refuses a body which is too long, too slow, compressed, or no JSON."""
+        """`receive`, limited: refuses bodies that are too long, too slow, compressed or not JSON."""
         length, kind = _header(scope, "content-length"), _header(scope, "content-type")
         most = self._most_bytes(scope)
         if _header(scope, "content-encoding") not in (None, "identity"):
@@ -286,7 +288,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _bearer(scope: Scope) -> str | None:
-    """The API token of a request; a proxy's own scheme (Basic) is none of our business."""
+    """The API token of a request. Other schemes, such as Basic for a proxy, are ignored."""
     scheme, _, token = (_header(scope, "authorization") or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 
@@ -300,7 +302,7 @@ def _all(scope: Scope, name: str) -> list[str]:
 
 
 def _header(scope: Scope, name: str) -> str | None:
-    """The value of a header; one that comes twice is malformed."""
+    """The value of a header. A repeated header is refused."""
     found = _all(scope, name)
     if len(found) > 1:
         raise Refused(400, "header", "A header comes twice.")
@@ -313,12 +315,12 @@ def _cookies(scope: Scope, name: str) -> list[str]:
 
 
 def _only(values: list[str]) -> str:
-    """The value, where there is one; a cookie that comes twice is nobody's."""
+    """The value, where there is exactly one; a repeated cookie counts as none."""
     return values[0] if len(values) == 1 else ""
 
 
 def error_body(code: str, message: str) -> dict[str, Any]:
-    """The one form of an error."""
+    """The common form of all errors."""
     return {"error": {"code": code, "message": message}}
 
 

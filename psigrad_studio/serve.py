@@ -1,4 +1,4 @@
-"""`psigrad studio`: a port, an address to print, a browser to open, and the server behind them."""
+"""Start the studio: find a port, print the address, open a browser, run the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad_studio.settings import LOOPBACK, StudioSettings
+from psigrad_studio.studio_settings import LOOPBACK, StudioSettings
 
 FIRST_PORT, PORTS = 8420, 20
 NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
@@ -71,7 +71,7 @@ def studio(
 
 
 def _try(where: str) -> None:
-    """Whether the labels can be opened is told at the start, and not to the first labeller."""
+    """Open the labels once, so that errors appear at the start and not to the first labeller."""
     from psigrad_studio.labels import database
 
     database.connect(where).close()
@@ -88,7 +88,7 @@ def listen(port: int = 0) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((LOOPBACK, candidate))
-            listening.listen(128)  # Linux lets two sockets have one port until one of them listens
+            listening.listen(128)  # on Linux two sockets may bind one port until one of them listens
             return listening
         except OSError as error:
             listening.close()
@@ -97,24 +97,24 @@ def listen(port: int = 0) -> socket.socket:
 
 
 def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: bool, say: Callable[[str], None]) -> None:
-    """Run the server on a socket, and say where it is once it answers."""
+    """Run the server on a socket, and print its address once it answers."""
     from psigrad_studio.app import create_app
-    from psigrad_studio.door import Door
-    from psigrad_studio.http import server
+    from psigrad_studio.sessions import Sessions
+    from psigrad_studio.web_server import server
 
-    door = Door(settings.key, settings.session_seconds)
+    sessions = Sessions(settings.key, settings.session_seconds)
     address = f"http://{LOOPBACK}:{settings.port}/enter?key="
 
     def greet() -> None:
         say(f"psigrad studio  {address}{settings.key}")
         say("The address holds the key; keep it to yourself. Ctrl-C stops the studio.")
         if open_browser and _has_screen():
-            # other users of the machine can see a browser's arguments, so it gets a key that is good only once
-            threading.Thread(target=webbrowser.open, args=(address + door.one_time_key(),), daemon=True).start()
+            # other users can see the browser's command line, so it gets a one-time key
+            threading.Thread(target=webbrowser.open, args=(address + sessions.one_time_key(),), daemon=True).start()
 
-    server(create_app(settings, door), settings, greet).run(sockets=[listening])
+    server(create_app(settings, sessions), settings, greet).run(sockets=[listening])
 
 
 def _has_screen(system: str = sys.platform, environment: Any = os.environ) -> bool:
-    """Whether a browser would have a window, and not take over the terminal."""
+    """Whether a browser can open a window, rather than take over the terminal."""
     return not system.startswith("linux") or bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))

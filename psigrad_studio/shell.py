@@ -1,4 +1,4 @@
-"""What every page has around it: the document with its navigation, and the static files, read once when the server starts."""
+"""The document around every page, with the navigation; and the static files, read once at the start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 
 @dataclass(frozen=True)
 class Page:
-    """One entry of the navigation: a body, a module and a style in static/<name>/, and a router with what the module asks for."""
+    """An entry of the navigation: body, script and style in static/<name>/, and a router with its routes."""
 
     name: str
     """Names the folder in static/ and the address /<name>."""
@@ -29,7 +29,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Asset:
-    """A static file in memory. Nothing of a request ever becomes a path in the file system."""
+    """A static file in memory. No text of a request becomes a path."""
 
     body: bytes
     kind: str
@@ -37,7 +37,7 @@ class Asset:
 
 
 def assets() -> dict[str, Asset]:
-    """Every script, style and picture of static/, by path."""
+    """All scripts, styles and pictures of static/, by path."""
     found: dict[str, Asset] = {}
 
     def walk(folder: Traversable, prefix: str) -> None:
@@ -94,12 +94,12 @@ def _document(page: Page, pages: Sequence[Page], body: str, csrf: str) -> str:
 
 
 def locked_page(message: str) -> str:
-    """What someone sees who is not let in."""
+    """The page for visitors without access."""
     return _fill(_LOCKED, {"message": message})
 
 
 def missing_page() -> str:
-    """What a browser shows at an address that leads nowhere."""
+    """The page for unknown addresses."""
     return _MISSING
 
 

@@ -1,5 +1,5 @@
-"""The fewest seconds that a step could take here: its arithmetic at the rate of this machine's matrix products, and no weight or
-cached number read faster than memory delivers it. What a phase takes beyond its floor is what could still be won.
+"""The fewest seconds that a step could take on this machine: its arithmetic at the speed of matrix products, and weights and
+caches read at the bandwidth of the memory. What a phase takes beyond its floor could still be saved.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from transformers import AutoConfig
 from psigrad.bench.workload import Workload
 from psigrad.models.backbone import DTYPES
 from psigrad.models.fused.layer import compute_dtype
+from psigrad.planning.arithmetic import Lengths, StepCost, Work, cost_of
 from psigrad.planning.hardware import Machine, machine
 from psigrad.planning.memory import recomputed_gradients
 from psigrad.planning.shape import counted
-from psigrad.planning.work import Cost, Lengths, Work, cost_of
 
 
 def rates(dtype: str, threads: int, device: str) -> Machine:
@@ -40,7 +40,7 @@ def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine
     return found
 
 
-def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> Cost:
+def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
     """The FLOPs of a step, and the bytes that decoding reads."""
     shape = counted(AutoConfig.from_pretrained(folder / "model"))
     online = work.online

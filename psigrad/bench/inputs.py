@@ -1,4 +1,4 @@
-"""A workload's files: the model, the tokenizer and the rows that both sides read."""
+"""A workload's files: the model, the tokenizer and the rows that psigrad and TRL read."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from transformers import (
 
 from psigrad.bench.workload import Workload
 from psigrad.errors import UserError
+from psigrad.planning.shape import model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 # Rows of a workload; a step takes some of them.
@@ -29,7 +30,7 @@ _ROWS = 512
 
 
 def build(work: Workload, folder: Path) -> None:
-    """model/, rows.jsonl and work.json under `folder`, the same for both sides: a Qwen3 with random weights."""
+    """model/, rows.jsonl and work.json under `folder`, the same for psigrad and TRL: a Qwen3 with random weights."""
     if (folder / "work.json").exists():
         return
     config = Qwen3Config(
@@ -52,8 +53,8 @@ def build(work: Workload, folder: Path) -> None:
 
 
 def prepare(work: Workload, model: str, folder: Path) -> None:
-    """The same with a given model: a folder or hub name, or a folder or file with a configuration alone, whose weights are then
-    random and whose tokenizer is made up where it has none.
+    """The same with a given model: a folder or hub name, or a folder or file with only a configuration, whose weights are then
+    random; where it has no tokenizer one of letters is made.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -83,7 +84,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
 
 def _make(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    model_of(config).save_pretrained(folder / "model")
     made.save_pretrained(folder / "model")
 
 
@@ -115,7 +116,9 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
     made.add_special_tokens(["<eos>", "<pad>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", padding_side="left")
+    fast: Any = PreTrainedTokenizerFast
+    found: PreTrainedTokenizerFast = fast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", padding_side="left")
+    return found
 
 
 def rows(work: Workload, made: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

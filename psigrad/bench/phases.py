@@ -49,10 +49,10 @@ def peak_mb() -> float:
 
 
 class Parent:
-    """What asks a side for steps, over stdin; its answers go to the file descriptor `answers`.
+    """The parent process, which asks for steps over stdin; answers go to the file descriptor `answers`.
 
-    All of a side runs in the thread that it runs in: OpenMP keeps a team of threads for each thread that ever computed, and lets
-    them wait less eagerly where there are more of them than cores.
+    Steps run in the main thread: OpenMP keeps a team of threads for each thread that ever computed, and with more of them than
+    cores they no longer spin while they wait.
     """
 
     def __init__(self, answers: int, check: Callable[[], dict[str, float]], device: str) -> None:
@@ -60,7 +60,7 @@ class Parent:
         self._begin = 0.0
 
     def wants_a_step(self) -> bool:
-        """Waits until it wants one, and answers other requests meanwhile; False where it has hung up."""
+        """Wait until it wants one, and answer other requests meanwhile; False once it has closed the pipe."""
         while line := sys.stdin.readline():
             if line.strip() == "step":
                 self._begin = time.perf_counter()
@@ -80,7 +80,7 @@ class Parent:
 
 
 def _on_device(device: str) -> dict[str, float]:
-    """The GPU's peak, where the side runs on one."""
+    """The GPU's peak, where the steps run on one."""
     if device == "cpu":
         return {}
     import torch

@@ -17,7 +17,7 @@ from psigrad import __version__
 _LIBRARIES = ("torch", "transformers", "trl")
 
 
-def circumstances(device: str) -> dict[str, Any]:
+def provenance(device: str) -> dict[str, Any]:
     """What a line of figures needs to be read next to one from another day or machine: `when` (UTC), `processor`, its `cores` for
     this process, its `vectors` as torch uses them (AVX2, AVX512, …), the `gpu` where `device` is one, and `versions`.
     """

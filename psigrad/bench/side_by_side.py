@@ -1,4 +1,4 @@
-"""The processes of the sides, the steps they take in turn, medians and ratios."""
+"""psigrad timed by itself or beside TRL: a process for each, steps in turn, medians and ratios."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from psigrad.bench.floor import cost, floor, rates
 from psigrad.bench.inputs import build
-from psigrad.bench.provenance import circumstances
+from psigrad.bench.provenance import provenance
 from psigrad.bench.workload import Workload
 from psigrad.errors import UserError
 from psigrad.planning.hardware import Machine
@@ -30,12 +30,12 @@ PEERS = ("grpo", "rloo", "dpo", "reward", "sft")
 Maker = Callable[[Workload, Path], None]
 
 
-class Side:
-    """One side's process."""
+class WorkerProcess:
+    """The process in which psigrad ("ours") or TRL ("trl") takes steps when it is asked to."""
 
     def __init__(self, who: str, folder: Path, dtype: str, threads: int, device: str = "cpu") -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        arguments = ["-m", "psigrad.bench.side_process", who, str(folder), dtype, str(threads), device, str(time.time())]
+        arguments = ["-m", "psigrad.bench.worker_process", who, str(folder), dtype, str(threads), device, str(time.time())]
         self.process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
@@ -59,8 +59,8 @@ class Side:
         if not line:
             status = self.process.wait()
             self.errors.seek(0)
-            said = "\n".join(self.errors.read().strip().splitlines()[-12:])
-            raise UserError(f"One side of the benchmark died with exit status {status}: {said}")
+            messages = "\n".join(self.errors.read().strip().splitlines()[-12:])
+            raise UserError(f"One side of the benchmark died with exit status {status}: {messages}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -72,7 +72,7 @@ class Side:
 
 
 def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, device: str = "cpu") -> dict[str, Any]:
-    """psigrad and TRL: equal results first, then steps in turn, so that whatever else the machine does falls on both.
+    """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both.
 
     Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
     same batch.
@@ -89,7 +89,7 @@ def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, dev
         with _sides(Path(folder), dtype, threads, device) as sides:
             checks = {who: side.ask("check") for who, side in sides.items()}
             _agree(work, dtype, checks)
-        # others are timed, so that what the check has warmed up or taken is no part of a first step or a peak
+        # new processes are timed, so that a first step or a peak contains nothing of the check
         with _sides(Path(folder), dtype, threads, device) as sides:
             steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
             for _ in range(1 + work.steps):
@@ -100,27 +100,26 @@ def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, dev
             first = {who: side.ready + steps[who].pop(0)["seconds"] for who, side in sides.items()}
         found = {who: medians(work, taken) for who, taken in steps.items()}
         found["ours"] |= _efficiency(work, Path(folder), found["ours"], dtype, before, rates(dtype, threads, device))
-    head = {"workload": work.name, "dtype": dtype, "threads": threads, **circumstances(device)}
-    return {**head, "check": checks, "to_first_step": first, **found, **ratios(work, steps)}
+    return {**_head(work, dtype, threads, device), "check": checks, "to_first_step": first, **found, **ratios(work, steps)}
 
 
 @contextlib.contextmanager
-def _sides(folder: Path, dtype: str, threads: int, device: str) -> Iterator[dict[str, Side]]:
-    """Both, begun one after the other."""
-    with contextlib.ExitStack() as begun:
+def _sides(folder: Path, dtype: str, threads: int, device: str) -> Iterator[dict[str, WorkerProcess]]:
+    """The processes of both, started one after the other."""
+    with contextlib.ExitStack() as stack:
         sides = {}
         for who in ("ours", "trl"):
-            sides[who] = Side(who, folder, dtype, threads, device)
-            begun.callback(sides[who].close)
+            sides[who] = WorkerProcess(who, folder, dtype, threads, device)
+            stack.callback(sides[who].close)
         yield sides
 
 
 def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, device: str = "cpu") -> dict[str, Any]:
-    """psigrad's side by itself."""
+    """psigrad by itself."""
     with tempfile.TemporaryDirectory() as folder:
         make(work, Path(folder))
         before = rates(dtype, threads, device)
-        side = Side("ours", Path(folder), dtype, threads, device)
+        side = WorkerProcess("ours", Path(folder), dtype, threads, device)
         try:
             first = side.ready + side.ask("step")["seconds"]
             steps = [side.ask("step") for _ in range(work.steps)]
@@ -128,14 +127,17 @@ def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, devi
             side.close()
         found = medians(work, steps)
         found |= _efficiency(work, Path(folder), found, dtype, before, rates(dtype, threads, device))
-    head = {"workload": work.name, "dtype": dtype, "threads": threads, **circumstances(device)}
-    return {**head, "to_first_step": {"ours": first}, "ours": found}
+    return {**_head(work, dtype, threads, device), "to_first_step": {"ours": first}, "ours": found}
+
+
+def _head(work: Workload, dtype: str, threads: int, device: str) -> dict[str, Any]:
+    return {"workload": work.name, "dtype": dtype, "threads": threads, **provenance(device)}
 
 
 def _efficiency(work: Workload, folder: Path, found: dict[str, Any], dtype: str, *rates: Machine) -> dict[str, Any]:
     """The floor of every phase, and model FLOPs utilisation: the step's arithmetic over what the machine does in its time.
 
-    Of several measurements of the machine the fastest counts: what slows one down is other programs.
+    Of several measurements of the machine the fastest counts, since other programs only slow one down.
     """
     rate = replace(rates[0], peak=max(r.peak for r in rates), bandwidth=max(r.bandwidth for r in rates))
     flops = cost(work, folder, found["tokens"], dtype).flops
@@ -151,7 +153,7 @@ def _agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> N
             )
 
 
-def whole_batch(work: Workload, who: str, side: Side) -> dict[str, Any]:
+def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]:
     """All passes over one collected batch: one step of ours, as many of TRL's as there are passes."""
     taken = [side.ask("step") for _ in range(work.iterations if who == "trl" else 1)]
     names = {name for s in taken for name in s["phases"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 from psigrad.bench.inputs import prepare
@@ -23,21 +24,8 @@ def run(asked: BenchConfig) -> str:
     if asked.device == "cpu" and (asked.attention == "flex" or asked.cuda_graphs):
         raise UserError("attention=flex and cuda_graphs are for GPUs and device is cpu; leave them out or give --device cuda.")
     name = Path(asked.model).name or asked.model
-    work = Workload(
-        name,
-        f"{asked.model}, {asked.prompts} prompts × {asked.generations}",
-        kind=asked.kind,
-        prompts=asked.prompts,
-        generations=asked.generations,
-        prompt_tokens=asked.prompt_tokens,
-        completion_tokens=asked.completion_tokens,
-        beta=asked.beta,
-        iterations=asked.iterations,
-        gradient_checkpointing=asked.gradient_checkpointing,
-        attention=asked.attention,
-        cuda_graphs=asked.cuda_graphs,
-        steps=asked.steps,
-    )
+    shared = {field.name: getattr(asked, field.name) for field in fields(Workload) if hasattr(asked, field.name)}
+    work = Workload(name, f"{asked.model}, {asked.prompts} prompts × {asked.generations}", **shared)
 
     def make(work: Workload, folder: Path) -> None:
         prepare(work, asked.model, folder)

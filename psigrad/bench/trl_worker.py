@@ -64,6 +64,7 @@ def build(folder: Path, dtype: str, device: str) -> tuple[Callable[[Parent], Non
 def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "trl"),
+        "per_device_train_batch_size": work.prompts,
         "max_steps": 100000,
         "learning_rate": 1e-6,
         "logging_steps": 100000,
@@ -78,45 +79,43 @@ def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str
 
 def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: bool, device: str) -> tuple[Any, list[int]]:
     """The trainer, and a one-element list in which the tokens of the step are counted."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    settings, counts = _settings(work, folder, bf16, device), [0]
-    data = Dataset.from_list(rows)
+    import trl
+
+    counts, given = [0], dict[str, Any]()
+    settings = _settings(work, folder, bf16, device)
     if work.online:
-        import trl
 
         def counted(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
             counts[0] += sum(map(len, completion_ids))
             return reward(completions)
 
-        name = work.kind.upper()
-        arguments = getattr(trl, f"{name}Config")(
-            **settings,
-            per_device_train_batch_size=work.prompts * work.generations,
-            steps_per_generation=1,
-            num_generations=work.generations,
-            max_completion_length=work.completion_tokens,
-            beta=work.beta,
-            num_iterations=work.iterations,
-            temperature=1.0,
-        )
-        return getattr(trl, f"{name}Trainer")(model, counted, arguments, data, processing_class=tokenizer), counts
-    if work.kind == "dpo":
-        from trl import DPOConfig, DPOTrainer
-
-        arguments = DPOConfig(**settings, per_device_train_batch_size=work.prompts, precompute_ref_log_probs=True)
-        return DPOTrainer(model, None, arguments, train_dataset=data, processing_class=tokenizer), counts
+        given["reward_funcs"] = counted
+        settings |= {
+            "per_device_train_batch_size": work.prompts * work.generations,
+            "steps_per_generation": 1,
+            "num_generations": work.generations,
+            "max_completion_length": work.completion_tokens,
+            "beta": work.beta,
+            "num_iterations": work.iterations,
+            "temperature": 1.0,
+        }
+    elif work.kind == "dpo":
+        settings["precompute_ref_log_probs"] = True
     if work.kind == "reward":
-        from trl import RewardConfig, RewardTrainer
-
         torch.manual_seed(0)
+        settings["disable_dropout"] = True
         model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
-        arguments = RewardConfig(**settings, per_device_train_batch_size=work.prompts, disable_dropout=True)
-        return RewardTrainer(model, arguments, train_dataset=data, processing_class=tokenizer), counts
-    from trl import SFTConfig, SFTTrainer
-
-    arguments = SFTConfig(**settings, per_device_train_batch_size=work.prompts)
-    return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer), counts
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    name = "Reward" if work.kind == "reward" else work.kind.upper()
+    trainer = getattr(trl, f"{name}Trainer")(
+        model,
+        args=getattr(trl, f"{name}Config")(**settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        **given,
+    )
+    return trainer, counts
 
 
 def _check(work: Workload, trainer: Any) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from psigrad.bench.phases import Phases
 from psigrad.bench.workload import Workload, fixed_batch, read, reward
 from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
+from psigrad.config.algorithms import resolve
 from psigrad.data import pairs
 from psigrad.data.rows import Row, validate
 from psigrad.data.templates import example
@@ -21,16 +22,15 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import Batch, PolicyGradient, resolve, terminal
+from psigrad.objective import Batch, Loss, PolicyGradient, terminal
 from psigrad.objective.preference_catalog import DPO
 from psigrad.objective.reward_model import BradleyTerry
-from psigrad.rewards import InlineScorer
-from psigrad.rewards import resolve as named
+from psigrad.rewards import Result, Samples, Scored, Scoring
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
-from psigrad.training import learn, loop, offline
-from psigrad.training.collect import Prompt
-from psigrad.training.online import Critic, Online
+from psigrad.training import offline, online
+from psigrad.training.ledger import Prompt
+from psigrad.training.online import Online, ValueModel
 from psigrad.training.session import prepare_torch
 from psigrad.training.state import State
 from psigrad.training.tasks import Task
@@ -63,6 +63,27 @@ class Journal:
     def stop_requested(self) -> bool:
         """Never."""
         return False
+
+
+class Inline:
+    """Calls the reward function in this process, as TRL does."""
+
+    def begin(self) -> Scoring:
+        """See `Scorer`."""
+        return Scoring(self._scored)
+
+    @staticmethod
+    def _scored(groups: Sequence[Samples]) -> list[Result]:
+        return [Scored(value, {"reward": value}) for group in groups for value in _called(group)]
+
+
+def _called(group: Samples) -> list[float]:
+    given: dict[str, Any] = group.shown
+    return reward(**given)
+
+
+def _value(share: Callable[[], Loss]) -> Tensor:
+    return share().value
 
 
 Step = Callable[[], tuple[int, dict[str, float]]]
@@ -101,7 +122,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
     critic = None
     if algorithm.needs_critic:
         values = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again, fresh_head="zero")
-        critic = Critic(values, Optimizer(values.trainable(), RATE, recompute=again), RATE.learning_rate)
+        critic = ValueModel(values, Optimizer(values.trainable(), RATE, recompute=again), RATE.learning_rate)
     texts = [row["prompt"] for row in rows]
     ids = model.tokenizer(texts).input_ids
     prompts = [Prompt(i, tuple(own), Row("x", prompt=text)) for i, (own, text) in enumerate(zip(ids, texts, strict=True))]
@@ -112,13 +133,12 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         model=model,
         reference=model.frozen_copy() if work.beta else None,
         sampler=EmbeddedSampler(model, cuda_graphs=work.cuda_graphs),
-        scorer=InlineScorer([named(reward)]),
+        scorer=Inline(),
         optimizer=Optimizer(model.trainable(), RATE, recompute=again),
         prompts=prompts,
         params=SamplingParams(max_tokens=work.completion_tokens),
         total_steps=100000,
         journal=journal,
-        exact_sampling=dtype == "float32",
         critic=critic,
     )
     return _stepping(run, State(algorithm=algorithm.initial_state())), lambda: _check(work, model, run.optimizer)
@@ -133,9 +153,9 @@ def _algorithm(kind: str, beta: float) -> PolicyGradient:
 def _stepping(run: Online, state: State) -> Step:
     """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
     phases = Phases()
-    for name in ("log_probs", "values"):
-        phases.around(learn, name, "log-probs")
-    phases.around(learn, "step_together", "forward-backward")
+    for name in ("log_probs", "reference_log_probs", "values"):
+        phases.around(online, name, "log-probs")
+    phases.around(online, "step_together", "forward-backward")
     for optimizer in (run.optimizer, *([run.critic.optimizer] if run.critic else [])):
         for method in ("norm", "apply"):
             phases.around(optimizer, method, "optimizer")
@@ -143,7 +163,7 @@ def _stepping(run: Online, state: State) -> Step:
 
     def step() -> tuple[int, dict[str, float]]:
         phases.seconds = {}
-        now[0], _ = loop.step(run, now[0])
+        now[0], _ = online.step(run, now[0])
         journal: Any = run.journal
         found = {name: journal.phases.get(name, 0.0) for name in ("sample", "score")} | phases.seconds
         found["forward-backward"] = found.get("forward-backward", 0.0) - found.get("optimizer", 0.0)
@@ -224,6 +244,6 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
 
     def check() -> dict[str, float]:
         shares = task.shares(range(work.prompts), 4096)
-        return _added_up(optimizer, [lambda share=share: share().value for share in shares])
+        return _added_up(optimizer, [partial(_value, share) for share in shares])
 
     return step, check

@@ -1,4 +1,4 @@
-"""What both sides are timed on: the same weights, prompts, batch shape, lengths, rewards and precision."""
+"""What psigrad and TRL are timed on: the same weights, prompts, batch shape, lengths, rewards and precision."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape of work. `kind` is the method (grpo, rloo, ppo) or the offline lesson (dpo, reward, sft). The sizes of the model
-    hold where it is made here (`build`), and not where it was given (`prepare`).
+    """One shape of work. `kind` is the method: grpo, rloo, ppo, or offline dpo, reward, sft. The sizes of the model are those of
+    one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own.
     """
 
     name: str
@@ -53,14 +53,14 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 def fixed_batch(work: Workload) -> dict[str, Any]:
     """Token ids and advantages that both sides compute the loss and its gradient on, before anything is timed."""
     rng = random.Random(1)
-    longest, known = min(24, work.completion_tokens), min(64, work.vocabulary)
+    longest, letters = min(24, work.completion_tokens), min(64, work.vocabulary)
 
     def completion() -> list[int]:
-        return [rng.randrange(2, known) for _ in range(rng.randint(2, longest))]
+        return [rng.randrange(2, letters) for _ in range(rng.randint(2, longest))]
 
     groups = 3
     completions = [[completion() for _ in range(4)] for _ in range(groups)]
-    prompts = [[rng.randrange(2, known) for _ in range(min(12, work.prompt_tokens))] for _ in range(groups)]
+    prompts = [[rng.randrange(2, letters) for _ in range(min(12, work.prompt_tokens))] for _ in range(groups)]
     # mostly of one sign: a loss whose terms cancel is all rounding. Below 0, where the clip lets the gradient through
     advantages = [rng.gauss(-1, 1) for _ in range(4 * groups)]
     return {"prompts": prompts, "completions": completions, "advantages": advantages}

@@ -10,10 +10,11 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from psigrad.config import OnlineConfig, PlanConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config import PlanConfig
 from psigrad.config.load import load, read_file, read_value
+from psigrad.config.methods import declaration
 from psigrad.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -21,28 +22,6 @@ T = TypeVar("T")
 _RENAMED = {"model.path": "model"}
 # What an override looks like: a dotted name of a setting, and a value.
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
-
-
-class Method(NamedTuple):
-    """A training method that is a command: its recipe's module, the class of its settings, and which of them it sets."""
-
-    recipe: str
-    settings: type[Any]
-    sets: Mapping[str, Any]
-
-
-_PPO = {"num_iterations": 4, "num_generations": 1}
-_CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "ppo_penalty")
-_ONLINE = (*_CLIPPED, "rloo", "reinforce", "reinforce_pp", "online_dpo", "raft")
-METHODS = {
-    "sft": Method("sft", SFTConfig, {}),
-    "reward": Method("reward", RewardConfig, {}),
-    **{name: Method("preference", PreferenceConfig, {"loss": name}) for name in ("dpo", "ipo", "simpo", "orpo", "kto")},
-    **{
-        name: Method("online", OnlineConfig, {"algorithm": name, **(_PPO if name in ("ppo", "ppo_penalty") else {})})
-        for name in _ONLINE
-    },
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -107,10 +86,9 @@ def planned(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
         raise SystemExit(0)
     if not name:
         raise UserError(f"plan got no method; the usage is {usage}.")
-    if name not in METHODS:
-        raise UserError(f"There is no method {name!r}{nearest(name, METHODS) or '.'}")
+    method = declaration(name)
     asked, rest = divided(PlanConfig, f"plan {name}", arguments[1:])
-    return parse(METHODS[name].settings, f"plan {name}", rest, defaults=METHODS[name].sets), asked
+    return parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
 
 
 def listed(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
@@ -228,11 +206,14 @@ def _help(cls: type[Any], name: str) -> str:
     """The string under a field in the source of its class."""
     for part in name.split(".")[:-1]:
         cls = get_type_hints(cls)[part]
-    return _field_docs(cls).get(name.split(".")[-1], "")
+    leaf = name.split(".")[-1]
+    return next((docs[leaf] for base in cls.__mro__ if leaf in (docs := _field_docs(cast(Any, base)))), "")
 
 
 @cache
 def _field_docs(cls: type[Any]) -> dict[str, str]:
+    if not dataclasses.is_dataclass(cls):
+        return {}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
@@ -15,23 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError, nearest
-from psigrad.tabular import (
-    ARROWS,
-    MDP,
-    GridWorld,
-    Sweep,
-    modified_policy_iteration,
-    policy_iteration,
-    prioritised_sweeping,
-    value_iteration,
-)
+from psigrad.tabular import ARROWS, GridWorld, Sweep
+from psigrad.tabular.solvers import SOLVERS
 
-METHODS: dict[str, Callable[[MDP], Iterator[Sweep]]] = {
-    "value_iteration": value_iteration,
-    "policy_iteration": policy_iteration,
-    "modified_policy_iteration": modified_policy_iteration,
-    "prioritised_sweeping": prioritised_sweeping,
-}
 GOOD, BAD = (0, 114, 78), (178, 60, 20)  # the page's colours: green above zero, rust below
 MOST_SWEEPS = 10_000
 
@@ -59,14 +46,14 @@ class GridSettings:
 def run(settings: GridSettings, console: Console | None = None) -> Sweep:
     """Solve the grid, show the sweeps that were asked for and the last one, and return it. Raises `UserError` on a mistake."""
     grid, console = grid_of(settings), console or Console()
-    if settings.method not in METHODS:
-        known, hint = ", ".join(METHODS), nearest(settings.method, METHODS) or "."
+    if settings.method not in SOLVERS:
+        known, hint = ", ".join(SOLVERS), nearest(settings.method, SOLVERS) or "."
         raise UserError(f"There is no method {settings.method!r}; expected one of {known}{hint}")
     try:
         mdp = grid.mdp(outcomes=False)
     except ValueError as error:
         raise UserError(str(error)) from error
-    sweeps = itertools.islice(METHODS[settings.method](mdp), MOST_SWEEPS)
+    sweeps = itertools.islice(SOLVERS[settings.method](mdp), MOST_SWEEPS)
     if settings.play > 0:
         return _played(grid, sweeps, settings.play, console)
     last: Sweep | None = None
@@ -81,7 +68,7 @@ def run(settings: GridSettings, console: Console | None = None) -> Sweep:
 
 def grid_of(settings: GridSettings) -> GridWorld:
     """The grid that the settings describe."""
-    given = {"slip": settings.slip, "step_reward": settings.step_reward, "gamma": settings.discount}
+    given: dict[str, Any] = {"slip": settings.slip, "step_reward": settings.step_reward, "gamma": settings.discount}
     try:
         if not settings.map:
             return GridWorld(**given)

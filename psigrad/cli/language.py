@@ -11,22 +11,21 @@ from psigrad.errors import UserError
 
 
 def train(name: str) -> Callable[[list[str]], int]:
-    """The command of a training method: `flags.METHODS` says which settings it takes."""
+    """The command of a training method."""
 
     def run(arguments: list[str]) -> int:
-        from importlib import import_module
-
         from psigrad.cli import flags
+        from psigrad.config.methods import declaration
 
-        method = flags.METHODS[name]
-        config = flags.parse(method.settings, name, arguments, defaults=method.sets)
-        for setting in {"algorithm", "loss"} & set(method.sets):
+        method = declaration(name)
+        config = flags.parse(method.settings, name, arguments, defaults=method.defaults)
+        for setting in {"algorithm", "loss"} & set(method.defaults):
             agree(name, getattr(config, setting), setting)
         from psigrad.planning import plan as command
+        from psigrad.recipes import api
 
-        recipe = import_module(f"psigrad.recipes.{method.recipe}")
         command.warn(config)
-        return finished(recipe.run(config))
+        return finished(api.run(config))
 
     return run
 
@@ -116,10 +115,10 @@ def compare(arguments: list[str]) -> int:
 
 def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
-    from psigrad.cli import flags
+    from psigrad.config.methods import declared
 
     named = given.get("preset", preset) if isinstance(given, dict) else given
-    if isinstance(named, str) and named != preset and named in flags.METHODS:
+    if isinstance(named, str) and named != preset and named in declared():
         raise UserError(
             f"The command is {preset} and the settings name the {setting} {named}; type `psigrad {named}`, or take the name out "
             "of the settings."

@@ -8,15 +8,43 @@ from psigrad.errors import UserError
 
 def explain(arguments: list[str]) -> int:
     """Print a formula."""
-    usage = "psigrad explain NAME [OTHER]"
+    usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if asks_for_help(arguments):
-        print(f"{usage}\n\nThe formula that NAME optimises, term by term, or how OTHER differs from it.")
+        print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
+        print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
         return 0
-    if not 1 <= len(arguments) <= 2:
-        raise UserError(f"explain got {len(arguments)} names and takes one or two; the usage is {usage}.")
-    from psigrad import objective
+    from psigrad.config.load import put, read_value
 
-    print(objective.explain(*arguments))
+    methods: list[dict[str, object]] = []
+    for text in arguments:
+        name, sign, value = text.partition("=")
+        if sign and methods:
+            name = name.removeprefix("algorithm.").removeprefix("loss.")
+            put(methods[-1], name, read_value(value), f"override {text!r}")
+        else:
+            methods.append({"preset": text})
+    if not 1 <= len(methods) <= 2:
+        raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
+    from psigrad.config import algorithms
+
+    print(algorithms.explain(methods[0], *methods[1:]))
+    if len(methods) == 1 and len(methods[0]) > 1:
+        print(f"What differs from {methods[0]['preset']}:\n")
+        print(algorithms.explain({"preset": methods[0]["preset"]}, methods[0]))
+    return 0
+
+
+def doctor(arguments: list[str]) -> int:
+    """Print what the machine offers."""
+    if asks_for_help(arguments):
+        print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
+        return 0
+    from psigrad.cli import flags
+
+    given = flags.plain("doctor", arguments, {"json": False})
+    from psigrad.planning import doctor
+
+    print(doctor.report(as_json=given["json"]))
     return 0
 
 
@@ -63,7 +91,7 @@ def grid(arguments: list[str]) -> int:
 def experiment(arguments: list[str]) -> int:
     """Run an experiment."""
     from psigrad.cli import flags
-    from psigrad.experiments import run as experiment
+    from psigrad.experiments import declarations as experiment
 
     usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
     if not arguments or arguments[0].startswith("-"):
@@ -103,14 +131,14 @@ def control(arguments: list[str]) -> int:
     """Train on a Gymnasium environment."""
     from psigrad.cli import flags
     from psigrad.config import ControlConfig
-    from psigrad.control import hyperparameters as tuned
+    from psigrad.control import hyperparameters
 
     # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
     first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
     rest, command = arguments[len(first) :], "control [ALGORITHM]"
     asked = flags.parse(ControlConfig, command, rest, defaults=first)
-    from psigrad.control import training as control
+    from psigrad.control import builder, run
 
-    known = tuned.settings_for(control.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
+    known = hyperparameters.settings_for(builder.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
-    return finished(control.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))
+    return finished(run.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))

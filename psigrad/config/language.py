@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
+from pydantic import AfterValidator
 
 from psigrad.config.sections import (
     Count,
@@ -23,10 +24,61 @@ from psigrad.config.sections import (
     Share,
 )
 
+if TYPE_CHECKING:
+    from psigrad.objective import PolicyGradient
+    from psigrad.objective.online_preference import OnlinePreference
+    from psigrad.objective.preference import KahnemanTversky, Preference
+
+    Algorithm = str | Mapping[str, Any] | PolicyGradient | OnlinePreference
+    Loss = str | Mapping[str, Any] | Preference | KahnemanTversky
+else:
+    # The classes are known by name: to import them takes torch, and settings are read before it is there.
+    def _named(*classes: str) -> AfterValidator:
+        def check(value: Any) -> Any:
+            if not isinstance(value, str | Mapping) and not {c.__name__ for c in type(value).__mro__} & set(classes):
+                raise ValueError(f"expected a name, a mapping of parts, or a {classes[0]}")
+            return value
+
+        return AfterValidator(check)
+
+    Algorithm = Annotated[Any, _named("PolicyGradient", "OnlinePreference")]
+    Loss = Annotated[Any, _named("Preference", "KahnemanTversky")]
+
 
 @dataclass(frozen=True)
-class SFTConfig:
-    """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages)."""
+class RewardSettings:
+    """Who scores completions."""
+
+    reward: tuple[Reward, ...] = ()
+    """Reward functions: built-in names or module:function, with TRL's signature."""
+    reward_model: tuple[str, ...] = ()
+    """Folders or hub names of reward models, whose scores are added to the reward functions'."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward function, then one per reward model; empty: all 1."""
+    reward_timeout: Positive = 10.0
+    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
+    reward_workers: Count = 1
+    """Processes that score."""
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """Who answers the policy, in episodes of several turns."""
+
+    environment: str | Callable[..., Any] = ""
+    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
+    tools: tuple[str | Callable[..., Any], ...] = ()
+    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    max_turns: Count = 8
+    """Turns of the policy after which an episode is cut."""
+
+
+@dataclass(frozen=True)
+class SFTConfig(RewardSettings):
+    """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages).
+
+    Rewards only evaluate generated completions; without one, held-out loss alone.
+    """
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -41,12 +93,10 @@ class SFTConfig:
     micro_batch_tokens: Count = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
     activations stay near the processor. A GPU with room wants more."""
-    reward: tuple[Reward, ...] = ()
-    """Reward functions, only to evaluate generated completions; empty: held-out loss alone."""
 
 
 @dataclass(frozen=True)
-class OnlineConfig:
+class OnlineConfig(EpisodeSettings, RewardSettings):
     """Online reinforcement learning with a `PolicyGradient`: GRPO, RLOO, DAPO, REINFORCE and the rest of the catalog."""
 
     model: Model = field(default_factory=Model)
@@ -55,24 +105,8 @@ class OnlineConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
-    algorithm: Any = "grpo"
+    algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
-    reward: tuple[Reward, ...] = ()
-    """Reward functions: built-in names or module:function, with TRL's signature."""
-    reward_model: tuple[str, ...] = ()
-    """Folders or hub names of reward models, whose scores are added to the reward functions'."""
-    reward_weights: tuple[float, ...] = ()
-    """One weight per reward function, then one per reward model; empty: all 1."""
-    reward_timeout: Positive = 10.0
-    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: Count = 1
-    """Processes that score."""
-    environment: str | Callable[..., Any] = ""
-    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
-    tools: tuple[str | Callable[..., Any], ...] = ()
-    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
-    max_turns: Count = 8
-    """Turns of the policy after which an episode is cut."""
     critic: str = ""
     """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
     critic_shared: bool = False
@@ -133,8 +167,11 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class PreferenceConfig:
-    """Direct preference optimisation and its relatives, on recorded comparisons."""
+class PreferenceConfig(RewardSettings):
+    """Direct preference optimisation and its relatives, on recorded comparisons.
+
+    Rewards only evaluate generated completions; without one, held-out comparisons alone.
+    """
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -142,7 +179,7 @@ class PreferenceConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
-    loss: Any = "dpo"
+    loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
     reference: str = ""
     """Folder or hub name of the reference policy; empty: the model that training starts from."""
@@ -155,20 +192,10 @@ class PreferenceConfig:
     micro_batch_tokens: Count = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
     activations stay near the processor. A GPU with room wants more."""
-    reward: tuple[Reward, ...] = ()
-    """Reward functions, only to evaluate generated completions; empty: held-out comparisons alone."""
-    reward_model: tuple[str, ...] = ()
-    """Reward models, only to evaluate generated completions."""
-    reward_weights: tuple[float, ...] = ()
-    """One weight per reward function, then one per reward model; empty: all 1."""
-    reward_timeout: Positive = 10.0
-    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: Count = 1
-    """Processes that score."""
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(EpisodeSettings, RewardSettings):
     """Sample held-out prompts from a model and score them."""
 
     model: Model = field(default_factory=Model)
@@ -176,22 +203,6 @@ class EvalConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0))
     run: Run = field(default_factory=Run)
-    reward: tuple[Reward, ...] = ()
-    """What scores the completions; one function, or several that are added up."""
-    reward_model: tuple[str, ...] = ()
-    """Folders or hub names of reward models, whose scores are added to the reward functions'."""
-    reward_weights: tuple[float, ...] = ()
-    """One weight per reward function, then one per reward model; empty: all 1."""
-    environment: str | Callable[..., Any] = ""
-    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
-    tools: tuple[str | Callable[..., Any], ...] = ()
-    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
-    max_turns: Count = 8
-    """Turns of the policy after which an episode is cut."""
-    reward_timeout: Positive = 10.0
-    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: Count = 1
-    """Processes that score."""
     micro_batch_tokens: Count = 4096
     """Tokens per forward pass."""
     best_of: Count = 1
@@ -199,7 +210,7 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(EpisodeSettings, RewardSettings):
     """Sample completions from a model and write them as a dataset."""
 
     model: Model = field(default_factory=Model)
@@ -207,22 +218,6 @@ class SampleConfig:
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8))
     run: Run = field(default_factory=Run)
-    reward: tuple[Reward, ...] = ()
-    """What scores the completions; one function, or several that are added up."""
-    reward_model: tuple[str, ...] = ()
-    """Folders or hub names of reward models, whose scores are added to the reward functions'."""
-    reward_weights: tuple[float, ...] = ()
-    """One weight per reward function, then one per reward model; empty: all 1."""
-    environment: str | Callable[..., Any] = ""
-    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
-    tools: tuple[str | Callable[..., Any], ...] = ()
-    """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
-    max_turns: Count = 8
-    """Turns of the policy after which an episode is cut."""
-    reward_timeout: Positive = 10.0
-    """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: Count = 1
-    """Processes that score."""
     micro_batch_tokens: Count = 4096
     """Tokens per forward pass."""
     keep: Literal["all", "best", "pairs"] = "all"
@@ -232,3 +227,9 @@ class SampleConfig:
     people of this steadiness would choose; 0: the best against the worst, without noise."""
     output: str = ""
     """JSONL file that the rows go to."""
+
+
+Scored = SFTConfig | OnlineConfig | PreferenceConfig | EvalConfig | SampleConfig
+"""Settings with completions that are scored."""
+Played = OnlineConfig | EvalConfig | SampleConfig
+"""Settings with episodes."""

@@ -48,9 +48,9 @@ def load(
             raise UserError(
                 f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
             )
-        _put(values, name, read_value(text, hints.get(name)), f"override {override!r}")
+        put(values, name, read_value(text, hints.get(name)), f"override {override!r}")
     for name, value in (flags or {}).items():
-        _put(values, name, value, f"--{name}")
+        put(values, name, value, f"--{name}")
     return _build(cls, values, str(path) if path else "")
 
 
@@ -117,7 +117,7 @@ def read_value(text: str, hint: Any = None) -> Any:
         return text
 
 
-def _put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
+def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set `a.b.c`, making the mappings on the way; a preset's name on the way becomes {preset: name}."""
     *parents, leaf = name.split(".")
     for parent in parents:
@@ -131,7 +131,7 @@ def _put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
 
 
 @cache
-def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+def _adapter(cls: Any) -> TypeAdapter[Any]:
     return (
         TypeAdapter(cls, config=ConfigDict(arbitrary_types_allowed=True))
         if not dataclasses.is_dataclass(cls)
@@ -142,7 +142,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 def _build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
     _refuse_unknown(cls, values, source, "")
     try:
-        made: T = _adapter(cls).validate_python(_as_meant(cls, values))
+        made: T = _adapter(cls).validate_python(_as_meant(cls, values))  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
@@ -190,7 +190,8 @@ def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expected(message: str) -> str:
-    return message[0].lower() + message[1:].removesuffix(".")
+    message = message.removeprefix("Value error, ").removesuffix(".")
+    return message[0].lower() + message[1:]
 
 
 def _plain(value: Any, field: str = "") -> Any:

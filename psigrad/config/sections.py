@@ -103,8 +103,8 @@ class Sampling:
     """Keep tokens with at least this share of the most probable token's probability."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, besides the model's EOS."""
-    sampler: Literal["embedded", "transformers", "vllm"] = "embedded"
-    """Who samples: psigrad's own sampler, transformers' generate, or vLLM in this process."""
+    sampler: str = "embedded"
+    """Who samples: embedded (psigrad's own), transformers (its generate), vllm (in this process), or module:Class of your own."""
     vllm_memory: Annotated[float, Gt(0), Lt(1)] = 0.4
     """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
     max_decode_batch: Count = 256

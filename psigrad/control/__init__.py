@@ -3,9 +3,10 @@
     from psigrad.control import PPO
     agent = PPO("CartPole-v1").learn(100_000)
 
-`agents` is what users see; `training` runs a whole run from settings; the rest is what they are made of: environments and
-rollouts (`vector`, `rollouts`, `replay`, `video`), networks (`actor_critic`, `networks`, `distributions`), the declared methods
-(`methods`, `hyperparameters`) and what they learn by (`learning`, `on_policy`, `trpo`, `dqn`).
+`agents` is what users see. `run` is a whole run, with the loop: collect and learn, evaluate, save. `builder` makes a trainer out
+of settings, from the declared `methods` and the tuned `hyperparameters`. Trainers (`trainer`, `on_policy`, `trpo`, `dqn`) learn
+on environments (`vector`, `collector`, `replay`, `video`) with small
+networks (`actor_critic`, `networks`, `distributions`, `optimizers`).
 """
 
 from __future__ import annotations

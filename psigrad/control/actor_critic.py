@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from psigrad.control.distributions import Array, Categorical, Distribution, Noise
+from psigrad.control.distributions import Array, Distribution, Noise
 from psigrad.control.networks import Activation, Tape, Towers
 from psigrad.errors import UserError
 
@@ -21,15 +21,15 @@ WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
-class Output:
-    """What the network says of M states."""
+class NetworkOutput:
+    """The network's outputs for M states."""
 
     policy: Tensor
     """[M, P] the distribution's parameters."""
     rest: Tensor
-    """Those that no state changes."""
+    """The parameters that are the same in every state."""
     values: Tensor | None
-    """[C, M] what each critic says of the state (of states), or [C, M, A] of each action in it (of actions)."""
+    """[C, M] V(s) of each critic, or [C, M, A] Q(s, ·) of critics of actions."""
 
 
 class ActorCritic:
@@ -78,42 +78,43 @@ class ActorCritic:
         """Numbers of the distribution that no state changes, with gradient."""
         return self.towers.rest(self.flat)
 
-    def __call__(self, observations: Tensor) -> Output:
+    def __call__(self, observations: Tensor) -> NetworkOutput:
         """Outputs for observations [M, D], without gradient."""
         return self._split(self.towers(observations), self.rest.detach())
 
-    def record(self, observations: Tensor) -> Recorded:
-        """The same, as leaves of a graph: what a loss makes of them flows back by `Recorded.backward`."""
+    def record(self, observations: Tensor) -> ForwardPass:
+        """The same, as leaves of a graph, to be differentiated once by `ForwardPass.backward`."""
         tape = self.towers.record(observations)
         found = self._split(tape.output, self.rest)
         values = None if found.values is None else found.values.detach().requires_grad_()
-        leaves = Output(found.policy.detach().requires_grad_(), found.rest.detach().requires_grad_(), values)
-        return Recorded(self, tape, leaves)
+        leaves = NetworkOutput(found.policy.detach().requires_grad_(), found.rest.detach().requires_grad_(), values)
+        return ForwardPass(self, tape, leaves)
 
-    def pass_over(self, observations: Tensor) -> Passed:
-        """The same, to be differentiated in closed form throughout."""
+    def record_closed(self, observations: Tensor) -> ForwardPass:
+        """The same without a graph, to be differentiated once by `ForwardPass.backward_closed`."""
         tape = self.towers.record(observations)
-        return Passed(self, tape, self._split(tape.output, self.rest.detach()))
+        return ForwardPass(self, tape, self._split(tape.output, self.rest.detach()))
 
-    def plain(self, observations: Tensor, flat: Tensor | None = None) -> Output:
+    def plain(self, observations: Tensor, flat: Tensor | None = None) -> NetworkOutput:
         """The same by PyTorch's own operations from a flat vector, differentiable any number of times."""
         flat = self.flat if flat is None else flat
         return self._split(self.towers.plain(observations, flat), self.towers.rest(flat))
 
-    def _split(self, out_KMO: Tensor, rest: Tensor) -> Output:
+    def _split(self, out_KMO: Tensor, rest: Tensor) -> NetworkOutput:
         """The towers' outputs by their meaning."""
         own = self.distribution.outputs
         policy = out_KMO[0].narrow(1, 0, own)
         if not self.n_critics:
-            return Output(policy, rest, None)
+            return NetworkOutput(policy, rest, None)
         width = own if self.of_actions else 1
         if self.shared:
-            values = out_KMO[0, :, own : own + self.n_critics * width].unflatten(1, (self.n_critics, width)).transpose(0, 1)
+            joined = out_KMO[0, :, own : own + self.n_critics * width]
+            values = torch.unflatten(joined, 1, (self.n_critics, width)).transpose(0, 1)
         else:
             values = out_KMO[1:].narrow(2, 0, width)
-        return Output(policy, rest, values if self.of_actions else values.select(2, 0))
+        return NetworkOutput(policy, rest, values if self.of_actions else values.select(2, 0))
 
-    def state_value(self, output: Output) -> Tensor:
+    def state_value(self, output: NetworkOutput) -> Tensor:
         """[M] V(s): the mean over critics, for critics of actions in expectation under the policy."""
         assert output.values is not None
         mean = output.values[0] if self.n_critics == 1 else output.values.mean(0)
@@ -160,56 +161,45 @@ class ActorCritic:
                 x.copy_(found[name])
 
 
-class Recorded:
-    """A forward pass whose outputs are leaves: autograd differentiates the loss down to them, a closed form the network."""
+@dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """A forward pass whose gradient is in closed form through the network's layers: that of a loss, which autograd differentiates
+    down to `output`, or that which follows from the gradients of log-probabilities, entropies and values.
+    """
 
-    def __init__(self, network: ActorCritic, tape: Tape, output: Output) -> None:
-        self._network, self._tape, self.output = network, tape, output
+    network: ActorCritic
+    tape: Tape
+    output: NetworkOutput
 
     def backward(self, loss: Tensor) -> Tensor:
         """The gradient of `loss`, a function of `output`, with respect to the flat vector."""
-        output, network = self.output, self._network
+        network, output = self.network, self.output
         leaves = [x for x in (output.policy, output.rest, output.values) if x is not None]
         grads = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-        back = torch.zeros_like(self._tape.output)
+        back = torch.zeros_like(self.tape.output)
         views = network._split(back, output.rest)
         d_policy, d_rest, d_values = next(grads), next(grads), next(grads, None)
         if d_policy is not None:
             views.policy.copy_(d_policy)
         if d_values is not None and views.values is not None:
             views.values.copy_(d_values)
-        out = self._tape.backward(back)
+        out = self.tape.backward(back)
         if d_rest is not None:
             network.towers.rest(out).copy_(d_rest)
         return out
 
-
-class Passed:
-    """A forward pass whose gradient is known in closed form as far as log-probabilities, entropies and values."""
-
-    def __init__(self, network: ActorCritic, tape: Tape, output: Output) -> None:
-        self._network, self._tape, self.output = network, tape, output
-
-    def backward(self, actions: Tensor, d_logp: Tensor, d_entropy: float, d_values: Tensor | None) -> Tensor:
+    def backward_closed(self, actions: Tensor, d_logp: Tensor, d_entropy: float, d_values: Tensor | None) -> Tensor:
         """The gradient with respect to the flat vector, given those of the actions' log-probabilities [m], of each of their
-        entropies, and of the values [C, m]; of the states passed over, the first m.
+        entropies, and of the values [C, m]; of the states of this pass, the first m.
         """
-        network, output, steps = self._network, self.output, len(actions)
-        back = torch.zeros_like(self._tape.output)
+        network, output, steps = self.network, self.output, len(actions)
+        back = torch.zeros_like(self.tape.output)
         views = network._split(back, output.rest)
         d_policy, d_rest = network.distribution.slope(output.policy[:steps], output.rest, actions, d_logp, d_entropy)
         views.policy[:steps] = d_policy
         if d_values is not None and views.values is not None:
             views.values[:, :steps] = d_values
-        out = self._tape.backward(back)
+        out = self.tape.backward(back)
         if network.distribution.extra:
             network.towers.rest(out).copy_(d_rest)
         return out
-
-
-def is_discrete(distribution: Distribution) -> bool:
-    """Whether actions are numbered."""
-    return isinstance(distribution, Categorical)
-
-
-__all__ = ["WEIGHTS", "ActorCritic", "Output", "Passed", "Recorded", "is_discrete"]

@@ -4,8 +4,8 @@
     agent = PPO("CartPole-v1").learn(100_000)
     action, _ = agent.predict(observation, deterministic=True)
 
-Every setting of `psigrad control` is a keyword: learning_rate, n_steps, net_arch, buffer_size, … Where settings are known that
-suit the algorithm on the environment they come first (`tuned=False` leaves them out).
+Every setting of `psigrad control` is a keyword: learning_rate, n_steps, net_arch, buffer_size, … Settings that
+suit the algorithm on the environment come first where there are some (`tuned=False` leaves them out).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from psigrad.control import learning as loop
-from psigrad.control import training as recipe
-from psigrad.control import vector
+from psigrad.config import ControlConfig
+from psigrad.control import builder, vector
 from psigrad.control.distributions import Array
-from psigrad.control.learning import Method
-from psigrad.control.rollouts import play
+from psigrad.control.run import returns_and_lengths
+from psigrad.control.trainer import Trainer, generator
 from psigrad.errors import UserError
 from psigrad.training.progress import bar
 from psigrad.training.session import prepare_torch
@@ -46,20 +45,23 @@ class Agent:
         chosen = self.algorithm if algorithm is None else algorithm
         if chosen is None:
             raise UserError('No algorithm was given; for example Agent("CartPole-v1", algorithm="ppo").')
-        config = recipe.settings(chosen, env, {"threads": 1, **settings})
+        config = builder.settings(chosen, env, {"threads": 1, **settings})
         prepare_torch(config.run)
-        self._method: Method = recipe.build(config)
-        self._begun = False
+        self._hold(builder.build(config))
+
+    def _hold(self, trainer: Trainer) -> None:
+        self._trainer, self._begun = trainer, False
+        self._rng = generator(trainer.config.run.seed)
 
     @property
-    def settings(self) -> Any:
+    def settings(self) -> ControlConfig:
         """The `ControlConfig` in force."""
-        return self._method.config
+        return self._trainer.config
 
     @property
     def num_timesteps(self) -> int:
         """Steps taken so far."""
-        return self._method.timesteps
+        return self._trainer.timesteps
 
     def learn(
         self, total_timesteps: int | None = None, callback: Callback | Sequence[Callback] = (), progress_bar: bool = False
@@ -68,64 +70,57 @@ class Agent:
 
         Each callback is called with the agent and the figures of every `log_interval`-th rollout; returning False ends it.
         """
-        method, callbacks = self._method, callback if isinstance(callback, Sequence) else [callback]
-        start = method.timesteps
-        goal = start + (total_timesteps or method.config.total_timesteps)
-        method.config = replace(method.config, total_timesteps=goal)
+        trainer, callbacks = self._trainer, callback if isinstance(callback, Sequence) else [callback]
+        start = trainer.timesteps
+        goal = start + (total_timesteps or trainer.config.total_timesteps)
+        trainer.config = replace(trainer.config, total_timesteps=goal)
         if not self._begun:
-            method.restart()
+            trainer.restart()
             self._begun = True
         with bar("steps", goal, shown=progress_bar, done=start) as advance:
-            while method.timesteps < goal:
-                before = method.timesteps
-                figures = loop.line(method)
-                advance(method.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
-                if [call for call in callbacks if call(self, {"timesteps": method.timesteps, **figures}) is False]:
+            while trainer.timesteps < goal:
+                before = trainer.timesteps
+                figures = trainer.train_interval()
+                advance(trainer.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
+                if [call for call in callbacks if call(self, {"timesteps": trainer.timesteps, **figures}) is False]:
                     break
         return self
 
     def predict(self, observation: Any, deterministic: bool = False) -> tuple[Array, None]:
         """Actions for one observation or a batch of them, as the environment takes them; the second part, a state, is None."""
-        envs = self._method.collector.envs
-        flat, single = envs.flat(observation)
-        network = self._method.network
-        noise = None if deterministic else network.distribution.noise(self._chance(), (len(flat),))
-        actions = envs.to_env(network.act(self._method.collector.normalizer.see(flat), noise))
+        network, collector = self._trainer.network, self._trainer.collector
+        flat, single = collector.envs.flat(observation)
+        noise = None if deterministic else network.distribution.noise(self._rng, (len(flat),))
+        actions = collector.envs.to_env(network.act(collector.normalizer.see(flat), noise))
         return (actions[0] if single else actions), None
 
     def save(self, path: str | Path) -> Path:
         """The policy as a folder: `model.safetensors` and `config.json`. What `load` reads, and a run's `model/` holds."""
-        recipe.save_policy(Path(path), self._method)
+        builder.save_policy(Path(path), self._trainer)
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path, env: Any = None) -> Self:
         """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser."""
         agent = cls.__new__(cls)
-        agent._method, agent._begun = recipe.load_policy(Path(path), env), False
+        agent._hold(builder.load_policy(Path(path), env))
         return agent
 
     def close(self) -> None:
         """Close the environments."""
-        self._method.collector.envs.close()
-
-    def _chance(self) -> np.random.Generator:
-        if not hasattr(self, "_rng"):
-            self._rng = recipe.seeded(self._method.config.run.seed)
-        return self._rng
+        self._trainer.collector.envs.close()
 
 
 def evaluate_policy(
     agent: Agent, env: Any = None, n_eval_episodes: int = 100, deterministic: bool = True, seed: int = 0
 ) -> tuple[float, float]:
     """Mean and standard deviation of the return over at least `n_eval_episodes` whole episodes on fresh environments."""
-    config, method = agent.settings, agent._method
+    config = agent.settings
     made = config.env if env is None else env
     if not isinstance(made, str) and not callable(made):
         raise UserError("The agent's environment is an object, which cannot be copied; name one to evaluate on: env=…")
     envs = vector.make(made, min(n_eval_episodes, 16), config.vectorization, **config.env_kwargs)
-    rng = None if deterministic else recipe.seeded(seed)
-    returns, _ = play(envs, method.network.actor(rng, envs.count), n_eval_episodes, seed, method.collector.normalizer.see)
+    returns, _ = returns_and_lengths(agent._trainer, envs, n_eval_episodes, seed, deterministic)
     envs.close()
     return float(np.mean(returns)), float(np.std(returns))
 
@@ -192,16 +187,3 @@ class DQN(Agent):
     """Deep Q-learning (Mnih et al. 2015); `double_q=True` for Double DQN."""
 
     algorithm = "dqn"
-
-
-__all__ = [
-    "A2C",
-    "DQN",
-    "PPO",
-    "REINFORCE",
-    "TRPO",
-    "Agent",
-    "CheckpointCallback",
-    "EvalCallback",
-    "evaluate_policy",
-]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,45 +18,36 @@ _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Distribution(Protocol):
-    """How outputs [M, P] of a policy, with numbers that no state changes (`rest`), say what is done."""
+    """Actions given the outputs [M, P] of a policy, and `rest`, parameters that are the same in every state."""
 
     @property
     def outputs(self) -> int:
         """P."""
-        ...
 
     @property
     def extra(self) -> int:
         """Length of `rest`."""
-        ...
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
         """[M] log-probability (or density) of each action."""
-        ...
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
         """[M] in nats."""
-        ...
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
         """The gradients of `out` and `rest`, given those of each log-probability [M] and of each entropy."""
-        ...
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
         """[M] KL(this ‖ other) in nats."""
-        ...
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
         """What chance adds to `sample`, for as many states as `shape` has: [*shape, P]."""
-        ...
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
         """One action for each row of outputs [E, P], given `noise` [E, P]."""
-        ...
 
     def mode(self, out: Array) -> Array:
         """The likeliest action of each row."""
-        ...
 
 
 class Noise:
@@ -73,23 +64,17 @@ class Noise:
         """The next step's [E, P]."""
         if self._at == len(self._block):
             self._block, self._at = self._distribution.noise(self._rng, (self._STEPS, self._count)), 0
+        drawn: Array = self._block[self._at]
         self._at += 1
-        return self._block[self._at - 1]
+        return drawn
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """One of `n` actions; the outputs are logits. Actions are int64 [M]."""
+    """One of `outputs` actions; the outputs are logits. Actions are int64 [M]."""
 
-    n: int
-
-    @property
-    def outputs(self) -> int:
-        return self.n
-
-    @property
-    def extra(self) -> int:
-        return 0
+    outputs: int
+    extra: ClassVar[int] = 0
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
         return _log_softmax(out).gather(1, actions[:, None]).squeeze(1)
@@ -113,33 +98,31 @@ class Categorical:
         return (logp.exp() * (logp - _log_softmax(other))).sum(-1)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        waits = rng.standard_exponential((*shape, self.n), dtype=np.float32)
+        waits = rng.standard_exponential((*shape, self.outputs), dtype=np.float32)
         waits += np.finfo(np.float32).tiny  # a wait of exactly 0 comes once in ten million
         return -np.log(waits, out=waits)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
         # the largest of logits + Gumbel noise is drawn from their softmax
-        return (out + noise).argmax(1)
+        drawn: Array = (out + noise).argmax(1)
+        return drawn
 
     def mode(self, out: Array) -> Array:
-        return out.argmax(1)
+        likeliest: Array = out.argmax(1)
+        return likeliest
 
 
 @dataclass(frozen=True)
 class Normal:
-    """`n` independent normals; the outputs are means, `rest` the logarithms of the standard deviations, the same in every state.
-    Actions are float32 [M, n]; who steps the environment clips them to its bounds.
+    """Independent normals; the outputs are means, `rest` the logarithms of the standard deviations, the same in every state.
+    Actions are float32 [M, P]; `Environments` clips them to the bounds.
     """
 
-    n: int
-
-    @property
-    def outputs(self) -> int:
-        return self.n
+    outputs: int
 
     @property
     def extra(self) -> int:
-        return self.n
+        return self.outputs
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
         z = (actions - out) * torch.exp(-rest)
@@ -160,10 +143,11 @@ class Normal:
         return (other_rest - rest + 0.5 * (torch.exp(2 * (rest - other_rest)) + shift - 1)).sum(-1)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        return rng.standard_normal((*shape, self.n), dtype=np.float32)
+        return rng.standard_normal((*shape, self.outputs), dtype=np.float32)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
-        return out + np.exp(rest) * noise
+        drawn: Array = out + np.exp(rest) * noise
+        return drawn
 
     def mode(self, out: Array) -> Array:
         return out

@@ -1,50 +1,40 @@
-"""Deep Q-learning: act by a greedy policy with a share of chance, learn from replayed transitions against a slow copy."""
+"""Deep Q-learning: act ε-greedily, learn from replayed transitions against a target network."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad import seeds
 from psigrad.config import ControlConfig
-from psigrad.control.actor_critic import ActorCritic, is_discrete
-from psigrad.control.distributions import Array
-from psigrad.control.flat_optimizer import FlatOptimizer
-from psigrad.control.replay import Replay
-from psigrad.control.rollouts import Collector, Rollout
+from psigrad.control.actor_critic import ActorCritic
+from psigrad.control.collector import Collector, Rollout
+from psigrad.control.distributions import Array, Categorical
+from psigrad.control.optimizers import FlatOptimizer
+from psigrad.control.replay import ReplayBuffer
+from psigrad.control.trainer import Trainer
 from psigrad.errors import UserError
 from psigrad.objective import q_learning
+from psigrad.records import checkpoint
+
+REPLAY = "replay.safetensors"
 
 
-@dataclass
-class DQN:
+class DQNTrainer(Trainer):
     """Mnih et al. 2015, with the target network copied or moved by an average, and Double DQN on request.
 
     The Q-network is an `ActorCritic` without critics: its outputs are Q(s, ·), and its greedy action is the likeliest one.
     """
 
-    config: ControlConfig
-    network: ActorCritic
-    optimizer: FlatOptimizer
-    collector: Collector
-    timesteps: int = 0
-    iterations: int = 0
-    updates: int = 0
-    since_target: int = 0
-    state: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check(self.config, self.network)
-        self.replay = Replay(self.config.dqn.buffer_size, self.collector.envs.size)
-        self.target = self.network.flat.detach().clone()
-
-    @property
-    def progress(self) -> float:
-        """Share of the run that is done."""
-        return min(1.0, self.timesteps / self.config.total_timesteps)
+    def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: FlatOptimizer, collector: Collector) -> None:
+        super().__init__(config, network, optimizer, collector)
+        _check(config, network)
+        self.updates = self.since_target = 0
+        self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size)
+        self.target = network.flat.detach().clone()
 
     @property
     def epsilon(self) -> float:
@@ -59,14 +49,10 @@ class DQN:
         """The most transitions that an iteration collects."""
         return max(self.config.dqn.train_freq, self.collector.envs.count)
 
-    def restart(self) -> None:
-        """New episodes everywhere; the buffer stays."""
-        self.collector.restart(seeds.derive(self.config.run.seed, "environments", self.iterations))
-
     def iterate(self, metrics: bool = True) -> dict[str, float]:
         """`train_freq` transitions and the updates that they bring; their figures where `metrics`."""
         settings, count = self.config.dqn, self.collector.envs.count
-        rng = np.random.Generator(np.random.SFC64(seeds.derive(self.config.run.seed, "act", self.iterations)))
+        rng = self.rng("act")
         # between two collections epsilon falls by little
         epsilon = self.epsilon
         rollout = self.collector.steps(lambda o: self._act(o, epsilon, rng), max(1, settings.train_freq // count))
@@ -74,7 +60,7 @@ class DQN:
         self._remember(rollout)
         self.timesteps += collected
         losses: list[Tensor] = []
-        rate = self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
+        rate = self.learning_rate
         self._follow(collected)
         if self.timesteps > settings.learning_starts:
             steps = collected if settings.gradient_steps < 0 else settings.gradient_steps
@@ -120,8 +106,8 @@ class DQN:
         double = config.dqn.double_q
         drawn = self.replay.sample(steps * size, rng)
         next_q = towers.with_flat(self.target, drawn.next_observation)[0]
-        worth = q_learning.backed_up(drawn.reward, drawn.terminated, next_q, config.gamma).split(size)
-        shares = q_learning.shares(drawn.action, next_q.shape[1], size).split(size)
+        worth = torch.split(q_learning.backed_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
+        shares = torch.split(q_learning.shares(drawn.action, next_q.shape[1], size), size)
         shown = drawn.observation.view(steps, size, -1)
         if double:  # the network that learns is asked of both states in one pass
             shown = torch.cat([shown, drawn.next_observation.view(steps, size, -1)], 1)
@@ -137,10 +123,23 @@ class DQN:
         self.updates += steps
         return losses
 
+    def save(self, folder: Path, **more: Any) -> None:
+        """With the replay buffer and the target network."""
+        super().save(folder, updates=self.updates, since_target=self.since_target, **more)
+        checkpoint.save_tensors(folder / REPLAY, {**self.replay.tensors(), "target": self.target})
 
-def check(config: ControlConfig, network: ActorCritic) -> None:
+    def restore(self, folder: Path) -> dict[str, Any]:
+        numbers = super().restore(folder)
+        stored = checkpoint.load_tensors(folder / REPLAY)
+        self.target.copy_(stored.pop("target"))
+        self.replay.load(stored)
+        self.updates, self.since_target = numbers["updates"], numbers["since_target"]
+        return numbers
+
+
+def _check(config: ControlConfig, network: ActorCritic) -> None:
     """Refuse settings that cannot work. Raises `UserError`."""
-    if not is_discrete(network.distribution):
+    if not isinstance(network.distribution, Categorical):
         raise UserError("DQN chooses among numbered actions and this environment's are continuous; choose ppo, a2c or trpo.")
     if config.batch_size < 1:
         raise UserError("DQN needs a batch_size: transitions per minibatch; 64 is usual.")

@@ -1,6 +1,6 @@
-"""Settings of control that are known to suit an algorithm, and an algorithm on an environment. They come before a user's own.
+"""Tuned settings of an algorithm, and of an algorithm on an environment. A user's own settings override them.
 
-PPO, A2C, DQN and TRPO start from rl-zoo3's (April 2026), in our names; what differs is said beside it.
+PPO, A2C, DQN and TRPO start from rl-zoo3's (April 2026), under our names; comments give the reasons for differences.
 """
 
 from __future__ import annotations

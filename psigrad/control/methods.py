@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from psigrad.config import ControlConfig
+from psigrad.config.algorithms import changed
+from psigrad.config.algorithms import resolve as resolve_algorithm
+from psigrad.errors import UserError
 from psigrad.objective import catalog, ratio
 from psigrad.objective.advantage import (
     action_advantage,
@@ -52,7 +56,7 @@ def names() -> list[str]:
 
 
 def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
-    """The method that a specification means, as `catalog.resolve`, with control's presets before a language model's of that name.
+    """The method that a specification means, control's presets before a language model's of that name.
 
     A language model's preset loses its KL to a reference policy, which control has none of.
     """
@@ -60,31 +64,26 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
     if isinstance(spec, PolicyGradient):
         return spec
     if isinstance(spec, str):
-        return presets[spec] if spec in presets else replace(catalog.resolve(spec), kl=None)
+        return presets[spec] if spec in presets else replace(resolve_algorithm(spec), kl=None)
     if isinstance(spec, Mapping) and spec.get("preset") in presets:
-        return catalog.changed(presets[spec["preset"]], {key: value for key, value in spec.items() if key != "preset"})
-    return replace(catalog.resolve(spec), kl=None)
+        return changed(presets[spec["preset"]], {key: value for key, value in spec.items() if key != "preset"})
+    return replace(resolve_algorithm(spec), kl=None)
 
 
-def adjusted(
-    algorithm: PolicyGradient,
-    *,
-    gamma: float,
-    lam: float | None,
-    normalize: bool | None,
-    clip_range: float | None,
-    ent_coef: float | None,
-    vf_coef: float | None,
-) -> PolicyGradient:
-    """The method with Stable-Baselines3's few numbers in the parts that have them; None leaves a part as it is."""
+def adjusted(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
+    """The method with the settings' numbers, named as in Stable-Baselines3, in the parts that have them; None leaves a part as it
+    is. Raises `UserError` for a number that no part of it reads.
+    """
+    normalize, clip_range = config.normalize_advantage, config.clip_range
+    ent_coef, vf_coef = config.ent_coef, config.vf_coef
     inner = algorithm.psi.psi if isinstance(algorithm.psi, whitened) else algorithm.psi
     whitens = isinstance(algorithm.psi, whitened) if normalize is None else normalize
-    inner = _with(inner, gamma=gamma, lam=lam)
+    inner = _with(inner, gamma=config.gamma, lam=config.gae_lambda)
     psi = whitened(inner) if whitens else inner
     surrogate, critic, entropy = algorithm.surrogate, algorithm.critic, algorithm.entropy
     if clip_range is not None:
         if not isinstance(surrogate, clip):
-            raise ValueError(f"clip_range is {clip_range} and {algorithm.name} does not clip; leave it out, or choose ppo.")
+            raise UserError(f"clip_range is {clip_range} and {algorithm.name} does not clip; leave it out, or choose ppo.")
         surrogate = replace(surrogate, low=clip_range, high=clip_range)
     if ent_coef is not None:
         entropy = bonus(ent_coef) if ent_coef else None
@@ -92,7 +91,7 @@ def adjusted(
         entropy = None
     if vf_coef is not None:
         if critic is None:
-            raise ValueError(f"vf_coef is {vf_coef} and {algorithm.name} has no critic; leave it out, or choose a2c or ppo.")
+            raise UserError(f"vf_coef is {vf_coef} and {algorithm.name} has no critic; leave it out, or choose a2c or ppo.")
         critic = replace(critic, coefficient=2 * vf_coef)
     return replace(algorithm, psi=psi, surrogate=surrogate, critic=critic, entropy=entropy)
 

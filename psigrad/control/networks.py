@@ -28,7 +28,7 @@ class Towers(nn.Module):
     """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
 
     `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, and behind
-    them `extra` numbers for whoever owns the network. Towers with fewer outputs than the widest have columns that nobody reads.
+    them `extra` numbers for whoever owns the network. Towers with fewer outputs than the widest have columns that are not read.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Towers(nn.Module):
         """The same, ready to be differentiated once."""
         with torch.no_grad():
             layers = self._views()
-            parts = (x_MD,) if len(x_MD) <= _TOGETHER else x_MD.split(_TOGETHER)
+            parts = (x_MD,) if len(x_MD) <= _TOGETHER else torch.split(x_MD, _TOGETHER)
             return Tape(self, [self._activations(x, layers) for x in parts])
 
     def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
@@ -165,7 +165,7 @@ class Tape:
         out, grads = towers._room()
         back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
         layers = towers._views()
-        given = (grad_KMO,) if len(self._parts) == 1 else grad_KMO.split(_TOGETHER, 1)
+        given = (grad_KMO,) if len(self._parts) == 1 else torch.split(grad_KMO, _TOGETHER, 1)
         for part, (hs, d) in enumerate(zip(self._parts, given, strict=False)):
             states = d.shape[1]
             for i in reversed(range(len(layers))):
@@ -183,8 +183,10 @@ class Tape:
 
 
 def _tanh_backward_(grad: Tensor, output: Tensor) -> Tensor:
-    return torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=grad)
+    found: Tensor = torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=grad)
+    return found
 
 
 def _relu_backward(grad: Tensor, output: Tensor) -> Tensor:
-    return torch.ops.aten.threshold_backward(grad, output, 0)
+    found: Tensor = torch.ops.aten.threshold_backward(grad, output, 0)
+    return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.config import ControlConfig
-from psigrad.control.actor_critic import ActorCritic, Output, Passed, Recorded
-from psigrad.control.flat_optimizer import FlatOptimizer
-from psigrad.control.rollouts import Collector, Rollout
+from psigrad.control.actor_critic import ActorCritic, ForwardPass, NetworkOutput
+from psigrad.control.collector import Collector, Rollout
+from psigrad.control.optimizers import FlatOptimizer
+from psigrad.control.trainer import Trainer
 from psigrad.errors import UserError
 from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared, Totals, ratio
 from psigrad.objective.advantage import needs_of
@@ -29,8 +30,8 @@ from psigrad.objective.surrogate import clip
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """A rollout as tensors: what the network is shown, and where its M steps lie in the batch's [N, T]."""
+class RolloutTensors:
+    """A rollout as tensors: what the network is as_tensors, and where its M steps lie in the batch's [N, T]."""
 
     observation: Tensor
     """[M + R, D] the chosen steps', then those behind the last step of the R rows that are bootstrapped."""
@@ -68,70 +69,57 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class Now:
-    """What the network says of some steps, with gradient where it is to learn from them."""
+class ActionEvaluation:
+    """The network's evaluation of the actions of m steps, with gradient where it learns from them."""
 
     logp: Tensor
     """[m]"""
     entropy: Tensor | None
     """[m]"""
     learned: Tensor | None
-    """[C, m] what each critic says: V(s_t), or Q(s_t, a_t)."""
+    """[C, m] each critic's V(s_t), or Q(s_t, a_t)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
-    """Steps that are trained on, with what the network is shown; `seen` where the loss needs them as whole rows."""
+class Minibatch:
+    """Steps that are trained on, with what the network is as_tensors; `seen` where the loss needs them as whole rows."""
 
     prepared: Prepared
     observation: Tensor
     action: Tensor
-    seen: Seen | None
+    seen: RolloutTensors | None
 
-    def shuffled(self, rng: np.random.Generator, count: int) -> list[Parts]:
+    def shuffled(self, rng: np.random.Generator, count: int) -> list[Minibatch]:
         """All steps in `count` nearly equal shares, each once."""
         order = torch.from_numpy(rng.permutation(len(self.action)))
-        mixed = Parts(self.prepared.select(order), self.observation[order], self.action[order], None)
+        mixed = Minibatch(self.prepared.select(order), self.observation[order], self.action[order], None)
         bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        return [Parts(mixed.prepared.select(c), mixed.observation[c], mixed.action[c], None) for c in cuts]
+        return [Minibatch(mixed.prepared.select(c), mixed.observation[c], mixed.action[c], None) for c in cuts]
 
 
-@dataclass
-class OnPolicy:
-    """A policy gradient on E environments. What changes is here and in the network; `iterate` is one rollout and its updates."""
+class OnPolicyTrainer(Trainer):
+    """A policy gradient on E environments: the loss is that of a `PolicyGradient`, over rollouts as a `Batch`."""
 
-    config: ControlConfig
-    algorithm: PolicyGradient
-    network: ActorCritic
-    optimizer: FlatOptimizer
-    collector: Collector
-    timesteps: int = 0
-    iterations: int = 0
-    state: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.state = self.state or self.algorithm.initial_state()
+    def __init__(
+        self,
+        config: ControlConfig,
+        algorithm: PolicyGradient,
+        network: ActorCritic,
+        optimizer: FlatOptimizer,
+        collector: Collector,
+    ) -> None:
+        super().__init__(config, network, optimizer, collector)
+        self.algorithm, self.state = algorithm, algorithm.initial_state()
         self._per_step = _per_step(self.algorithm)
         one_critic = self.network.n_critics <= 1 and not self.network.of_actions
         self._differentiable = one_critic and has_slopes(self.algorithm)
-        check(self.config, self.algorithm)
-
-    @property
-    def progress(self) -> float:
-        """Share of the run that is done."""
-        return min(1.0, self.timesteps / self.config.total_timesteps)
+        _check(self.config, self.algorithm)
 
     @property
     def most_steps(self) -> float:
         """The most steps that a rollout can have; whole episodes have no bound."""
         return self.config.n_steps * self.collector.envs.count or math.inf
-
-    def restart(self) -> None:
-        """New episodes everywhere: at the start, and after every checkpoint, so that a run that goes on from one repeats nothing
-        of what the environments held in memory.
-        """
-        self.collector.restart(seeds.derive(self.config.run.seed, "environments", self.iterations))
 
     def iterate(self, metrics: bool = True) -> dict[str, float]:
         """One rollout and its updates; their figures where `metrics`."""
@@ -142,28 +130,24 @@ class OnPolicy:
         return figures
 
     def _collect(self) -> Rollout:
-        seed = self.config.run.seed
-        rng = np.random.Generator(np.random.SFC64(seeds.derive(seed, "act", self.iterations)))
-
-        act = self.network.actor(rng, self.collector.envs.count)
+        act = self.network.actor(self.rng("act"), self.collector.envs.count)
         if self.config.n_steps:
             return self.collector.steps(act, self.config.n_steps)
-        fresh = seeds.derive(seed, "episodes", self.iterations)
+        fresh = seeds.derive(self.config.run.seed, "episodes", self.iterations)
         return self.collector.episodes(act, self.config.n_episodes, fresh)
 
     def _learn(self, rollout: Rollout, metrics: bool) -> dict[str, float]:
-        seen, algorithm = shown(rollout, self.algorithm.needs_critic), self._scheduled()
-        minibatches = round(seen.steps / self.config.batch_size) if self.config.batch_size else 1
-        minibatches = max(1, minibatches)
+        seen, algorithm = as_tensors(rollout, self.algorithm.needs_critic), self._scheduled()
+        minibatches = max(1, round(seen.steps / self.config.batch_size)) if self.config.batch_size else 1
         once = self._once(minibatches)
         # steps that make up rows of unlike lengths have slopes one by one only
         closed = self._differentiable and (seen.full or self._per_step or not once)
         forward, now = self._pass(seen.observation, seen.action, closed, metrics)
         prepared = self._prepared(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
-        rate = self.config.learning_rate * (1 - self.progress if self.config.lr_scheduler_type == "linear" else 1.0)
+        rate = self.learning_rate
         if once:  # this one forward pass both measures and learns
-            whole = Parts(prepared, seen.observation, seen.action, seen) if seen.full else self._parts(prepared, seen)
+            whole = Minibatch(prepared, seen.observation, seen.action, seen) if seen.full else self._parts(prepared, seen)
             known = slopes(algorithm, whole.prepared, totals) if closed else None
             terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
         else:
@@ -176,8 +160,8 @@ class OnPolicy:
         """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""
         return self.config.n_epochs * minibatches == 1 and not self.algorithm.keep
 
-    def _now(self, output: Output, action: Tensor, entropies: bool = True) -> Now:
-        """What the network says of the first len(action) states."""
+    def _evaluate(self, output: NetworkOutput, action: Tensor, entropies: bool = True) -> ActionEvaluation:
+        """The network's evaluation of the first len(action) states."""
         steps, network = len(action), self.network
         policy = output.policy[:steps]
         logp = network.distribution.log_prob(policy, output.rest, action)
@@ -188,10 +172,16 @@ class OnPolicy:
             learned = output.values[:, :steps]
             if network.of_actions:
                 learned = learned.gather(2, action[None, :, None].expand(len(learned), -1, 1))[..., 0]
-        return Now(logp, entropy, learned)
+        return ActionEvaluation(logp, entropy, learned)
 
     def _prepared(
-        self, algorithm: PolicyGradient, rollout: Rollout, seen: Seen, output: Output, now: Now, metrics: bool
+        self,
+        algorithm: PolicyGradient,
+        rollout: Rollout,
+        seen: RolloutTensors,
+        output: NetworkOutput,
+        now: ActionEvaluation,
+        metrics: bool,
     ) -> Prepared:
         """The rollout as a batch, with its advantages."""
         n_rows, wide = seen.shape[0], seen.wide
@@ -217,30 +207,32 @@ class OnPolicy:
         )
         prepared = algorithm.prepare(batch, self.state, metrics=metrics)
         self.state = prepared.state
-        if action_value is not None:  # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
+        if (
+            action_value is not None and value is not None
+        ):  # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
             lam = 1.0 if self.config.gae_lambda is None else self.config.gae_lambda
             ahead = discounted_sum(td_errors(batch, self.config.gamma), batch.mask, self.config.gamma * lam)
             prepared = replace(prepared, returns=ahead + value)
         return prepared
 
-    def _parts(self, prepared: Prepared, seen: Seen) -> Parts:
+    def _parts(self, prepared: Prepared, seen: RolloutTensors) -> Minibatch:
         """The steps that are trained on, as the loss takes them."""
         observation, action = seen.observation[: seen.steps], seen.action
         if not self._per_step:
-            return Parts(prepared, observation, action, seen)
+            return Minibatch(prepared, observation, action, seen)
         if self.algorithm.keep:
             kept = prepared.keep[seen.row]
             observation, action = observation[kept], action[kept]
-        return Parts(prepared.steps(), observation, action, None)
+        return Minibatch(prepared.steps(), observation, action, None)
 
     def _passes(
-        self, algorithm: PolicyGradient, whole: Parts, totals: Totals, minibatches: int, rate: float, metrics: bool
+        self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, rate: float, metrics: bool
     ) -> dict[str, float]:
         """The passes over the rollout, each in shuffled minibatches; the terms of the last update."""
         config, terms = self.config, {}
         known: Slopes | None = None
         adapts = isinstance(algorithm.surrogate, kl_penalty)
-        rng = np.random.Generator(np.random.SFC64(seeds.derive(config.run.seed, "minibatch", self.iterations)))
+        rng = self.rng("minibatch")
         for epoch in range(config.n_epochs):
             parts = [whole] if minibatches == 1 else whole.shuffled(rng, minibatches)
             for i, part in enumerate(parts):
@@ -256,19 +248,19 @@ class OnPolicy:
                     return terms
         return terms
 
-    def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> tuple[Passed | Recorded, Now]:
+    def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> tuple[ForwardPass, ActionEvaluation]:
         """A forward pass: `closed` for a gradient in closed form, which reads entropies for `metrics` alone, else for autograd
         to differentiate.
         """
-        forward = self.network.pass_over(observation) if closed else self.network.record(observation)
-        return forward, self._now(forward.output, action, entropies=metrics or not closed)
+        forward = self.network.record_closed(observation) if closed else self.network.record(observation)
+        return forward, self._evaluate(forward.output, action, entropies=metrics or not closed)
 
     def _update(
         self,
         algorithm: PolicyGradient,
-        part: Parts,
+        part: Minibatch,
         totals: Totals,
-        passed: tuple[Passed | Recorded, Now],
+        passed: tuple[ForwardPass, ActionEvaluation],
         rate: float,
         metrics: bool,
         known: Slopes | None = None,
@@ -281,8 +273,7 @@ class OnPolicy:
         wide = _column if part.seen is None else part.seen.wide
         evaluation = Evaluation(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
         terms: dict[str, Tensor] = {}
-        if isinstance(forward, Passed):
-            assert known is not None
+        if known is not None:
             gradient = _closed(known, forward, evaluation, part.action)
             if metrics:
                 terms = algorithm.loss(part.prepared, evaluation, totals, self.state).terms
@@ -307,11 +298,11 @@ class OnPolicy:
         return replace(self.algorithm, surrogate=replace(surrogate, low=surrogate.low * left, high=surrogate.high * left))
 
 
-def shown(rollout: Rollout, bootstrap: bool) -> Seen:
+def as_tensors(rollout: Rollout, bootstrap: bool) -> RolloutTensors:
     """A rollout as tensors. Without `bootstrap` nothing behind a row's last step is looked at."""
     alive = np.flatnonzero(~rollout.terminated) if bootstrap else np.zeros(0, np.int64)
     observation = np.concatenate([rollout.observation, rollout.after[alive]]) if len(alive) else rollout.observation
-    return Seen(
+    return RolloutTensors(
         observation=torch.from_numpy(observation),
         action=torch.from_numpy(rollout.action),
         row=torch.from_numpy(rollout.row),
@@ -321,7 +312,7 @@ def shown(rollout: Rollout, bootstrap: bool) -> Seen:
     )
 
 
-def check(config: ControlConfig, algorithm: PolicyGradient) -> None:
+def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
     """Refuse settings that cannot work. Raises `UserError`."""
     name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
     minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
@@ -356,7 +347,7 @@ def _column(x: Tensor) -> Tensor:
     return x[:, None]
 
 
-def _closed(known: Slopes, forward: Passed, evaluation: Evaluation, action: Tensor) -> Tensor:
+def _closed(known: Slopes, forward: ForwardPass, evaluation: Evaluation, action: Tensor) -> Tensor:
     """The gradient of the loss in closed form."""
     values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
-    return forward.backward(action, known.logp(evaluation.logp).flatten(), known.entropy, values)
+    return forward.backward_closed(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from psigrad.control.distributions import Array
-
-_FIELDS = ("observation", "action", "reward", "next_observation", "terminated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +23,12 @@ class Transitions:
     reward: Tensor
     """[M]"""
     next_observation: Tensor
-    """[M, D] what followed, also at the end of an episode (never the first observation of the next one)."""
+    """[M, D] the observation after the step, also at the end of an episode, where it is not that of the next one."""
     terminated: Tensor
     """[M] bool: nothing follows. An episode cut by its limit is not terminated."""
 
 
-class Replay:
+class ReplayBuffer:
     """The last `capacity` transitions, drawn from uniformly with replacement."""
 
     def __init__(self, capacity: int, size: int) -> None:
@@ -70,6 +67,5 @@ class Replay:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`."""
         self.added = int(tensors["added"])
-        for name in _FIELDS:
-            stored: Any = tensors[name].numpy()
-            self._data[name][: len(stored)] = stored
+        for name, data in self._data.items():
+            data[: len(self)] = tensors[name].numpy()

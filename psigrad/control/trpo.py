@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad import seeds
-from psigrad.control.on_policy import OnPolicy, Parts
+from psigrad.control.on_policy import Minibatch, OnPolicyTrainer
 from psigrad.errors import UserError
 from psigrad.objective import PolicyGradient, Totals, trust_region
 
 
-@dataclass
-class TRPO(OnPolicy):
+class TRPOTrainer(OnPolicyTrainer):
     """Maximise E[ρ·A] within a mean KL(old‖new); then fit the critic. The `PolicyGradient` gives psi and the critic's loss alone.
 
     Source: Schulman et al. 2015, arXiv:1502.05477; the critic's schedule is that of sb3-contrib.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         if self.network.shared:
             raise UserError("TRPO's critic needs layers of its own: fitting it would move the policy; set critic to separate.")
 
@@ -30,7 +27,7 @@ class TRPO(OnPolicy):
         return False
 
     def _passes(
-        self, algorithm: PolicyGradient, whole: Parts, totals: Totals, minibatches: int, rate: float, metrics: bool
+        self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, rate: float, metrics: bool
     ) -> dict[str, float]:
         taken = self._policy_step(whole)
         terms = {
@@ -42,7 +39,7 @@ class TRPO(OnPolicy):
         error = self._fit_critic(algorithm, whole, minibatches, rate)
         return {**terms, "value_loss": error} if metrics else terms
 
-    def _policy_step(self, whole: Parts) -> trust_region.Taken:
+    def _policy_step(self, whole: Minibatch) -> trust_region.Taken:
         network, settings, distribution = self.network, self.config.trpo, self.network.distribution
         advantage, logp_old = whole.prepared.advantage[:, 0], whole.prepared.batch.logp_old[:, 0]
         observation, start = whole.observation, network.flat
@@ -70,14 +67,14 @@ class TRPO(OnPolicy):
             tries=settings.line_search_max_iter,
         )
         with torch.no_grad():
-            start += taken.shift
+            start.add_(taken.shift)
         return taken
 
-    def _fit_critic(self, algorithm: PolicyGradient, whole: Parts, minibatches: int, rate: float) -> float:
+    def _fit_critic(self, algorithm: PolicyGradient, whole: Minibatch, minibatches: int, rate: float) -> float:
         """Passes over the rollout on the critic's loss alone; the mean error of the last one."""
         assert algorithm.critic is not None and whole.prepared.batch.value is not None and whole.prepared.returns is not None
         value_old, returns = whole.prepared.batch.value[:, 0], whole.prepared.returns[:, 0]
-        rng = np.random.Generator(np.random.SFC64(seeds.derive(self.config.run.seed, "minibatch", self.iterations)))
+        rng = self.rng("minibatch")
         error = 0.0
         for _ in range(self.config.trpo.n_critic_updates):
             order, error = torch.from_numpy(rng.permutation(len(returns))), 0.0

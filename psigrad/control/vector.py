@@ -24,7 +24,7 @@ _WORTH_VECTORISING = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class VectorStep:
     """What one step of E environments gave."""
 
     observation: Array
@@ -36,7 +36,7 @@ class Step:
     truncated: Array
     """[E] bool: the episode was cut, by a time limit say; what would have followed is worth V of the last observation."""
     chosen: Array
-    """[E] bool: False where the step only began a new episode and no action was heeded."""
+    """[E] bool: False where the step only began a new episode, whatever the action."""
     last: dict[int, Array]
     """The final observation [D] of each environment whose episode ended, where `observation` already shows the next one."""
 
@@ -53,7 +53,7 @@ class Environments:
         self.size, self._flatten = _observations(self._space)
         self._resting = np.zeros(self.count, bool)
         if isinstance(vector, VectorEnv) and type(vector.unwrapped.action_space) is spaces.MultiDiscrete:
-            vector.unwrapped.action_space = _Trusted(vector.unwrapped.action_space)
+            vector.unwrapped.action_space = _Unchecked(vector.unwrapped.action_space)
 
     def reset(self, seed: int) -> Array:
         """New episodes everywhere; the observations [E, D]."""
@@ -61,7 +61,7 @@ class Environments:
         # Gymnasium gives environment i the seed `seed + i`
         return self._flatten(self._env.reset(seed=seed % 2**31)[0])
 
-    def step(self, actions: Array) -> Step:
+    def step(self, actions: Array) -> VectorStep:
         """Act in every environment."""
         raw, reward, terminated, truncated, infos = self._env.step(self.to_env(actions))
         observation, chosen = self._flatten(raw), ~self._resting
@@ -78,7 +78,7 @@ class Environments:
                 last = {int(i): observation[i].copy() for i in where}
                 fresh = self._flatten(self._env.reset(options={"reset_mask": ended})[0])
                 observation = np.where(ended[:, None], fresh, observation)
-        return Step(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
+        return VectorStep(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
 
     def flat(self, observation: Any) -> tuple[Array, bool]:
         """[E, D] of one observation (then True) or a batch of them, as the environment gives them. Raises `UserError` for
@@ -96,8 +96,8 @@ class Environments:
         self._env.close()
 
 
-class _Trusted(spaces.MultiDiscrete):
-    """A space that takes the policy's word for its own actions: Gymnasium's check of each was a twentieth of A2C's time."""
+class _Unchecked(spaces.MultiDiscrete):
+    """A space that does not check the policy's own actions: Gymnasium's check took a twentieth of A2C's time."""
 
     def __init__(self, space: spaces.MultiDiscrete) -> None:
         super().__init__(space.nvec, dtype=space.dtype, start=space.start)
@@ -174,9 +174,9 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", **kwargs: Any) 
     except gym.error.DependencyNotInstalled as error:
         raise UserError(f"{env} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'") from error
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        said = str(error).strip().rstrip(".")
+        message = str(error).strip().rstrip(".")
         raise UserError(
-            f"The environment {env!r} cannot be made: {said}; give an id that Gymnasium knows, as CartPole-v1."
+            f"The environment {env!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1."
         ) from error
 
 
@@ -218,7 +218,7 @@ def _observations(space: spaces.Space[Any]) -> tuple[int, Callable[[Array], Arra
 class Normalizer:
     """Observations less their running mean over their running deviation, and rewards over that of the discounted return.
 
-    The figures change between rollouts only, so that a rollout's every step was seen through the same glasses.
+    The figures change between rollouts only, so that every step of a rollout is normalised alike.
     Source: Andrychowicz et al. 2021, arXiv:2006.05990; the `VecNormalize` of Stable-Baselines.
     """
 
@@ -226,25 +226,29 @@ class Normalizer:
 
     def __init__(self, size: int, count: int, gamma: float, observations: bool, rewards: bool) -> None:
         self.observations, self.rewards, self.gamma = observations, rewards, gamma
-        self.mean, self.var, self.seen = np.zeros(size), np.ones(size), 1e-4
-        self.return_var, self.return_mean, self.returns_seen = 1.0, 0.0, 1e-4
+        self.observation_moments, self.return_moments = RunningMoments(size), RunningMoments(1)
         self._running = np.zeros(count)
 
     def see(self, observation: Array) -> Array:
         """Observations [..., D] as the network is shown them."""
         if not self.observations:
             return observation
-        z = (observation - self.mean.astype(np.float32)) / np.sqrt(self.var + 1e-8).astype(np.float32)
+        moments = self.observation_moments
+        z = (observation - moments.mean.astype(np.float32)) / np.sqrt(moments.var + 1e-8).astype(np.float32)
         return np.clip(z, -self._CLIP, self._CLIP).astype(np.float32, copy=False)
 
     def scaled(self, reward: Array) -> Array:
         """Rewards as the algorithm is shown them."""
-        return np.clip(reward / np.float32(np.sqrt(self.return_var + 1e-8)), -self._CLIP, self._CLIP) if self.rewards else reward
+        return (
+            np.clip(reward / np.float32(np.sqrt(self.return_moments.var[0] + 1e-8)), -self._CLIP, self._CLIP)
+            if self.rewards
+            else reward
+        )
 
     def learn_observations(self, observations: Array) -> None:
         """Take in the observations [M, D] of a rollout."""
         if self.observations and len(observations):
-            self.mean, self.var, self.seen = _merged(self.mean, self.var, self.seen, observations)
+            self.observation_moments.add(observations)
 
     def learn_rewards(self, reward: Array, ended: Array) -> None:
         """Take in the rewards and ends [T, E] of a rollout."""
@@ -255,9 +259,7 @@ class Normalizer:
             self._running = self.gamma * self._running + reward[t]
             returns[t] = self._running
             self._running = np.where(ended[t], 0.0, self._running)
-        mean, var, seen = np.array([self.return_mean]), np.array([self.return_var]), self.returns_seen
-        mean, var, self.returns_seen = _merged(mean, var, seen, returns.reshape(-1, 1))
-        self.return_mean, self.return_var = float(mean[0]), float(var[0])
+        self.return_moments.add(returns.reshape(-1, 1))
 
     def restart(self) -> None:
         """New episodes have begun everywhere."""
@@ -265,18 +267,28 @@ class Normalizer:
 
     def state(self) -> dict[str, list[float]]:
         """What must survive a stop."""
-        returns = [self.return_mean, self.return_var, self.returns_seen]
-        return {"mean": self.mean.tolist(), "var": self.var.tolist(), "seen": [self.seen], "returns": returns}
+        seen, returns = self.observation_moments, self.return_moments
+        found = {"mean": seen.mean.tolist(), "var": seen.var.tolist(), "seen": [seen.count]}
+        return {**found, "returns": [float(returns.mean[0]), float(returns.var[0]), returns.count]}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
         """The inverse of `state`."""
-        self.mean, self.var, self.seen = np.array(state["mean"]), np.array(state["var"]), state["seen"][0]
-        self.return_mean, self.return_var, self.returns_seen = state["returns"]
+        self.observation_moments = RunningMoments(0, np.array(state["mean"]), np.array(state["var"]), state["seen"][0])
+        mean, var, count = state["returns"]
+        self.return_moments = RunningMoments(1, np.array([mean]), np.array([var]), count)
 
 
-def _merged(mean: Array, var: Array, seen: float, x: Array) -> tuple[Array, Array, float]:
-    """Mean, variance and count of two sets together (Chan et al. 1979)."""
-    n, total = len(x), seen + len(x)
-    delta = x.mean(0, dtype=np.float64) - mean
-    spread = var * seen + x.var(0, dtype=np.float64) * n + delta**2 * seen * n / total
-    return mean + delta * n / total, spread / total, total
+class RunningMoments:
+    """Mean [D], variance [D] and count of all that was added (Chan et al. 1979)."""
+
+    def __init__(self, size: int, mean: Array | None = None, var: Array | None = None, count: float = 1e-4) -> None:
+        self.mean = np.zeros(size) if mean is None else mean
+        self.var = np.ones(size) if var is None else var
+        self.count = count
+
+    def add(self, x: Array) -> None:
+        """Add M vectors [M, D]."""
+        n, total = len(x), self.count + len(x)
+        delta = x.mean(0, dtype=np.float64) - self.mean
+        spread = self.var * self.count + x.var(0, dtype=np.float64) * n + delta**2 * self.count * n / total
+        self.mean, self.var, self.count = self.mean + delta * n / total, spread / total, total

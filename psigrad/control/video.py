@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 from PIL import Image
 
 from psigrad import seeds
-from psigrad.control.learning import Method
+from psigrad.control.trainer import Trainer
 from psigrad.control.vector import Environments, Serial
 from psigrad.errors import UserError
 
@@ -17,19 +18,19 @@ from psigrad.errors import UserError
 _MOST_FRAMES, _WIDTH = 250, 300
 
 
-def record(method: Method, path: Path) -> Path:
+def record(trainer: Trainer, path: Path) -> Path:
     """One episode of the policy's likeliest actions as a GIF. Raises `UserError` where the environment draws no pictures."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
-    config = method.config
+    config = trainer.config
     if not isinstance(config.env, str):
-        raise UserError("A film needs the environment's id; this one was given as an object.")
+        raise UserError("A video needs the environment's id; this one was given as an object.")
     try:
         env = gym.make(config.env, render_mode="rgb_array", **config.env_kwargs)
-        frames = _frames(env, method)
+        frames = _frames(env, trainer)
     except gym.error.Error as error:
-        said = str(error).strip().rstrip(".")
+        message = str(error).strip().rstrip(".")
         raise UserError(
-            f"{config.env} cannot be drawn: {said}; run: pip install 'psigrad[control]', or leave video out."
+            f"{config.env} cannot be drawn: {message}; run: pip install 'psigrad[control]', or leave video out."
         ) from error
     fps = env.metadata.get("render_fps") or 30
     stride = max(1, -(-len(frames) // _MOST_FRAMES))
@@ -38,12 +39,12 @@ def record(method: Method, path: Path) -> Path:
     return path
 
 
-def _frames(env: gym.Env[object, object], method: Method) -> list[Image.Image]:
-    envs, see = Environments(Serial([env])), method.collector.normalizer.see
-    observation = envs.reset(seeds.derive(method.config.run.seed, "film"))
+def _frames(env: gym.Env[object, object], trainer: Trainer) -> list[Image.Image]:
+    envs, see = Environments(Serial([env])), trainer.collector.normalizer.see
+    observation = envs.reset(seeds.derive(trainer.config.run.seed, "film"))
     frames = [_picture(env)]
     while True:
-        step = envs.step(method.network.act(see(observation)))
+        step = envs.step(trainer.network.act(see(observation)))
         if (step.terminated | step.truncated)[0]:
             return frames
         frames.append(_picture(env))
@@ -51,5 +52,5 @@ def _frames(env: gym.Env[object, object], method: Method) -> list[Image.Image]:
 
 
 def _picture(env: gym.Env[object, object]) -> Image.Image:
-    picture = Image.fromarray(env.render())
+    picture = Image.fromarray(np.asarray(env.render()))
     return picture.resize((_WIDTH, round(picture.height * _WIDTH / picture.width))).quantize(64)

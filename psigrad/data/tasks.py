@@ -29,9 +29,8 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """`size` rows with different prompts, so that no held-out prompt is ever trained on.
 
-    The rows come in a random order that depends on the arguments only. In the order of generation the first rows would be the
-    prompts that a task yields most often, and a split by position would give train and test sets of different distributions.
-    Raises `UserError` where a task has too few different prompts.
+    They come in a random order that depends on `seed`. In the order of their drawing the last ones would be the prompts that a
+    task rarely makes, and no split would be fair. Raises `UserError` where a task has too few.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
@@ -43,8 +42,8 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
         raise UserError(
             f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; ask for fewer or widen it."
         )
-    found = list(rows.values())
-    return [found[i] for i in seeds.permutation(size, seed, "distinct", name)]
+    drawn_first = list(rows.values())[:size]
+    return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct", name)]
 
 
 def demonstrations(

@@ -7,15 +7,20 @@ gae(λ); n = 1 or λ = 0 is TD(0), λ = 1 is Monte Carlo. Its expectation and va
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
 from psigrad.errors import UserError, nearest
-from psigrad.experiments import problems
-from psigrad.experiments.interval import Interval, interval
-from psigrad.experiments.settings import BiasSettings
+from psigrad.experiments import drawing, problems
+from psigrad.experiments.declarations import BiasSettings
+from psigrad.experiments.drawing import BLUE, INK, RUST
+from psigrad.intervals import Interval, over_seeds
 from psigrad.objective import Batch, PolicyGradient, aggregate, ratio
 from psigrad.objective.advantage import gae, k_step
 from psigrad.objective.critic import value_loss
@@ -33,31 +38,32 @@ from psigrad.tabular import (
     solve,
 )
 from psigrad.tabular.mdp import FloatArray, IntArray
-from psigrad.tabular.sampling import outcomes
+from psigrad.tabular.simulation import outcomes
 
 N = (1, 2, 4, 8, 16, 32, 64)
 LAMBDA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 ERRORS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PERFECT, SHRUNK, NOISY = "perfect", "shrunk", "noisy"
+_NAMED = {PERFECT: "V̂ = V", SHRUNK: "V̂ shrunk", NOISY: "V̂ with noise"}
 
 
 @dataclass(frozen=True)
-class Result:
+class BiasResult:
     """What `run` found."""
 
     settings: BiasSettings
-    rows: tuple[Row, ...]
-    curves: tuple[Curve, ...]
+    rows: tuple[BiasRow, ...]
+    curves: tuple[MSECurve, ...]
 
 
-def run(settings: BiasSettings) -> Result:
+def run(settings: BiasSettings) -> BiasResult:
     """Every target on one world. Raises `UserError` for settings that make no sense."""
     s = settings
     check(s)
     world = WORLDS[s.world]()
     found = rows(world, error=s.error, seeds=s.seeds, episodes=s.episodes)
     curves = [curve(world, kind, error) for kind in (SHRUNK, NOISY) for error in ERRORS]
-    return Result(s, tuple(found), tuple(curves))
+    return BiasResult(s, tuple(found), tuple(curves))
 
 
 def check(s: BiasSettings) -> None:
@@ -180,7 +186,7 @@ def _solved(matrix: FloatArray, right: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class Row:
+class BiasRow:
     """Squared bias and variance of one target under one V̂, means over the states that are not final."""
 
     target: str
@@ -194,7 +200,7 @@ class Row:
     variance: Interval
 
 
-def rows(world: World, *, error: float, seeds: int, episodes: int) -> list[Row]:
+def rows(world: World, *, error: float, seeds: int, episodes: int) -> list[BiasRow]:
     """Every target under every V̂; each seed plays `episodes` episodes of its own. Raises `UserError` when a state is missed."""
     step, values = chain(world), critics(world, error)
     found: dict[tuple[Target, str], list[tuple[float, float]]] = {(t, kind): [] for kind in values for t in TARGETS}
@@ -210,15 +216,15 @@ def rows(world: World, *, error: float, seeds: int, episodes: int) -> list[Row]:
         alive = ~world.mdp.is_terminal
         bias2, spread = zip(*pairs, strict=True)
         out.append(
-            Row(
+            BiasRow(
                 target.name,
                 kind,
                 target.n,
                 target.lam,
                 float(((mean - world.value)[alive] ** 2).mean()),
-                interval(bias2),
+                over_seeds(bias2),
                 float(variance[alive].mean()),
-                interval(spread),
+                over_seeds(spread),
             )
         )
     return out
@@ -262,7 +268,7 @@ def cut_returns(target: Target, world: World, paths: Paths, value: FloatArray) -
 
 
 def _batch(world: World, paths: Paths, value: FloatArray) -> Batch:
-    return problems.batch_of(paths, world.policy, problems.Critic(value, np.zeros_like(world.policy)))
+    return problems.batch_of(paths, world.policy, problems.TabularCritic(value, np.zeros_like(world.policy)))
 
 
 def _by_length(world: World, paths: Paths, value: FloatArray) -> list[tuple[IntArray, Batch]]:
@@ -272,7 +278,7 @@ def _by_length(world: World, paths: Paths, value: FloatArray) -> list[tuple[IntA
 
 
 @dataclass(frozen=True)
-class Curve:
+class MSECurve:
     """Squared bias plus variance of the λ-return over λ, for V̂ of one kind and error; exact."""
 
     critic: str
@@ -286,11 +292,89 @@ class Curve:
         return self.lam[int(np.argmin(self.mse))]
 
 
-def curve(world: World, kind: str, error: float, points: int = 201) -> Curve:
+def curve(world: World, kind: str, error: float, points: int = 201) -> MSECurve:
     """The whole curve from TD(0) to Monte Carlo, in steps of 0.005."""
     step, alive, value = chain(world), ~world.mdp.is_terminal, critics(world, error)[kind]
     lams, mse = np.linspace(0, 1, points).tolist(), []
     for lam in lams:
         mean, variance = exact(Target(lam=lam), world, step, value)
         mse.append(float(((mean - world.value) ** 2 + variance)[alive].mean()))
-    return Curve(kind, error, tuple(lams), tuple(mse))
+    return MSECurve(kind, error, tuple(lams), tuple(mse))
+
+
+def tables(result: BiasResult) -> Iterator[Table | Text]:
+    """One row for each target, in sections by V̂; then the best λ."""
+    table = drawing.new_table(
+        f"Targets of a critic on the {result.settings.world}, error of V̂ {result.settings.error:g}",
+        "target",
+        "bias²",
+        "sampled",
+        "variance",
+        "sampled",
+        "sum",
+    )
+    for kind, name in _NAMED.items():
+        drawing.section(table, name)
+        for row in result.rows:
+            if row.critic == kind:
+                cells = (
+                    f"{row.exact_bias2:.4f}",
+                    drawing.around(row.bias2, "z.4f"),
+                    f"{row.exact_variance:.4f}",
+                    drawing.around(row.variance, "z.4f"),
+                )
+                table.add_row(f" {row.target}", *cells, f"{row.exact_bias2 + row.exact_variance:.4f}")
+    yield table
+    yield drawing.note("means over the states; exact, and sampled with the 95 % interval over seeds")
+    best = drawing.new_table("λ with the least bias² + variance, exact", "", *(f"error {error:g}" for error in ERRORS))
+    for kind in (SHRUNK, NOISY):
+        best.add_row(_NAMED[kind], *(f"{curve.best:.2f}" for curve in result.curves if curve.critic == kind))
+    yield best
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """Bias² and variance over n and over λ, and their sum over λ for V̂ of growing error."""
+    figure, panels = drawing.new_figure(11.5, 3.9, 1, 3)
+    rows = [row for row in found["rows"] if row["critic"] == "shrunk"]
+    steps, traces = [row for row in rows if row["n"]], [row for row in rows if not row["n"]]
+    _shares(panels[0], steps, [row["n"] for row in steps])
+    panels[0].set_xscale("log", base=2)
+    _named_ticks(panels[0], [row["n"] for row in steps], "steps n before V̂")
+    _shares(panels[1], traces, list(range(len(traces))))
+    _named_ticks(panels[1], list(range(len(traces))), "λ", [f"{row['lam']:g}" for row in traces])
+    panels[0].legend(fontsize=8, frameon=False)
+    curves = [curve for curve in found["curves"] if curve["critic"] == "shrunk"]
+    for curve, strength in zip(curves, (0.25, 0.4, 0.6, 0.8, 1.0), strict=True):
+        best = min(range(len(curve["mse"])), key=curve["mse"].__getitem__)
+        panels[2].plot(curve["lam"], curve["mse"], color=BLUE, alpha=strength, linewidth=1.8)
+        panels[2].plot(curve["lam"][best], curve["mse"][best], "o", color=RUST, markersize=5)
+        text = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 8, "color": INK}
+        panels[2].annotate(f"error {curve['error']:g}", (0.3, curve["mse"][len(curve["mse"]) * 3 // 10]), **text)
+    panels[2].set_yscale("log")
+    panels[2].yaxis.set_major_formatter("{x:g}")
+    panels[2].set_xlabel("λ", color=INK, fontsize=9)
+    error = found["settings"]["error"]
+    for panel, title in zip(
+        panels,
+        (f"n-step targets, V̂ = {1 - error:g}·V", f"λ-returns, V̂ = {1 - error:g}·V", "bias² + variance; the best λ"),
+        strict=True,
+    ):
+        drawing.tidy(panel, title, grid="y")
+    return drawing.save(figure, path)
+
+
+def _shares(axes: Any, rows: Sequence[Mapping[str, Any]], x: Sequence[float]) -> None:
+    """Exact curves, with the sampled figures and their intervals as marks."""
+    both = [row["exact_bias2"] + row["exact_variance"] for row in rows]
+    axes.plot(x, both, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="sum")
+    for key, colour, label in (("bias2", BLUE, "bias²"), ("variance", RUST, "variance")):
+        axes.plot(x, [row[f"exact_{key}"] for row in rows], color=colour, linewidth=1.8, label=label)
+        for at, row in zip(x, rows, strict=True):
+            axes.plot([at, at], row[key][1:], color=colour, linewidth=3.5, alpha=0.45)
+    axes.set_ylim(bottom=0)
+
+
+def _named_ticks(axes: Any, places: Sequence[float], label: str, names: Sequence[str] | None = None) -> None:
+    axes.set_xticks(places, names or [f"{place:g}" for place in places])
+    axes.minorticks_off()
+    axes.set_xlabel(label, color=INK, fontsize=9)

@@ -5,17 +5,24 @@ A grid of ρ is one batch of single steps; the push is d(−loss)/d log π by au
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
-from psigrad.experiments.settings import ClipSettings
+from psigrad.experiments import drawing
+from psigrad.experiments.declarations import ClipSettings
+from psigrad.experiments.drawing import BLUE, INK, RUST
 from psigrad.objective import ratio
 from psigrad.objective.surrogate import Surrogate, clip, clip_fractions, dual_clip, truncated_weight, unclipped
+from psigrad.report.plots import GREY
 from psigrad.tabular.mdp import FloatArray
 
 CASES = (0.5, 1.0, 2.0, 8.0)
@@ -24,43 +31,45 @@ OLD = 1 / 16
 
 
 @dataclass(frozen=True)
-class Result:
+class ClipResult:
     """What `run` found."""
 
     settings: ClipSettings
     cases: tuple[float, ...]
-    """The ratios of `Row.pushes`."""
-    rows: tuple[Row, ...]
-    curves: tuple[Curve, ...]
+    """The ratios of `ClipRow.pushes`."""
+    rows: tuple[ClipRow, ...]
+    curves: tuple[SurrogateCurve, ...]
 
 
-def run(settings: ClipSettings) -> Result:
+def run(settings: ClipSettings) -> ClipResult:
     """Where each surrogate passes gradient. Raises ValueError for bounds that make no sense."""
     chosen = check(settings)
-    return Result(settings, CASES, tuple(rows(chosen)), tuple(curves(chosen)))
+    return ClipResult(settings, CASES, tuple(rows(chosen)), tuple(curves(chosen)))
 
 
-def check(s: ClipSettings) -> list[Named]:
-    """The surrogates of these settings. Raises ValueError for bounds that make no sense."""
+def check(s: ClipSettings) -> list[NamedSurrogate]:
+    """The surrogates of the settings. Raises ValueError for bounds that make no sense."""
     return surrogates(s.low, s.high, s.higher, s.bound, s.cap)
 
 
 @dataclass(frozen=True)
-class Named:
-    """A surrogate with the name that people know it by."""
+class NamedSurrogate:
+    """A surrogate with its usual name."""
 
     name: str
     surrogate: Surrogate
 
 
-def surrogates(low: float = 0.2, high: float = 0.2, higher: float = 0.28, bound: float = 3.0, cap: float = 5.0) -> list[Named]:
+def surrogates(
+    low: float = 0.2, high: float = 0.2, higher: float = 0.28, bound: float = 3.0, cap: float = 5.0
+) -> list[NamedSurrogate]:
     """The surrogates that are compared. Raises ValueError for bounds that make no sense."""
     return [
-        Named("no clip", unclipped),
-        Named("clip (PPO)", clip(low, high)),
-        Named("clip-higher (DAPO)", clip(low, higher)),
-        Named("dual clip", dual_clip(low, high, bound)),
-        Named("CISPO", truncated_weight(cap)),
+        NamedSurrogate("no clip", unclipped),
+        NamedSurrogate("clip (PPO)", clip(low, high)),
+        NamedSurrogate("clip-higher (DAPO)", clip(low, higher)),
+        NamedSurrogate("dual clip", dual_clip(low, high, bound)),
+        NamedSurrogate("CISPO", truncated_weight(cap)),
     ]
 
 
@@ -81,14 +90,14 @@ def _log_ratio(logp: Tensor, old: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Silence:
+class FlatRange:
     """A range of ρ on which the gradient is exactly 0, by autograd; `high` is None where it has no end."""
 
     low: float
     high: float | None
 
 
-def silences(surrogate: Surrogate, advantage: float, *, least: float = 1e-3, most: float = 15.9) -> list[Silence]:
+def flat_ranges(surrogate: Surrogate, advantage: float, *, least: float = 1e-3, most: float = 15.9) -> list[FlatRange]:
     """Where a surrogate has no gradient: the ends of each range are found by bisection to 1e-9."""
     rho = np.geomspace(least, most, 2001)
 
@@ -105,16 +114,16 @@ def silences(surrogate: Surrogate, advantage: float, *, least: float = 1e-3, mos
     dead = pushes(surrogate, rho, advantage)[1] == 0
     changes = [edge(float(rho[i]), float(rho[i + 1])) for i in np.flatnonzero(dead[1:] != dead[:-1])]
     starts = ([0.0] if dead[0] else []) + changes
-    return [Silence(a, b) for a, b in zip_longest(starts[::2], starts[1::2])]
+    return [FlatRange(a, b) for a, b in zip_longest(starts[::2], starts[1::2])]
 
 
 @dataclass(frozen=True)
-class Row:
+class ClipRow:
     """One surrogate for one sign of the advantage."""
 
     name: str
     advantage: int
-    silent: tuple[Silence, ...]
+    silent: tuple[FlatRange, ...]
     """Where the gradient vanishes."""
     pushes: tuple[float, ...]
     """−∂L/∂ log π at ρ = 0.5, 1, 2 and 8."""
@@ -123,7 +132,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Curve:
+class SurrogateCurve:
     """The surrogate and its push over ρ, for the picture."""
 
     name: str
@@ -133,13 +142,13 @@ class Curve:
     push: tuple[float, ...]
 
 
-def rows(chosen: Sequence[Named]) -> list[Row]:
+def rows(chosen: Sequence[NamedSurrogate]) -> list[ClipRow]:
     """Every surrogate, for A = 1 and A = −1."""
     return [
-        Row(
+        ClipRow(
             one.name,
             sign,
-            tuple(silences(one.surrogate, sign)),
+            tuple(flat_ranges(one.surrogate, sign)),
             tuple(map(float, pushes(one.surrogate, np.array(CASES), sign)[1])),
             _logged(one.surrogate, sign),
         )
@@ -156,7 +165,7 @@ def _logged(surrogate: Surrogate, advantage: float) -> bool:
     return bool((counted == (pushes(surrogate, rho, advantage)[1] == 0)).all())
 
 
-def curves(chosen: Sequence[Named], most: float = 6.0) -> list[Curve]:
+def curves(chosen: Sequence[NamedSurrogate], most: float = 6.0) -> list[SurrogateCurve]:
     """Values and pushes from ρ = 0 to `most`."""
     rho = np.linspace(0.02, most, 300)
     found = []
@@ -164,5 +173,41 @@ def curves(chosen: Sequence[Named], most: float = 6.0) -> list[Curve]:
         for one in chosen:
             value, push = pushes(one.surrogate, rho, sign)
             columns = (tuple(column.round(6).tolist()) for column in (rho, value, push))
-            found.append(Curve(one.name, sign, *columns))
+            found.append(SurrogateCurve(one.name, sign, *columns))
     return found
+
+
+def tables(result: ClipResult) -> Iterator[Table | Text]:
+    """One row for each surrogate and sign of the advantage."""
+    head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "none where", "logged")
+    table = drawing.new_table("Gradient of the surrogate by log π, over the ratio ρ", *head)
+    for row in result.rows:
+        silent = ", ".join(f"ρ > {s.low:g}" if s.high is None else f"ρ < {s.high:g}" for s in row.silent) or "–"
+        pushes = (f"{push:+.3g}" if push else "0" for push in row.pushes)
+        table.add_row(row.name, f"{row.advantage:+d}", *pushes, silent, "yes" if row.logged else "in part")
+    yield table
+    yield drawing.note("logged: whether a run's clip_ratio counts exactly the steps without gradient")
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """A column for each surrogate, a row for each sign of the advantage; grey where the gradient vanishes."""
+    names = list(dict.fromkeys(curve["name"] for curve in found["curves"]))
+    figure, panels = drawing.new_figure(12.0, 4.6, 2, len(names), sharex=True, sharey="row")
+    silent = {(row["name"], row["advantage"]): row["silent"] for row in found["rows"]}
+    for curve in found["curves"]:
+        row, column = int(curve["advantage"] < 0), names.index(curve["name"])
+        axes, last = panels[row][column], curve["ratio"][-1]
+        for span in silent[curve["name"], curve["advantage"]]:
+            axes.axvspan(span["low"], last if span["high"] is None else span["high"], color=GREY, alpha=0.18, linewidth=0)
+        if curve["name"] != "CISPO":  # its value is no function of the ratio
+            axes.plot(curve["ratio"], curve["value"], color=BLUE, linewidth=1.6, label="surrogate")
+        axes.plot(
+            curve["ratio"], curve["push"], color=RUST, linewidth=1.8, linestyle=(0, (4, 1.5)), label="its gradient by log π"
+        )
+        drawing.tidy(axes, f"{curve['name']}, A {'<' if row else '>'} 0", grid="y")
+        axes.set_xticks([0, 1, 2, 3, 4, 5, 6])
+        if row:
+            axes.set_xlabel("ratio ρ", color=INK, fontsize=9)
+    panels[0][0].plot([], [], color=GREY, alpha=0.3, linewidth=6, label="no gradient")
+    panels[0][0].legend(fontsize=8, frameon=False)
+    return drawing.save(figure, path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -18,19 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from psigrad import objective
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.config.load import load, to_dict
+from psigrad.config.methods import declaration
 from psigrad.data import preferences
 from psigrad.errors import UserError
-from psigrad.objective import preference_catalog
-from psigrad.recipes import evaluate, online, preference
+from psigrad.intervals import over_seeds
+from psigrad.recipes import api, evaluate, online
 from psigrad.recipes.sample import read_jsonl, write_jsonl
 from psigrad.training import session
 from psigrad.training.progress import bar
 
-# Student's t, two-sided 95 %, for 1 … 10 degrees of freedom; beyond, the normal value is near enough to name it so.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 UNPAIRED = "unpaired.jsonl"
 FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
 
@@ -74,11 +71,13 @@ def check(comparison: Comparison) -> None:
         raise UserError("compare got no method or no seed; for example: psigrad compare grpo rloo ppo --seeds 0 1 2 …")
     if not comparison.config.run.max_steps:
         raise UserError("compare needs --max-steps: equal samples are so many steps of equal batches.")
-    offline = preference_catalog.names()
     for method in comparison.methods:
-        if method in offline and not comparison.pairs:
+        found = declaration(method)
+        if found.settings not in (OnlineConfig, PreferenceConfig):
+            raise UserError(f"compare takes online methods and preference losses; {method} is neither.")
+        if not found.online and not comparison.pairs:
             raise UserError(f"{method} learns from recorded comparisons; name them with --pairs FILE.")
-        if method not in offline:
+        if found.online:
             made = settings_of(comparison, Path("."), method, 0)
             assert isinstance(made, OnlineConfig)
             online.check(made, online.method(made))
@@ -88,10 +87,12 @@ def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) ->
     """The settings of one run."""
     config = comparison.config
     where = replace(config.run, output_dir=str(folder / f"{method}-{seed}"), seed=seed, progress=False, report=False)
-    if method not in preference_catalog.names():
-        resolved = None if method == "online_dpo" else objective.resolve(method)
-        passes = 4 if resolved and resolved.needs_critic and config.num_iterations == 1 else config.num_iterations
-        return replace(config, algorithm=method, run=where, num_iterations=passes)
+    found = declaration(method)
+    if found.online:
+        # the method's own defaults where the comparison says nothing else; the samples of a step are equal for all
+        usual = OnlineConfig()
+        own = {n: v for n, v in found.defaults.items() if n != "num_generations" and getattr(config, n) == getattr(usual, n)}
+        return replace(config, **{**own, "algorithm": method}, run=where)
     samples = config.prompts_per_step * config.num_generations
     return PreferenceConfig(
         model=config.model,
@@ -115,10 +116,9 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
     if result.exists():
         return
     job = folder / "settings" / f"{method}-{seed}.json"
-    kind = "preference" if method in preference_catalog.names() else "online"
     settings = to_dict(settings_of(comparison, folder, method, seed))
     judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
-    job.write_text(json.dumps({"kind": kind, "method": method, "seed": seed, "settings": settings, "judged": judged}))
+    job.write_text(json.dumps({"method": method, "seed": seed, "settings": settings, "judged": judged}))
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "psigrad.experiments.comparison", str(job), str(result)], stderr=subprocess.PIPE
@@ -137,8 +137,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
 def work(job: Path, result: Path) -> None:
     """One run, and what it came to on the held-out prompts: the metric (the truth) and the reward that was trained on."""
     task = json.loads(job.read_text())
-    cls, recipe = (PreferenceConfig, preference.run) if task["kind"] == "preference" else (OnlineConfig, online.run)
-    finished = recipe(load(cls, flags=task["settings"]))
+    finished = api.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
     rows = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     timings = [json.loads(line) for line in (finished.folder / "timings.jsonl").read_text().splitlines()]
@@ -155,7 +154,7 @@ def work(job: Path, result: Path) -> None:
 
 def measured(model: Path, config: OnlineConfig) -> dict[str, float]:
     """Truth, proxy, length and KL to the starting model, on the held-out prompts."""
-    shared = {
+    shared: dict[str, Any] = {
         "model": Model(path=str(model), dtype=config.model.dtype),
         "data": Data(dataset=config.data.eval_dataset, split=config.data.eval_split),
         "sampling": config.sampling,
@@ -200,18 +199,9 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = [run for run in runs if run["method"] == method]
         row: dict[str, Any] = {"method": method, "seeds": len(mine)}
         for name in FIGURES:
-            row[name] = interval([float(run[name]) for run in mine])
+            row[name] = list(over_seeds(float(run[name]) for run in mine))
         made.append(row)
     return made
-
-
-def interval(values: Sequence[float]) -> list[float]:
-    """[mean, low, high]; a single value has no interval but itself."""
-    mean, n = math.fsum(values) / len(values), len(values)
-    if n == 1:
-        return [mean, mean, mean]
-    spread = (_T[n - 2] if n - 2 < len(_T) else 1.96) * statistics.stdev(values) / math.sqrt(n)
-    return [mean, mean - spread, mean + spread]
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from psigrad.objective import Batch, Evaluation, PolicyGradient, Prepared
-from psigrad.tabular import MDP, Paths, advantages, occupancy
+from psigrad.tabular import MDP, Paths, advantages, evaluate, occupancy, q_values, softmax_policy
 from psigrad.tabular.mdp import FloatArray, IntArray
+
+EXACT, ROUGH = "exact", "rough"
 
 
 @dataclass(frozen=True, eq=False)
-class Critic:
-    """What a critic believes."""
+class TabularCritic:
+    """A critic's values."""
 
     value: FloatArray
     """[S]: V(s); at terminal states it is never read."""
@@ -64,7 +66,35 @@ def exact_gradient(mdp: MDP, policy: FloatArray) -> FloatArray:
     return occupancy(mdp, policy)[:, None] * policy * advantages(mdp, policy)
 
 
-def batch_of(paths: Paths, policy: FloatArray, critic: Critic | None = None, group: IntArray | None = None) -> Batch:
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A process, a softmax policy and its critics, with everything exact that the figures are held against."""
+
+    mdp: MDP
+    policy: FloatArray
+    critics: dict[str, TabularCritic | None]
+
+    @property
+    def gradient(self) -> FloatArray:
+        """[S·A]: the exact gradient over θ."""
+        return exact_gradient(self.mdp, self.policy).ravel()
+
+
+def problem(mdp: MDP, *, critic_error: float = 1.0, theta_spread: float = 0.5) -> Problem:
+    """A process with a policy and critics; draws are fixed.
+
+    θ is normal with deviation `theta_spread`. The rough critic is V plus normal noise of deviation `critic_error`, and its Q is
+    what one step and that V say: Q̂(s, a) = E[r + γ·V̂(s')].
+    """
+    rng = np.random.default_rng(0)
+    policy = softmax_policy(theta_spread * rng.normal(size=(mdp.n_states, mdp.n_actions)), 1.0)
+    value = evaluate(mdp, policy)
+    rough = np.where(mdp.is_terminal, 0.0, value + critic_error * rng.normal(size=mdp.n_states))
+    critics = {"": None, EXACT: TabularCritic(value, q_values(mdp, value)), ROUGH: TabularCritic(rough, q_values(mdp, rough))}
+    return Problem(mdp, policy, critics)
+
+
+def batch_of(paths: Paths, policy: FloatArray, critic: TabularCritic | None = None, group: IntArray | None = None) -> Batch:
     """Episodes as what an algorithm reads. `inputs` holds their states and actions, for parts of one's own."""
     states, mask = paths.states[:, :-1], torch.from_numpy(paths.mask)
     values: dict[str, Tensor] = {}

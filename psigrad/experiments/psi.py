@@ -8,20 +8,24 @@ batches stand beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from rich.table import Table
+from rich.text import Text
 from scipy import stats
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.experiments import problems
-from psigrad.experiments.interval import Interval, interval
-from psigrad.experiments.problems import Critic
-from psigrad.experiments.settings import PsiSettings
+from psigrad.experiments import drawing, problems
+from psigrad.experiments.declarations import PsiSettings
+from psigrad.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
+from psigrad.experiments.problems import EXACT, ROUGH, Problem
+from psigrad.intervals import Interval, over_seeds
 from psigrad.objective import Batch, PolicyGradient, Prepared, aggregate, ratio
 from psigrad.objective.advantage import (
     Psi,
@@ -41,29 +45,33 @@ from psigrad.objective.advantage import (
 from psigrad.objective.critic import value_loss
 from psigrad.objective.stats import group_sum
 from psigrad.objective.surrogate import score
-from psigrad.tabular import MDP, Paths, all_paths, evaluate, q_values, sample_paths, softmax_policy
+from psigrad.report.plots import GREY
+from psigrad.tabular import Paths, all_paths, sample_paths
 from psigrad.tabular.mdp import FloatArray
 
-EXACT, ROUGH = "exact", "rough"
+# How tables and pictures show the forms with each critic.
+_NAMED = {"": "no critic", EXACT: "exact V and Q", ROUGH: "rough V and Q"}
+_DRAWN = {"": (GREY, "no critic"), EXACT: (BLUE, "exact critic"), ROUGH: (RUST, "rough critic")}
+_BATCHES = [2.0**k for k in range(15)]
 
 
 @dataclass(frozen=True)
-class Result:
+class PsiResult:
     """What `run` found."""
 
     settings: PsiSettings
     gradient_length: float
     """‖∇J‖."""
-    rows: tuple[Row, ...]
+    rows: tuple[PsiRow, ...]
 
 
-def run(settings: PsiSettings) -> Result:
+def run(settings: PsiSettings) -> PsiResult:
     """Every form of Ψ on `line_walk`. Raises `UserError` for settings that make no sense."""
     s = settings
     check(s)
-    given = problem(problems.line_walk(gamma=s.discount, at_the_end=s.at_the_end), critic_error=s.critic_error)
+    given = problems.problem(problems.line_walk(gamma=s.discount, at_the_end=s.at_the_end), critic_error=s.critic_error)
     found = rows(given, forms(s.discount), seeds=s.seeds, episodes=s.episodes, batch_size=s.batch)
-    return Result(s, float(np.linalg.norm(given.gradient)), tuple(found))
+    return PsiResult(s, float(np.linalg.norm(given.gradient)), tuple(found))
 
 
 def check(s: PsiSettings) -> None:
@@ -81,7 +89,7 @@ def check(s: PsiSettings) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
+class PsiForm:
     """One choice of Ψ: what people call it, the part of the library, and how good its critic is."""
 
     name: str
@@ -122,15 +130,15 @@ class reward_to_go_minus_others:
         return to_go - (sums - to_go) / (steps - 1).clamp(min=1)
 
 
-def forms(gamma: float) -> list[Form]:
+def forms(gamma: float) -> list[PsiForm]:
     """The forms of Ψ that are compared, the plainest first."""
     plain = [
-        Form("total return R", total_return(gamma)),
-        Form("R − moving average", moving_average()),
-        Form("R − batch mean", batch_mean),
-        Form("R − others' mean", leave_one_out),
-        Form("reward to go G", reward_to_go(gamma)),
-        Form("G − others' mean", reward_to_go_minus_others(gamma)),
+        PsiForm("total return R", total_return(gamma)),
+        PsiForm("R − moving average", moving_average()),
+        PsiForm("R − batch mean", batch_mean),
+        PsiForm("R − others' mean", leave_one_out),
+        PsiForm("reward to go G", reward_to_go(gamma)),
+        PsiForm("G − others' mean", reward_to_go_minus_others(gamma)),
     ]
     with_critic: list[tuple[str, Psi]] = [
         ("G − V", gae(gamma, 1.0)),
@@ -141,40 +149,12 @@ def forms(gamma: float) -> list[Form]:
         ("Q", action_value),
         ("A = Q − V", action_advantage),
     ]
-    found = [Form(name, psi, critic) for critic in (EXACT, ROUGH) for name, psi in with_critic]
-    return [*plain, *found, Form("G − Q (wrong)", minus_action_value, EXACT)]
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A process, a softmax policy and its critics, with everything exact that the figures are held against."""
-
-    mdp: MDP
-    policy: FloatArray
-    critics: dict[str, Critic | None]
-
-    @property
-    def gradient(self) -> FloatArray:
-        """[S·A]: the exact gradient over θ."""
-        return problems.exact_gradient(self.mdp, self.policy).ravel()
-
-
-def problem(mdp: MDP, *, critic_error: float = 1.0, theta_spread: float = 0.5) -> Problem:
-    """A process with a policy and critics; draws are fixed.
-
-    θ is normal with deviation `theta_spread`. The rough critic is V plus normal noise of deviation `critic_error`, and its Q is
-    what one step and that V say: Q̂(s, a) = E[r + γ·V̂(s')].
-    """
-    rng = np.random.default_rng(0)
-    policy = softmax_policy(theta_spread * rng.normal(size=(mdp.n_states, mdp.n_actions)), 1.0)
-    value = evaluate(mdp, policy)
-    rough = np.where(mdp.is_terminal, 0.0, value + critic_error * rng.normal(size=mdp.n_states))
-    critics = {"": None, EXACT: Critic(value, q_values(mdp, value)), ROUGH: Critic(rough, q_values(mdp, rough))}
-    return Problem(mdp, policy, critics)
+    found = [PsiForm(name, psi, critic) for critic in (EXACT, ROUGH) for name, psi in with_critic]
+    return [*plain, *found, PsiForm("G − Q (wrong)", minus_action_value, EXACT)]
 
 
 @dataclass(frozen=True)
-class Row:
+class PsiRow:
     """What was found of one form. Biases are in units of the length of the exact gradient, variances of a single episode."""
 
     name: str
@@ -195,7 +175,7 @@ class Row:
     """√E‖ĝ − ∇J‖² / ‖∇J‖ of one batch, exact: bias and variance together."""
 
 
-def moments(form: Form, given: Problem, batch_size: int, batches: int) -> tuple[FloatArray, float]:
+def moments(form: PsiForm, given: Problem, batch_size: int, batches: int) -> tuple[FloatArray, float]:
     """E ĝ [S·A] and batch size × tr Cov ĝ, exact, for the mean over `batch_size` episodes.
 
     Forms that look at one episode at a time are enumerated. Those that compare episodes follow from moments of one episode, since
@@ -256,14 +236,14 @@ def _average_moments(decay: float, mu: float, spread: float, batches: int) -> tu
     return mu * (batches - 1) / batches, float((mu**2 + spread * weights_squared).sum() / batches)
 
 
-def _of_each(form: Form, given: Problem, paths: Paths) -> FloatArray:
+def _of_each(form: PsiForm, given: Problem, paths: Paths) -> FloatArray:
     """[N, S·A]: ĝ of each episode by itself."""
     method, batch = form.method, problems.batch_of(paths, given.policy, given.critics[form.critic])
     prepared = method.prepare(batch, method.initial_state(), metrics=False)
     return problems.gradients(problems.step_weights(method, prepared, 1), paths, given.policy, 1)
 
 
-def estimates(form: Form, given: Problem, paths: Paths, batch_size: int) -> FloatArray:
+def estimates(form: PsiForm, given: Problem, paths: Paths, batch_size: int) -> FloatArray:
     """[N / batch_size, S·A]: ĝ of each batch, by the method's own `prepare` and `loss`."""
     groups = np.arange(len(paths.lengths)) // batch_size
     method, batch = form.method, problems.batch_of(paths, given.policy, given.critics[form.critic], groups)
@@ -283,27 +263,27 @@ def _in_batches(method: PolicyGradient, batch: Batch, size: int) -> Tensor:
     return torch.cat(parts)
 
 
-def rows(given: Problem, chosen: Sequence[Form], *, seeds: int, episodes: int, batch_size: int) -> list[Row]:
+def rows(given: Problem, chosen: Sequence[PsiForm], *, seeds: int, episodes: int, batch_size: int) -> list[PsiRow]:
     """One row for each form; every seed plays `episodes` episodes of its own, the same ones for every form."""
     batches = episodes // batch_size
     played = [sample_paths(given.mdp, given.policy, batches * batch_size, seed=seed) for seed in range(seeds)]
     return [_row(form, given, played, batch_size) for form in chosen]
 
 
-def _row(form: Form, given: Problem, played: Sequence[Paths], size: int) -> Row:
+def _row(form: PsiForm, given: Problem, played: Sequence[Paths], size: int) -> PsiRow:
     truth = given.gradient
     length = float(np.linalg.norm(truth))
     found = [estimates(form, given, paths, size) for paths in played]
     mean, variance = moments(form, given, size, len(found[0]))
-    return Row(
+    return PsiRow(
         name=form.name,
         critic=form.critic,
         exact_bias=float(np.linalg.norm(mean - truth)) / length,
         exact_along=float(mean @ truth) / length**2 - 1,
-        along=interval([float(g.mean(0) @ truth) / length**2 - 1 for g in found]),
+        along=over_seeds([float(g.mean(0) @ truth) / length**2 - 1 for g in found]),
         p=no_bias(np.concatenate(found), truth),
         exact_variance=variance,
-        variance=interval([size * float(g.var(0, ddof=1).sum()) for g in found]),
+        variance=over_seeds([size * float(g.var(0, ddof=1).sum()) for g in found]),
         error=math.sqrt(float(((mean - truth) ** 2).sum()) + variance / size) / length,
     )
 
@@ -321,3 +301,75 @@ def no_bias(found: FloatArray, truth: FloatArray) -> float | None:
         return None
     t2 = n * float((((vectors[:, kept].T @ away) ** 2) / values[kept]).sum())
     return float(stats.f.sf(t2 * (n - rank) / (rank * (n - 1)), rank, n - rank))
+
+
+def tables(result: PsiResult) -> Iterator[Table | Text]:
+    """One row for each form of Ψ, in sections by critic."""
+    title = f"The policy gradient by Ψ; ‖∇J‖ = {result.gradient_length:.3f}, batches of {result.settings.batch} episodes"
+    table = drawing.new_table(title, "Ψ", "bias", "along ∇J", "p", "variance", "sampled", "error")
+    for critic, name in _NAMED.items():
+        drawing.section(table, name)
+        for row in result.rows:
+            if row.critic == critic:
+                bias = "0" if row.exact_bias < 1e-9 else f"{row.exact_bias:.3g}"
+                spread = (drawing.around(row.along, "+z.3f"), _p(row.p), f"{row.exact_variance:.4g}", _three(row.variance))
+                table.add_row(f" {row.name}", bias, *spread, f"{row.error:.2f}")
+    yield table
+    yield drawing.note(
+        "bias      ‖E ĝ − ∇J‖ / ‖∇J‖, exact by enumeration",
+        "along ∇J  the part of it along ∇J, sampled, with its 95 % interval over seeds",
+        "p         of the sampled mean if there is no bias in any parameter",
+        "variance  trace of the covariance for one episode, exact; then sampled",
+        "error     √E‖ĝ − ∇J‖² / ‖∇J‖ of one batch",
+    )
+
+
+def _p(value: float | None) -> str:
+    return "–" if value is None else "<.001" if value < 1e-3 else f"{value:.3f}"
+
+
+def _three(found: Interval) -> str:
+    """Three digits of a positive mean, and as many places of its interval."""
+    return drawing.around(found, f".{max(0, 2 - math.floor(math.log10(found.mean))) if found.mean > 0 else 2}f")
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """Left: variance of each form. Right: error over the batch size, where bias shows as a floor."""
+    figure, (left, right) = drawing.new_figure(10.5, 5.4, 1, 2, width_ratios=(1.15, 1))
+    rows = found["rows"]
+    least, most = (f(row["exact_variance"] for row in rows) for f in (min, max))
+    for y, row in enumerate(reversed(rows)):
+        colour, biased = _DRAWN[row["critic"]][0], row["exact_bias"] > 1e-9
+        left.plot([least / 4, row["exact_variance"]], [y, y], color=colour, linewidth=5, alpha=0.25, solid_capstyle="butt")
+        _, low, high = row["variance"]
+        left.plot([low, high], [y, y], color=colour, linewidth=2.4)
+        note = f"{row['exact_variance']:.3g}" + (f"   bias {row['exact_bias']:.0%}" if biased else "")
+        left.text(max(high, row["exact_variance"]) * 1.12, y, note, va="center", fontsize=8, color=INK)
+    left.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
+    for colour, label in _DRAWN.values():
+        left.plot([], [], color=colour, linewidth=5, alpha=0.6, label=label)
+    left.set_xscale("log")
+    left.set_xlim(least / 4, most * 6)
+    left.xaxis.set_major_formatter("{x:g}")
+    left.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.7))
+    drawing.tidy(left, "Variance of the gradient of one episode", grid="x")
+    shown = [
+        ("reward to go G", ""),
+        ("G − V", "rough"),
+        ("GAE, λ = 0.9", "rough"),
+        ("TD residual", "rough"),
+        ("A = Q − V", "rough"),
+    ]
+    for (name, critic), colour in zip(shown, (GREY, BLUE, GREEN, RUST, PINK), strict=True):
+        row = next(row for row in rows if (row["name"], row["critic"]) == (name, critic))
+        size = found["gradient_length"]
+        curve = [math.sqrt(row["exact_bias"] ** 2 + row["exact_variance"] / n / size**2) for n in _BATCHES]
+        right.plot(_BATCHES, curve, color=colour, linewidth=1.8, label=name)
+    right.set_xscale("log", base=2)
+    right.set_yscale("log")
+    right.set_xticks(_BATCHES[::2], [f"{n:,.0f}" for n in _BATCHES[::2]])
+    right.yaxis.set_major_formatter("{x:g}")
+    right.set_xlabel("episodes in a batch", color=INK, fontsize=9)
+    right.legend(fontsize=8, frameon=False)
+    drawing.tidy(right, "Error of the estimate with the rough critic, over ‖∇J‖", grid="y")
+    return drawing.save(figure, path)

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from psigrad.models.fused.packed_weights import PackedWeights
 from psigrad.native.kernels import Heads, Kernels, Slots, Spans
 
+_sdpa: Any = F.scaled_dot_product_attention
+
 
 class Attending(Protocol):
     """What a layout needs to know of a fused layer. `window` is 0 where a token sees all before it."""
@@ -148,7 +150,7 @@ class PackedLayout:
         if split:
             views = [repeat_heads(_view(x[:split], self.prefix_rows), heads) for x in (q, k, v)]
             mask = self.prefix_mask(window)
-            out = F.scaled_dot_product_attention(*views, attn_mask=mask, is_causal=mask is None, scale=scale)
+            out = _sdpa(*views, attn_mask=mask, is_causal=mask is None, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
         if self.sequence_rows.numel():
             views = [_view(x[split:], self.sequence_rows) for x in (q, k, v)]
@@ -158,11 +160,12 @@ class PackedLayout:
                     views[i] = torch.cat([shared, views[i]], dim=2)
             views = [repeat_heads(x, heads) for x in views]
             if split or window is not None:
-                out = F.scaled_dot_product_attention(*views, attn_mask=self._mask(window), scale=scale)
+                out = _sdpa(*views, attn_mask=self._mask(window), scale=scale)
             else:
-                out = F.scaled_dot_product_attention(*views, is_causal=True, scale=scale)
+                out = _sdpa(*views, is_causal=True, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        return _Take.apply(torch.cat(parts), self.inverse, self.order)[None]
+        taken: Tensor = _Take.apply(torch.cat(parts), self.inverse, self.order)
+        return taken[None]
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)

@@ -105,7 +105,8 @@ class Pretrained(ABC):
         A decoder adds what its layers computed to `keep`, or takes it from what is `known`.
         """
         if self.decoder is not None:
-            return self.decoder(input_ids, position_ids, layout, keep, known, wanted)
+            fused: Any = layout
+            return self.decoder(input_ids, position_ids, fused, keep, known, wanted)
         if self.flex and isinstance(layout, attention.PackedLayout):
             from psigrad.models.flex import FlexLayout  # imports the compiler
 
@@ -193,8 +194,8 @@ class Pretrained(ABC):
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin)
-        reasons = {"why_padded": self.why_padded, "why_unfused": self.why_unfused}
-        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, flex=self.flex, **reasons)
+        own: dict[str, Any] = {"flex": self.flex, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
+        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, **own)
 
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter (and a scalar head) only."""
@@ -207,6 +208,7 @@ class Pretrained(ABC):
 
 def switch_dropout_off(hf: PreTrainedModel) -> None:
     """No dropout and evaluation mode."""
+    module: Any
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -222,7 +224,8 @@ def recompute_activations(hf: PreTrainedModel) -> None:
 
 def merged(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:
     """The whole model, with a copy of its adapter merged in."""
-    return network if adapter is None else copy.deepcopy(adapter).merge_and_unload()
+    wrapped: Any = copy.deepcopy(adapter)
+    return network if wrapped is None else wrapped.merge_and_unload()
 
 
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -242,9 +245,8 @@ def with_lora(hf: PreTrainedModel, lora: Lora, adapter: Path | None, task: str) 
     if adapter is not None:
         return peft.PeftModel.from_pretrained(hf, adapter, is_trainable=True)
     targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
-    config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type=task
-    )
+    alpha: Any = lora.alpha  # peft takes any number
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets, task_type=task)
     try:
         return peft.get_peft_model(hf, config)
     except ValueError as error:

@@ -76,4 +76,5 @@ class FlexLayout:
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
     """Compiled on a GPU, once for rows of every length; elsewhere the plain form, which makes all scores: an oracle."""
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    plain: Callable[..., Any] = flex_attention
+    return torch.compile(plain, dynamic=True) if device == "cuda" else plain

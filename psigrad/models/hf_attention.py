@@ -37,7 +37,8 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"The packed forward does not support attention with {name}; the padded one is used instead.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(module.layer_idx, query, key, value, scale, kwargs.get("sliding_window")), None
+    index: Any = module.layer_idx
+    return layout.attend(index, query, key, value, scale, kwargs.get("sliding_window")), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

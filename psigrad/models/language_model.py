@@ -34,12 +34,10 @@ VALUE_HEAD = "value_head"
 class LanguageModel(Pretrained):
     """A causal language model under its tokenizer.
 
-    `kept`, where given, collects what sampling computes, so that training on those tokens need not compute it again.
     `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
     """
 
     value_head: nn.Linear | None = None
-    kept: ActivationCache | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -57,11 +55,9 @@ class LanguageModel(Pretrained):
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
 
-    @property
-    def keeping(self) -> ActivationCache | None:
-        """`kept`, while what the fused decoder computes is what trains: not with the adapter switched off."""
-        trains = self.decoder is not None and (self.adapter is None or self.decoder.adapted)
-        return self.kept if trains else None
+    def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
+        """`cache` where the fused decoder computes what trains: not with the adapter switched off, nor by other code."""
+        return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name, in the model's order; the value head's come last."""
@@ -99,14 +95,17 @@ class LanguageModel(Pretrained):
         kl_to: LanguageModel | None = None,
         value: bool = False,
         packed: bool | None = None,
+        cache: ActivationCache | None = None,
     ) -> Evaluation:
         """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy, the exact KL to `kl_to` and
         the value head's V.
 
         Gradients flow unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`: the adapter is then off.
-        `packed=False` asks for the padded oracle.
+        `packed=False` asks for the padded oracle. What `cache` holds of these tokens is not computed again.
         """
-        stats, targets = self.stats(inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed)
+        stats, targets = self.stats(
+            inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
+        )
         return Evaluation(
             logp=targets.unpack(stats.logp),
             entropy=None if stats.entropy is None else targets.unpack(stats.entropy),
@@ -124,13 +123,15 @@ class LanguageModel(Pretrained):
         kl_to: LanguageModel | None = None,
         value: bool = False,
         packed: bool | None = None,
+        cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
         """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         use_packed = packed if packed is not None else not self.why_padded
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
-        if self.keeping is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
-            forward = replace(forward, known=self.keeping.find(inputs.prompts, inputs.completions, self.decoder.parameters))
+        cache = self.usable(cache)
+        if cache is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
+            forward = replace(forward, known=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
         values = None
         if value:
             hidden, head, values = self._with_values(forward)
@@ -176,7 +177,9 @@ class LanguageModel(Pretrained):
         """A context in which a LoRA model is the model it started from: its reference costs no memory."""
         if self.adapter is None:
             raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
-        return self.adapter.disable_adapter()
+        adapter: Any = self.adapter
+        off: contextlib.AbstractContextManager[Any] = adapter.disable_adapter()
+        return off
 
     def save(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face form, and the value head beside; a LoRA model saves its adapter only."""
@@ -202,7 +205,7 @@ def load(
     plain = lora is None and device == "cpu"
     try:
         found = bare.load(path, DTYPES[dtype]) if plain else None
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
+        network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -37,7 +37,8 @@ class TokenStats:
     def detach(self) -> TokenStats:
         """Without gradient."""
         columns = (self.logp, self.entropy, self.kl, self.hit, self.value)
-        return TokenStats(*(x if x is None else x.detach() for x in columns))
+        kept: list[Any] = [x if x is None else x.detach() for x in columns]
+        return TokenStats(*kept)
 
 
 def upcast(logits: Tensor) -> Tensor:
@@ -236,22 +237,23 @@ def token_stats(
     that were `said` by that head need not be computed again.
     """
     large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
-    plain = type(head) is nn.Linear and head.bias is None
+    linear: Any = head if type(head) is nn.Linear and head.bias is None else None
+    plain = linear is not None
     if wanted.nothing_else and plain and large:
-        if int(ids.min()) < 0 or int(ids.max()) >= len(head.weight):
+        if int(ids.min()) < 0 or int(ids.max()) >= len(linear.weight):
             raise IndexError(
-                f"A target is token {int(ids.max())}; the head has {len(head.weight)}: the tokenizer is of another model."
+                f"A target is token {int(ids.max())}; the head has {len(linear.weight)}: the tokenizer is of another model."
             )
         # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
-        exact = said is not None and hidden.dtype == head.weight.dtype == torch.float32
-        known = said.under(head.weight, wanted.temperature) if said is not None and exact else None
+        exact = said is not None and hidden.dtype == linear.weight.dtype == torch.float32
+        known = said.under(linear.weight, wanted.temperature) if said is not None and exact else None
         return TokenStats(
-            _ChosenLogProbs.apply(hidden, head.weight, ids, wanted.temperature, gradients.sums_for(head.weight), known)
+            _ChosenLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, gradients.sums_for(linear.weight), known)
         )
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
 
     def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return wanted.of(_Logits.apply(h, head.weight) if plain else head(h), i, r)
+        return wanted.of(_Logits.apply(h, linear.weight) if plain else head(h), i, r)
 
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     parts = []

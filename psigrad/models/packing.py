@@ -100,7 +100,8 @@ class _TargetLists:
         self.t += ts
 
     def tensors(self, shape: tuple[int, int], device: torch.device | str) -> Targets:
-        return Targets(*(on_device(x, device) for x in (self.rows, self.ids, self.n, self.t)), shape)
+        rows, ids, n, t = (on_device(x, device) for x in (self.rows, self.ids, self.n, self.t))
+        return Targets(rows, ids, n, t, shape)
 
 
 def on_device(numbers: Any, device: torch.device | str) -> Tensor:
@@ -115,7 +116,8 @@ def _shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 def _places(lengths: np.ndarray) -> np.ndarray:
     """0 … length - 1 of each piece, one piece after the other."""
-    return np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+    places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+    return places
 
 
 def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
@@ -151,7 +153,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     first = total + own.cumsum() - own
     rows = np.where(t == 0, ends[prefix[n]], first[n] + t - 1)
     layout = PackedLayout(_table(before, 0, device), _table(own, total, device), on_device(prefix, device), len(tokens))
-    targets = Targets(*(on_device(x, device) for x in (rows, ids, n, t)), shape=(len(lengths), int(lengths.max(initial=0))))
+    targets = _targets((rows, ids, n, t), lengths, device)
     return ForwardInputs(
         on_device(tokens[None], device),
         on_device(positions[None], device),
@@ -159,6 +161,11 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
         layout=layout,
         prefix_ends=on_device(ends, device),
     )
+
+
+def _targets(found: tuple[np.ndarray, ...], lengths: np.ndarray, device: torch.device | str) -> Targets:
+    rows, ids, n, t = (on_device(x, device) for x in found)
+    return Targets(rows, ids, n, t, (len(lengths), int(lengths.max(initial=0))))
 
 
 def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
@@ -177,7 +184,7 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
     return ForwardInputs(
         on_device(ids[kept][None], device),
         on_device(t[kept][None], device),
-        Targets(*(on_device(x, device) for x in found), shape=(len(lengths), int(lengths.max(initial=0)))),
+        _targets(found, lengths, device),
         layout=layout,
     )
 
@@ -189,7 +196,7 @@ def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInp
         pairs = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]
         sequences = [[*p, *c] for p, c in pairs]
         shape = _shape([len(c) for _, c in pairs])
-        starts = [(len(p), c, range(len(c))) for p, c in pairs]
+        starts: list[tuple[int, Ids, Sequence[int]]] = [(len(p), c, range(len(c))) for p, c in pairs]
     else:
         sequences = [list(ids) for ids in inputs.rows]
         shape = _shape([len(ids) for ids in sequences])

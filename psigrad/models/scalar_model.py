@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -56,7 +56,8 @@ class ScalarModel(Pretrained):
     def _read(self, forward: ForwardInputs) -> Tensor:
         """V [M] of the state before each target."""
         self.switch(self.train_mode and torch.is_grad_enabled())
-        values: Tensor = self.network.score(self.target_hidden(forward))[:, 0]
+        head: Any = self.network.score
+        values: Tensor = head(self.target_hidden(forward))[:, 0]
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
@@ -75,7 +76,8 @@ class ScalarModel(Pretrained):
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
-        return self.hf(input_ids=ids, attention_mask=mask).logits[:, 0].float()
+        logits: Tensor = self.hf(input_ids=ids, attention_mask=mask).logits
+        return logits[:, 0].float()
 
 
 def load(
@@ -95,6 +97,7 @@ def load(
     """
     try:
         found = bare.load(path, DTYPES[dtype], scalar=True) if lora is None and device == "cpu" else None
+        network: Any
         network, missing = _by_transformers(path, DTYPES[dtype]) if found is None else found
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

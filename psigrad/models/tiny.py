@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 
@@ -56,7 +56,7 @@ def model(
     pad_token_id: int = 1,
 ) -> PreTrainedModel:
     """A freshly initialised causal language model of a Hugging Face architecture; grouped-query attention where it has it."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -67,10 +67,10 @@ def model(
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
     }
-    llama = {"intermediate_size": 3 * hidden, "num_key_value_heads": max(heads // 2, 1)}
+    llama: dict[str, Any] = {"intermediate_size": 3 * hidden, "num_key_value_heads": max(heads // 2, 1)}
     match architecture:
         case "qwen3":
-            config = Qwen3Config(**common, **llama, head_dim=hidden // heads)
+            config: PreTrainedConfig = Qwen3Config(**common, **llama, head_dim=hidden // heads)
         case "llama":
             config = LlamaConfig(**common, **llama)
         case "gpt2":
@@ -81,4 +81,5 @@ def model(
             raise ValueError(f"Unknown architecture {architecture!r}; it must be qwen3, llama, gpt2 or gpt_neox.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model

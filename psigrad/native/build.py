@@ -20,7 +20,7 @@ from psigrad.native.processor import identity
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "halves.cpp", "decoding.cpp", "adamw.cpp")
 HEADERS = ("common.h",)
 # without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
-FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 if platform.machine() == "x86_64":
     FLAGS += ("-mprefer-vector-width=512",)  # GCC's choice on recent Intel is 256
 SWITCH = "PSIGRAD_NATIVE"  # 0 switches the kernels off

@@ -6,8 +6,7 @@ Read batch.py, then policy_gradient.py, then catalog.py; the parts are one file 
 from __future__ import annotations
 
 from psigrad.objective.batch import Batch, Evaluation, Totals, terminal
-from psigrad.objective.catalog import names, resolve
 from psigrad.objective.explain import explain
 from psigrad.objective.policy_gradient import Loss, PolicyGradient, Prepared
 
-__all__ = ["Batch", "Evaluation", "Loss", "PolicyGradient", "Prepared", "Totals", "explain", "names", "resolve", "terminal"]
+__all__ = ["Batch", "Evaluation", "Loss", "PolicyGradient", "Prepared", "Totals", "explain", "terminal"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +17,7 @@ EMPTY_ROW = torch.iinfo(torch.int64).min
 """Group id given to rows without a chosen step, so that padding rows never join a real group."""
 
 _PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value")
-_PER_ROW = ("group", "last_value", "truncated", "version")
-
-
-@runtime_checkable
-class Selectable(Protocol):
-    """Opaque model inputs that can give a subset of their rows."""
-
-    def select(self, rows: Tensor) -> Any:
-        """The same inputs for these rows, in this order."""
-        ...
+_PER_ROW = ("group", "last_value", "truncated")
 
 
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
@@ -73,7 +64,7 @@ class Batch:
     group: Tensor
     """[N] int64: rows with the same number answer the same prompt (or start from the same state)."""
     inputs: Any = None
-    """What the model needs to evaluate these rows; opaque."""
+    """What the model needs to evaluate these rows: a tensor or a list with one entry per row, or a mapping of them; opaque."""
     logp_ref: Tensor | None = None
     """[N, T] log-probability under the frozen reference policy."""
     logp_sampler: Tensor | None = None
@@ -86,8 +77,6 @@ class Batch:
     """[N] value of the state after the last step: the bootstrap of a cut trajectory, 0 for a finished one."""
     truncated: Tensor | None = None
     """[N] bool: True where the trajectory was cut by its length limit."""
-    version: Tensor | None = None
-    """[N] version of the policy that sampled the row."""
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2 or self.mask.dtype != torch.bool:
@@ -136,23 +125,13 @@ class Batch:
 
 
 def _select_inputs(inputs: Any, rows: Tensor | slice) -> Any:
-    if inputs is None:
-        return None
-    if isinstance(rows, slice):
-        return _select_inputs(inputs, torch.arange(len(inputs))[rows])
-    if isinstance(inputs, Tensor):
-        return inputs[rows]
+    if inputs is None or isinstance(inputs, Tensor):
+        return inputs if inputs is None else inputs[rows]
     if isinstance(inputs, Mapping):
         return {key: _select_inputs(value, rows) for key, value in inputs.items()}
-    if isinstance(inputs, (list, tuple)):
-        indices = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
-        return type(inputs)([inputs[int(i)] for i in indices])
-    if isinstance(inputs, Selectable):
-        return inputs.select(rows)
-    raise ValueError(
-        f"Batch.inputs is a {type(inputs).__name__}; expected None, a tensor, a list, a mapping of them, or an object with "
-        "select(rows); add that method so that the inputs can follow their rows."
-    )
+    if isinstance(rows, slice):
+        return inputs[rows]
+    return [inputs[i] for i in (rows.nonzero().flatten() if rows.dtype == torch.bool else rows).tolist()]
 
 
 @dataclass(frozen=True, eq=False)

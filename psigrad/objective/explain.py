@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from psigrad.objective import preference_catalog
-from psigrad.objective.catalog import resolve
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.policy_gradient import PolicyGradient
 from psigrad.objective.preference import KahnemanTversky, Preference
 
@@ -32,21 +30,18 @@ _ABSENT = {
     "entropy": "none",
     "correction": "none: the sampler's log-probabilities are taken as the policy's own",
 }
-Spec = str | Mapping[str, Any] | PolicyGradient
+_FRESH_PAIRS = "On the best and the worst completion of each fresh group, ranked by the reward:\n\n"
+Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
 
-def explain(spec: Spec, other: Spec | None = None) -> str:
-    """The formula that a method minimises, slot by slot; with two methods, what differs between them.
-
-    Preference losses are explained by their score and link.
-    """
-    if isinstance(spec, str) and other is None and spec in preference_catalog.names():
-        return _preference(preference_catalog.resolve(spec))
-    if other is None and not isinstance(spec, PolicyGradient) and (online := preference_catalog.resolve_online(spec)) is not None:
-        return "On the best and the worst completion of each fresh group, ranked by the reward:\n\n" + _preference(online.loss)
-    method = resolve(spec)
+def explain(method: Explained, other: Explained | None = None) -> str:
+    """The formula that a method minimises, part by part; with two methods, what differs between them."""
     if other is not None:
-        return _difference(method, resolve(other))
+        return _difference(method, other)
+    if isinstance(method, OnlinePreference):
+        return _FRESH_PAIRS + explain(method.loss)
+    if not isinstance(method, PolicyGradient):
+        return _preference(method)
     blocks = [f"{method.name or 'custom method'} minimises", "    " + _formula(method), *_legend(method), ""]
     for slot in _MEANING:
         blocks += [*_slot_lines(method, slot), ""]
@@ -55,18 +50,28 @@ def explain(spec: Spec, other: Spec | None = None) -> str:
 
 def _preference(loss: Preference | KahnemanTversky) -> str:
     if isinstance(loss, KahnemanTversky):
-        return (
-            "\n".join([f"{loss.name} minimises, over labelled completions", *_part_lines(loss, "    "), "", label(loss)]) + "\n"
-        )
-    formula = "loss(θ) = (1/N) Σ_n link(h_w − margin, h_l)"
-    formula = formula.replace("link", f"{loss.preference:g}·link") if loss.preference != 1 else formula
-    formula += f" + {loss.sft:g}·NLL(chosen)" if loss.sft else ""
-    lines = [f"{loss.name} minimises", "    " + formula, f"over pairs, with h = β·score and β = {loss.beta:g}", ""]
+        return "\n".join([*_head(loss), *_part_lines(loss, "    "), "", label(loss)]) + "\n"
+    lines = [*_head(loss), ""]
     lines += [f"score: {label(loss.score)}", *_part_lines(loss.score, "    "), ""]
     lines += [f"link: {label(loss.link)}", *_part_lines(loss.link, "    "), ""]
     lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: none, but for a margin per pair where the data has one")
     lines.append("reference: needed; its log-probs are computed once" if loss.needs_reference else "reference: none is needed")
     return "\n".join(lines) + "\n"
+
+
+def _head(method: Explained, name: str = "") -> list[str]:
+    """The name and the formula."""
+    name = name or method.name or "custom method"
+    if isinstance(method, PolicyGradient):
+        return [f"{name} minimises", "    " + _formula(method)]
+    if isinstance(method, OnlinePreference):
+        return [f"{name}, on pairs of fresh completions:", *_head(method.loss)]
+    if isinstance(method, KahnemanTversky):
+        return [f"{name} minimises, over labelled completions"]
+    formula = "loss(θ) = (1/N) Σ_n link(h_w − margin, h_l)"
+    formula = formula.replace("link", f"{method.preference:g}·link") if method.preference != 1 else formula
+    formula += f" + {method.sft:g}·NLL(chosen)" if method.sft else ""
+    return [f"{name} minimises", "    " + formula, f"over pairs, with h = β·score and β = {method.beta:g}"]
 
 
 def _formula(method: PolicyGradient) -> str:
@@ -89,7 +94,7 @@ def _legend(method: PolicyGradient) -> list[str]:
     return lines
 
 
-def _parts(method: PolicyGradient, slot: str) -> tuple[Any, ...]:
+def _parts(method: Explained, slot: str) -> tuple[Any, ...]:
     value = getattr(method, slot)
     if slot == "keep":
         return tuple(value)
@@ -108,6 +113,8 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
 
 def _part_lines(part: Any, indent: str) -> list[str]:
     """Purpose, formula and source from the docstring. A part whose formula depends on its parameters says so in `formula`."""
+    if isinstance(part, int | float):
+        return []
     paragraphs = (inspect.getdoc(part) or "A part without a docstring.").split("\n\n")
     lines = _wrapped(" ".join(paragraphs[0].split()), indent)
     for paragraph in paragraphs[1:]:
@@ -140,32 +147,35 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=True) or [""]
 
 
-def _difference(a: PolicyGradient, b: PolicyGradient) -> str:
+def _difference(a: Explained, b: Explained) -> str:
     first, second = a.name or "the first", b.name or "the second"
     if first == second:
         first, second = f"{first} (1)", f"{second} (2)"
-    same = [slot for slot in _MEANING if getattr(a, slot) == getattr(b, slot)]
-    lines = [f"{first} minimises", "    " + _formula(a), f"{second} minimises", "    " + _formula(b), ""]
-    for slot in _MEANING:
+    lines = [*_head(a, first), *_head(b, second), ""]
+    if type(a) is not type(b):
+        return "\n".join([*lines, "They learn from different data and have no parts in common."]) + "\n"
+    slots = [f.name for f in fields(a) if f.name in _MEANING or (not isinstance(a, PolicyGradient) and f.name != "name")]
+    same = [slot for slot in slots if getattr(a, slot) == getattr(b, slot)]
+    for slot in slots:
         if slot in same:
             continue
-        lines.append(f"{_MEANING[slot]} differs")
+        lines.append(f"{_MEANING.get(slot, slot)} differs")
         for name, method in ((first, a), (second, b)):
             lines += [f"  {name}:", *_side(method, slot)]
         lines.append("")
-    if len(same) == len(_MEANING):
+    if len(same) == len(slots):
         lines += ["They are the same method.", ""]
     elif same:
         lines += _wrapped("Same in both: " + ", ".join(f"{slot} ({_short(a, slot)})" for slot in same), "")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _side(method: PolicyGradient, slot: str) -> list[str]:
+def _side(method: Explained, slot: str) -> list[str]:
     parts = _parts(method, slot)
     if not parts:
         return ["    " + _ABSENT[slot]]
     return [line for part in parts for line in (*_wrapped(label(part), "    "), *_part_lines(part, "      "))]
 
 
-def _short(method: PolicyGradient, slot: str) -> str:
+def _short(method: Explained, slot: str) -> str:
     return ", ".join(label(part) for part in _parts(method, slot)) or "none"

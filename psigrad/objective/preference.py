@@ -274,7 +274,7 @@ class Preference:
         for slot in ("score", "link"):
             part = getattr(self, slot)
             if isinstance(part, type) or not callable(part):
-                raise ValueError(f"{slot} is {part!r}; expected a function or an object such as logistic(); names go to resolve.")
+                raise ValueError(f"{slot} is {part!r}; expected a function, or an object such as logistic().")
         if not (self.sft >= 0 and self.preference >= 0 and self.sft + self.preference > 0):
             raise ValueError(f"sft is {self.sft} and preference {self.preference}; expected weights >= 0, not both 0.")
 

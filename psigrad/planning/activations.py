@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from psigrad.models import language_model
 from psigrad.models.backbone import DTYPES, Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
-from psigrad.planning.shape import Shape, counted, resized, size
+from psigrad.planning.shape import Shape, counted, model_of, resized, size
 
 # Widest hidden size of a twin: beyond it every width is divided alike, and what is kept is multiplied again.
 _WIDE = 512
@@ -36,8 +36,8 @@ class Terms:
     fused: int = 0
 
     @classmethod
-    def guessed(cls, shape: Shape, width: int) -> Terms:
-        """Those of Llama's kin in plain PyTorch, for weights of `width` bytes."""
+    def estimated(cls, shape: Shape, width: int) -> Terms:
+        """Those of models like Llama in plain PyTorch, for weights of `width` bytes."""
         kept = 6 * shape.hidden + 4 * shape.query + 3 * shape.key + 4 * shape.inner
         return cls(width * kept, 2 * width * shape.query, 4 * width * shape.hidden, width * shape.hidden)
 
@@ -55,18 +55,19 @@ class Terms:
 
 
 def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str = "cpu") -> Terms:
-    """The terms of the architecture; of an architecture that can't be narrowed, those of Llama's kin in plain PyTorch.
+    """The terms of the architecture; of an architecture that can't be narrowed, those of models like Llama in plain PyTorch.
 
     A GPU runs transformers' own modules, which a CPU runs in float64 alone: there the twin is counted and its widths converted.
     """
+    kind: Any = type(config)
     settings = config.to_json_string(use_diff=False)
     if device == "cpu":
-        return _terms(type(config), settings, dtype, lora)
-    return _terms(type(config), settings, "float64", lora).scaled(DTYPES[dtype].itemsize / 8)
+        return _terms(kind, settings, dtype, lora)
+    return _terms(kind, settings, "float64", lora).scaled(DTYPES[dtype].itemsize / 8)
 
 
 @cache
-def _terms(kind: type[PreTrainedConfig], settings: str, dtype: str, lora: bool) -> Terms:
+def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
     config = kind.from_dict(json.loads(settings))
     shape, width = counted(config), DTYPES[dtype].itemsize
     try:
@@ -74,7 +75,7 @@ def _terms(kind: type[PreTrainedConfig], settings: str, dtype: str, lora: bool) 
         models = [_prepared(twin, dtype, lora) for twin in twins]
         short, long = ([_saved(model, prompt) for model in models] for prompt in (2, 34))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-        return Terms.guessed(shape, width)
+        return Terms.estimated(shape, width)
     per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
     (a, s, c), (b, t, d) = per_layer
     prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
@@ -99,7 +100,7 @@ def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConf
 def _prepared(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
     """The twin as the trainer has it."""
     with torch.random.fork_rng(devices=[]):
-        hf = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        hf = model_of(config, dtype=DTYPES[dtype])
         tokenizer: Any = SimpleNamespace(eos_token_id=0)
         return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
 

@@ -33,7 +33,7 @@ class Machine:
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """What constants hold for it."""
+        """Which constants apply to it."""
         return "cpu" if self.device == "cpu" else "cuda"
 
 

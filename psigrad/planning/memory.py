@@ -11,30 +11,30 @@ from psigrad.models.gradients import HELD
 from psigrad.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
 from psigrad.native.processor import plain_bfloat16
 from psigrad.planning.activations import Terms
+from psigrad.planning.arithmetic import Work
 from psigrad.planning.shape import Shape
-from psigrad.planning.work import Work
 
-# What a process at work holds beside models and tensors: Python, torch, of transformers configurations and tokenizers
-# (`models/bare.py`) or also its modules (on a GPU: the CUDA context and its libraries).
+# Bytes of a process without models and tensors: Python, torch, and of transformers its configurations and tokenizers
+# (`models/fused/weights_only.py`) or also its modules (on a GPU: the CUDA context and its libraries).
 BASELINE = {"bare": 310 << 20, "cpu": 430 << 20, "cuda": 600 << 20}
-# What the allocator holds beyond what is alive at the peak: this share of what comes and goes within a step, and so many blocks
-# of the size of a head that learns, under autograd and with the gradient in closed form. Measured on W0 to W4. With the settings
-# of `keep_freed_memory` glibc gives nothing back; autograd's gradients of every chunk are large, and rarely find a hole.
-# Where memory is short they are given back (`gradient_checkpointing`).
+# What the allocator holds beyond the tensors that are alive at the peak: SLACK is a share of what is allocated and freed within a
+# step; BLOCKS counts blocks of the size of a trained head, under autograd and with the gradient in closed form. Measured on the
+# workloads W0 to W4. With the settings of `keep_freed_memory` glibc returns nothing to the kernel, and a new large block rarely
+# fits between old ones. With gradient checkpointing freed blocks are returned.
 SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
-# Copies of a chunk of logits that the backward pass of its log-probs holds at once, float32; with entropy two more.
+# Float32 copies of a chunk of logits that the backward pass of its log-probs holds at once; with entropy two more.
 CHUNKS = 5
 KEPT = "kept from sampling"
-# Share of what sampling kept that a critic's larger blocks find room in, once it is let go. Set on PPO in four shapes.
+# Share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
 REFILLED = 0.25
 
 Phase = Literal["weights", "held", "sample", "train", "load"]
 
 
 @dataclass(frozen=True)
-class Item:
-    """Bytes of one thing: weights, or what else is held from the first step on, or only while it samples, trains or loads."""
+class MemoryItem:
+    """Bytes of one item, and when they are held: as weights, from the first step on, or while sampling, training or loading."""
 
     name: str
     bytes: float
@@ -44,8 +44,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Part:
-    """A model in the run: who, its parameters, those that learn, bytes per weight, whether the optimiser is an 8-bit one, and how
-    many of the gradients are recomputed instead of stored.
+    """A model of the run: its role, parameters, trained parameters, bytes per weight, whether the optimiser's moments have 8 bits
+    and how many gradients are recomputed instead of stored.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Part:
     are.
     """
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[MemoryItem]:
         """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
         size = self.width * self.parameters + 4 * self.adapter
-        found = [Item(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
+        found = [MemoryItem(self.name, size, "weights", f"{count(self.parameters)} × {self.width} bytes")]
         learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
         if not learns:
             return found
         half = width < 4
         stored = learns - self.recomputed
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
-        found.append(Item(f"{self.name}: gradients", stored * (width + 4 * (half and self.copied)), "held", note))
+        found.append(MemoryItem(f"{self.name}: gradients", stored * (width + 4 * (half and self.copied)), "held", note))
         moments, note = (2.06, "two moments of 8 bits") if self.eight_bit else (8, "two moments")
         found.append(
-            Item(
+            MemoryItem(
                 f"{self.name}: optimizer", learns * (moments + 4 * half), "held", note + (" and float32 masters" if half else "")
             )
         )
@@ -98,15 +98,15 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
 
 
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
-    """What the largest forward pass of a model keeps for its backward pass, and what that holds besides."""
+    """Bytes that the largest forward pass of a model keeps for its backward pass, and those of the backward pass itself."""
     carried = work.micro_completions * work.lengths.prompt
     return kept.kept(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
 
 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
-    """Float32 parameters whose gradients gradient checkpointing makes again instead of storing them (`models/gradients.py`): of
-    the `head` and of the table of embeddings, which only the fused decoder leaves out; unless the tokens of an optimiser step
-    hold too much for it. Tied they are the head's. Equal tokens, which may share a row, are counted one by one.
+    """Float32 parameters (of the head, of the embeddings) whose gradients are recomputed under gradient checkpointing instead of
+    stored (`models/gradients.py`): of the `head`, and with the fused decoder of the embeddings, as long as what the tokens of an
+    optimiser step need for it fits. Tied embeddings count as the head. Equal tokens are counted one by one.
     """
     room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
     looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
@@ -125,8 +125,8 @@ def passing(
     recompute: bool,
     learns_head: bool,
     critic: tuple[Shape, Terms] | None = None,
-) -> list[Item]:
-    """What comes and goes within a step; `critic` is one of its own."""
+) -> list[MemoryItem]:
+    """Items that are allocated and freed within a step; `critic` is a separate critic."""
     note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
     activations, backward = forward_and_back(work, policy, kept, recompute)
     held = None
@@ -139,35 +139,39 @@ def passing(
         activations = max(activations - there, activations / policy.layers)
         note += ", beside what was kept"
     found = [
-        Item("activations", activations, "train", note),
-        Item("backward pass", backward, "train", "gradients of one layer's activations"),
+        MemoryItem("activations", activations, "train", note),
+        MemoryItem("backward pass", backward, "train", "gradients of one layer's activations"),
         _head(work, policy, width, learns_head),
     ]
     if kept.fused not in (0, width):
-        found.append(Item("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
+        found.append(MemoryItem("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
     if held is not None:
         found.append(held)
     if critic is not None:
-        # it learns when the policy has, and what that had kept is gone
+        # it learns after the policy, whose activations are freed by then
         more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
-        found += [Item("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
+        found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
     if work.samples:
         slots = f"{work.slots} sequences"
-        found.append(Item("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
+        found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
         if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= WORTH_TURNING:
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
-            found.append(Item("matrices turned", whole * layer, "sample", f"those of {whole} layers, as decoding reads them"))
+            found.append(
+                MemoryItem("packed weights", whole * layer, "sample", f"those of {whole} layers, as decoding reads them")
+            )
         # log-probs, and in float64 the probabilities and their cumulative sum
-        found.append(Item("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}"))
+        found.append(
+            MemoryItem("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}")
+        )
     return found
 
 
-def _kept(size: float, limit: float) -> Item:
-    """What sampling computed: held until it has been learnt from, or let go as soon as it outgrows its limit."""
+def _kept(size: float, limit: float) -> MemoryItem:
+    """Activations kept from sampling: until the update used them, or dropped as soon as they exceed the limit."""
     if size <= limit:
-        return Item(KEPT, size, "held", "so that training runs no forward pass of its own")
-    return Item(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
+        return MemoryItem(KEPT, size, "held", "so that training runs no forward pass of its own")
+    return MemoryItem(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
 
 
 def _backward(policy: Shape, tokens: int) -> float:
@@ -190,17 +194,17 @@ def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
     return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
 
 
-def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
-    """Logits, a chunk at a time, with what their backward pass needs; and the head's gradient on its way."""
+def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> MemoryItem:
+    """A chunk of logits with what its backward pass needs, and the head's gradient before it is added up."""
     whole, closed = _logits(work, policy), _is_closed(work, policy)
     both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
     limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
     elements = min(whole, limit)
     size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
     if learns_head and not (closed and width == 4):
-        # the gradient on its way into the sum, and the sum itself where there is a gradient already
+        # the gradient before it is added, and the sum where there is one already
         size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
-    return Item(
+    return MemoryItem(
         "head",
         size,
         "train",
@@ -208,18 +212,18 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> Item:
     )
 
 
-def load_items(parts: list[Part]) -> list[Item]:
+def load_items(parts: list[Part]) -> list[MemoryItem]:
     """Weights are read from a mapped file, which counts as long as it is mapped."""
-    return [Item("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
+    return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` names one of
-    `BASELINE`, `allocator` one of `SLACK`, `beside_head` is what `head_slack` says.
+class PeakMemory:
+    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` is a key of
+    `BASELINE`, `allocator` one of `SLACK`, `beside_head` the bytes of `head_slack`.
     """
 
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
     allocator: str
     process: str
     beside_head: float
@@ -230,7 +234,7 @@ class Memory:
 
     @property
     def slack(self) -> float:
-        """What the allocator holds beyond what is alive."""
+        """Bytes that the allocator holds beyond the tensors that are alive."""
         comes_and_goes = (i for i in self.items if i.phase in ("train", "sample") or i.name == KEPT)
         rest = sum(i.bytes for i in comes_and_goes if i.name != "head")
         return self.beside_head + SLACK[self.allocator] * rest

@@ -1,4 +1,4 @@
-"""`psigrad plan METHOD`: the method's own settings, and what only a plan is told."""
+"""`psigrad plan METHOD`: the plan of a run, and the warning of a run that may not fit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 from psigrad.config import PlanConfig
 from psigrad.planning import show
+from psigrad.planning.arithmetic import Config
 from psigrad.planning.hardware import machine
 from psigrad.planning.predict import Plan, lengths_of, predict
-from psigrad.planning.work import Config
 from psigrad.training import session
 
 
@@ -23,7 +23,7 @@ def run(config: Config, asked: PlanConfig) -> str:
 
 
 def warning(config: Config) -> str:
-    """One line for a run that may not fit this machine, empty where it does or nothing can be said.
+    """One line for a run that may not fit this machine; empty where it fits or that is unknown.
 
     Lengths are the settings' bounds and guesses: no row is read, and nothing is asked of the network.
     """
@@ -36,7 +36,7 @@ def warning(config: Config) -> str:
         made = predict(config, lengths, here)
         return "" if made.fits else _sentence(made)
     except (ValueError, TypeError, AttributeError, RuntimeError, OSError):
-        return ""  # whatever is wrong with these settings, the run itself says it better
+        return ""  # the run itself refuses wrong settings, with a better sentence
 
 
 def warn(config: Config) -> None:

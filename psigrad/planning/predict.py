@@ -12,19 +12,20 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.rows import Form, Row
 from psigrad.data.templates import example, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES
 from psigrad.models.fused import weights_only as bare
-from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky
 from psigrad.planning.activations import Terms, terms
+from psigrad.planning.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, work_of
 from psigrad.planning.hardware import Machine
 from psigrad.planning.memory import (
-    Memory,
     Part,
+    PeakMemory,
     cache_bytes,
     forward_and_back,
     head_slack,
@@ -34,11 +35,10 @@ from psigrad.planning.memory import (
     roles_of,
 )
 from psigrad.planning.shape import Shape, config_of, shape_of
-from psigrad.planning.work import GUESSED, Config, Cost, Lengths, Work, cost_of, work_of
 from psigrad.recipes import setup
 from psigrad.training.adamw import steps_natively
 
-# A prediction is within this share of the measured peak; a run that is this near the memory's end is not said to fit.
+# Predictions are within this share of the measured peak; a run that fits by less is not said to fit.
 MARGIN = 0.15
 # Rows of a dataset that are read for their lengths.
 _ROWS = 256
@@ -53,8 +53,8 @@ class Plan:
     config: Config
     policy: Shape
     work: Work
-    memory: Memory
-    cost: Cost
+    memory: PeakMemory
+    cost: StepCost
     memory_per_token: float
     machine: Machine
     eight_bit: bool = False
@@ -109,7 +109,7 @@ def predict(
     critic = shaped(critic_path) if work.critic else None
 
     def kept_by(path: str, shape: Shape, lora: bool) -> Terms:
-        return Terms.guessed(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
+        return Terms.estimated(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
 
     kept = kept_by(config.model.path, policy, bool(rank))
     learning = None if critic is None else (critic, kept_by(critic_path, critic, False))
@@ -141,7 +141,7 @@ def predict(
         config,
         policy,
         work,
-        Memory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
+        PeakMemory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
         cost,
         sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
@@ -152,8 +152,7 @@ def predict(
 
 def _is_bare(config: Config, local: bool) -> bool:
     """Whether every model of a run on a CPU is read without transformers' modules."""
-    sampled_by_others = isinstance(config, OnlineConfig) and config.sampling.sampler != "embedded"
-    if config.model.lora_rank or sampled_by_others:
+    if config.model.lora_rank or (isinstance(config, OnlineConfig) and not samples_itself(config)):
         return False
     named = [getattr(config, name, "") for name in ("reference", "critic")] + list(getattr(config, "reward_model", ()))
     paths = [config.model.path, *(path for path in named if path)]
@@ -214,7 +213,7 @@ def _reader(config: Config) -> tuple[Form, Callable[[Any, Row], tuple[int, list[
         return "sft", lambda tokenizer, row: _split(example(tokenizer, row, config.max_length))
     if isinstance(config, RewardConfig) and config.process:
         return "stepwise", lambda tokenizer, row: (1, [pairs.steps(tokenizer, row, config.step_separator).tokens])
-    if isinstance(config, PreferenceConfig) and isinstance(preference_catalog.resolve(config.loss), KahnemanTversky):
+    if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
         return "unpaired-preference", lambda tokenizer, row: _judged(pairs.judged(tokenizer, row))
     return "preference", lambda tokenizer, row: _pair(pairs.pair(tokenizer, row))
 

@@ -15,7 +15,7 @@ from psigrad.errors import UserError
 from psigrad.models.fused import weights_only as bare
 from psigrad.models.fused.weights_only import WeightsOnly
 
-# Names that architectures give to one and the same size.
+# Names of the same size in different architectures.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -69,16 +69,12 @@ class Shape:
         return sum(rank * (i + o) for name, i, o in self.linears if every or name.rpartition(".")[2] in targets)
 
 
+@cache
 def shape_of(path: str, *, local: bool = False) -> Shape:
     """The shape of the model at `path`: a folder, a config.json, or a hub name. Raises `UserError` if there is none.
 
     With `local` a hub name is only looked up among what was downloaded before.
     """
-    return _shape(path, local)
-
-
-@cache
-def _shape(path: str, local: bool) -> Shape:
     return counted(config_of(path, local=local))
 
 
@@ -88,7 +84,8 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=local)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local)
+        return found
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"No model configuration could be read from {path!r} ({reason}); give a folder or a hub name.") from error
@@ -98,7 +95,7 @@ def counted(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
     try:
         with torch.device("meta"):
-            model: Any = WeightsOnly(config, None) if bare.known(config) else AutoModelForCausalLM.from_config(config)
+            model: Any = WeightsOnly(config, None) if bare.known(config) else model_of(config)
     except ValueError as error:
         raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
     text = config.get_text_config()
@@ -124,6 +121,12 @@ def counted(config: PreTrainedConfig) -> Shape:
         vocabulary=int(text.vocab_size),
         linears=linears,
     )
+
+
+def model_of(config: PreTrainedConfig, **options: Any) -> Any:
+    """The causal language model that `config` describes, with random weights."""
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config, **options)
 
 
 def size(config: Any, what: str) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from psigrad.planning.arithmetic import REACHED
 from psigrad.planning.memory import count
 from psigrad.planning.predict import MARGIN, Plan
-from psigrad.planning.work import REACHED
 
 _PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "while training", "load": "while loading"}
 

@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
+from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
+from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.objective import PolicyGradient
-from psigrad.objective.preference_catalog import names as preference_losses
+from psigrad.training.session import Result
 
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
@@ -21,35 +22,41 @@ def train(
     dataset: Dataset,
     reward: Reward | Iterable[Reward] = (),
     **settings: Any,
-) -> Any:
+) -> Result:
     """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
 
-    `method` is "sft", "reward" (a reward model), a preference loss ("dpo", "kto", …), an online preset ("grpo", "ppo", …), a
-    mapping that changes an online preset's parts, or a `PolicyGradient`. `dataset` is a file, folder or hub name, or rows.
-    `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name
-    (**{"optim.learning_rate": 1e-5}). Raises `UserError` on a mistake.
+    `method` is a name of `psigrad --help` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
+    `PolicyGradient`. `dataset` is a file, folder or hub name, or rows. `settings` are those of the command line, by leaf name
+    (learning_rate=1e-5) or dotted name (**{"optim.learning_rate": 1e-5}); the defaults are the command's. Raises `UserError` on a
+    mistake.
 
         psigrad.train("grpo", model="Qwen/Qwen3-0.6B", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
     """
+    declared = of_spec(method)
     given: dict[str, Any] = {"model.path": model, "data.dataset": _rows(dataset)}
-    if method == "reward":
-        from psigrad.recipes import reward as rewarding
+    if declared.settings is not RewardConfig:
+        given["reward"] = _several(reward)
+    named = resolve_names(declared.settings, settings)
+    return run(load(declared.settings, flags={**declared.defaults, **given, **named}))
 
-        return rewarding.run(load(RewardConfig, flags={**given, **resolve_names(RewardConfig, settings)}))
-    given["reward"] = _several(reward)
-    if method == "sft":
+
+def run(config: TrainingConfig) -> Result:
+    """Train as the settings say; their class says which recipe."""
+    if isinstance(config, SFTConfig):
         from psigrad.recipes import sft
 
-        return sft.run(load(SFTConfig, flags={**given, **resolve_names(SFTConfig, settings)}))
-    if isinstance(method, str) and method in preference_losses():
+        return sft.run(config)
+    if isinstance(config, RewardConfig):
+        from psigrad.recipes import reward
+
+        return reward.run(config)
+    if isinstance(config, PreferenceConfig):
         from psigrad.recipes import preference
 
-        return preference.run(
-            load(PreferenceConfig, flags={"loss": method, **given, **resolve_names(PreferenceConfig, settings)})
-        )
+        return preference.run(config)
     from psigrad.recipes import online
 
-    return online.run(load(OnlineConfig, flags={"algorithm": method, **given, **resolve_names(OnlineConfig, settings)}))
+    return online.run(config)
 
 
 def score(*, model: str | os.PathLike[str], dataset: Dataset, **settings: Any) -> list[float]:

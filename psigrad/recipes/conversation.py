@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
+from psigrad.config import OnlineConfig
+from psigrad.config.language import Played
 from psigrad.data.rows import Row
 from psigrad.data.sources import from_rows
 from psigrad.errors import UserError
-from psigrad.recipes import setup
 from psigrad.importing import imported_callable
+from psigrad.recipes import setup
 from psigrad.rollout import environments
 from psigrad.rollout.episodes import Episodes, environment_rows
 from psigrad.rollout.tools import ToolBox, schemas
@@ -21,7 +22,7 @@ from psigrad.rollout.tools import ToolBox, schemas
 OWN_ROWS = 2000
 
 
-def episodes_for(config: OnlineConfig | EvalConfig | SampleConfig) -> Episodes | None:
+def episodes_for(config: Played) -> Episodes | None:
     """How episodes are played; None where a completion is all there is."""
     if config.environment and config.tools:
         raise UserError("Both environment and tools are given; tools are an environment of their own, so leave one of them out.")
@@ -32,7 +33,7 @@ def episodes_for(config: OnlineConfig | EvalConfig | SampleConfig) -> Episodes |
     return None
 
 
-def _tools(config: OnlineConfig | EvalConfig | SampleConfig) -> list[Callable[..., Any]]:
+def _tools(config: Played) -> list[Callable[..., Any]]:
     return [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
 
 
@@ -46,7 +47,7 @@ def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row]
     return offered(config, train), offered(config, held)
 
 
-def own_rows(config: OnlineConfig | EvalConfig | SampleConfig, episodes: Episodes | None) -> list[Row] | None:
+def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
     """The rows that the environment brings along, where no dataset was given."""
     if episodes is None or config.data.dataset:
         return None
@@ -54,7 +55,7 @@ def own_rows(config: OnlineConfig | EvalConfig | SampleConfig, episodes: Episode
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 
-def offered(config: OnlineConfig | EvalConfig | SampleConfig, rows: Sequence[Row]) -> list[Row]:
+def offered(config: Played, rows: Sequence[Row]) -> list[Row]:
     """The rows with the tools' schemas, which the chat template shows to the model."""
     if not config.tools:
         return list(rows)

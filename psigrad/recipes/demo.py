@@ -168,4 +168,4 @@ def recorded_seconds(folder: Path) -> float:
 def tokens_per_second(folder: Path) -> float:
     """Completion tokens per second of whole training steps: sampling, scoring and update."""
     steps = [row for row in timings(folder) if "time/sample" in row]
-    return sum(row["tokens"] for row in steps) / sum(row["step_time"] for row in steps)
+    return float(sum(row["tokens"] for row in steps) / sum(row["step_time"] for row in steps))

@@ -11,11 +11,12 @@ from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
+from psigrad.rollout import samplers
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Trajectory
 from psigrad.training import session
-from psigrad.training.collect import score
 from psigrad.training.evaluate import Evaluator, figures_of
+from psigrad.training.generation import score
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     settings = config.evaluation
     with judge_for(config, model.tokenizer, (metric,) if metric and best_of == 1 else None if scored else ()) as judge:
         evaluator = evaluator_for(settings, config, model, judge, rows, None, episodes, size=best_of if best_of > 1 else None)
-        figures, trajectories = evaluator(model, setup.sampler_for(config.sampling, model), 0)
+        figures, trajectories = evaluator(model, samplers.make(config.sampling, model), 0)
     if best_of == 1:
         return Report(figures, trajectories, rows)
     chosen = _best(trajectories, best_of)

@@ -8,21 +8,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from psigrad import objective
 from psigrad.config import OnlineConfig
+from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
 from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective import PolicyGradient
 from psigrad.objective.aggregate import fixed_length
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
-from psigrad.objective.preference_catalog import OnlinePreference, resolve_online
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.rewards import resolve
-from psigrad.training import loop, rehearsal, session
-from psigrad.training.online import Critic, Online
+from psigrad.rollout import samplers
+from psigrad.training import rehearsal, session
+from psigrad.training.online import Online, ValueModel, train
 from psigrad.training.session import Result
 from psigrad.training.state import Learner, State
 
@@ -49,7 +50,7 @@ def run(config: OnlineConfig) -> Result:
             judge = stack.enter_context(judge_for(config, model.tokenizer, [metric])) if metric else reward
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes)
         prompts = setup.prompts_of(rows, model, config.data.max_prompt_length)
-        sampler = setup.sampler_for(config.sampling, model)
+        sampler = samplers.make(config.sampling, model)
         critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic_shared else None
         if algorithm.needs_critic and config.critic_shared:
             model.add_value_head(found)
@@ -69,24 +70,21 @@ def run(config: OnlineConfig) -> Result:
             params=setup.sampling_params(config.sampling, model, rows),
             total_steps=config.run.max_steps or math.ceil(len(prompts) / config.prompts_per_step),
             journal=journal,
-            exact_sampling=not model.why_padded and config.model.dtype == "float32" and config.sampling.sampler != "vllm",
             evaluator=evaluator,
             critic=critic,
             episodes=episodes,
         )
         if config.optim.rehearse:
             rehearsal.online(job)
-        loop.train(job, begun.state, begun.save)
+        train(job, begun.state, begun.save)
         return setup.finish(config, journal, model)
 
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     """The algorithm asked for. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
-    preferring = resolve_online(config.algorithm)
-    if preferring is not None:
-        return preferring
-    algorithm = objective.resolve(config.algorithm)
-    spec = config.algorithm
+    algorithm, spec = resolve_online(config.algorithm), config.algorithm
+    if isinstance(algorithm, OnlinePreference):
+        return algorithm
     named = isinstance(spec, str) or (isinstance(spec, Mapping) and "aggregate" not in spec)
     if named and isinstance(algorithm.aggregate, fixed_length):
         return replace(algorithm, aggregate=fixed_length(config.sampling.max_completion_length))
@@ -141,7 +139,7 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         )
 
 
-def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> Critic:
+def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> ValueModel:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
     made = scalar_model.load(
         str(found / "critic") if found is not None else config.critic or config.model.path,
@@ -155,7 +153,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> C
         raise UserError(f"{config.critic!r} has no number at every token, which a critic needs; give a causal model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(f"The critic {config.critic!r} has another tokenizer than the policy; give one of the same family.")
-    return Critic(made, setup.optimizer_of(made, config), config.critic_learning_rate or config.optim.learning_rate)
+    return ValueModel(made, setup.optimizer_of(made, config), config.critic_learning_rate or config.optim.learning_rate)
 
 
 def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -> LanguageModel:

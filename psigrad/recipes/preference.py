@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,21 +15,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from psigrad.config import Model, PreferenceConfig
+from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.pairs import Answer
 from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Ids
-from psigrad.objective import preference_catalog
 from psigrad.objective.preference import KahnemanTversky, Preference
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
-from psigrad.training import offline, rehearsal, session
+from psigrad.rollout import samplers
+from psigrad.training import session
 from psigrad.training.journal import Journal
-from psigrad.training.offline import Generated, Offline
+from psigrad.training.offline import Generated
 from psigrad.training.session import Result
-from psigrad.training.state import Learner, State
 from psigrad.training.tasks import Task
 from psigrad.training.tasks.preference import KTOTask, PreferenceTask, mismatched, reference_logps
 
@@ -41,7 +40,7 @@ def run(config: PreferenceConfig) -> Result:
     The reference's log-probs are computed once, before training, and kept on disk by content; no reference model stays in
     memory. Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
-    loss = preference_catalog.resolve(config.loss)
+    loss = resolve_loss(config.loss)
     setup.check_sampling(config.sampling)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
         found = session.newest_checkpoint(journal)
@@ -56,22 +55,8 @@ def run(config: PreferenceConfig) -> Result:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
-            generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
-        learner = Learner(model, setup.optimizer_of(model, config))
-        begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
-        job = Offline(
-            config=config,
-            task=task,
-            held_out=held_out,
-            optimizer=learner.optimizer,
-            total_steps=config.run.max_steps or math.ceil(len(task) / config.batch_size),
-            journal=journal,
-            generated=generated,
-        )
-        if config.optim.rehearse:
-            rehearsal.offline(job)
-        offline.train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model)
+            generated = Generated(model, samplers.make(config.sampling, model), evaluator)
+        return setup.train_on_rows(config, journal, model, rows, found, task, held_out, generated)
 
 
 def _reference(

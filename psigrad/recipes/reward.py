@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,12 +14,10 @@ from psigrad.errors import UserError
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import setup
-from psigrad.training import offline, rehearsal, session
+from psigrad.training import session
 from psigrad.training.journal import Journal
-from psigrad.training.offline import Offline
 from psigrad.training.scoring import score_all
 from psigrad.training.session import Result
-from psigrad.training.state import Learner, State
 from psigrad.training.tasks import Task
 from psigrad.training.tasks.reward import ProcessRewardTask, RewardTask
 
@@ -42,20 +39,8 @@ def run(config: RewardConfig) -> Result:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
         rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
         task = _task(config, model, rows, journal)
-        learner = Learner(model, setup.optimizer_of(model, config))
-        begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
-        job = Offline(
-            config=config,
-            task=task,
-            held_out=_task(config, model, held, journal) if held else None,
-            optimizer=learner.optimizer,
-            total_steps=config.run.max_steps or math.ceil(len(task) / config.batch_size),
-            journal=journal,
-        )
-        if config.optim.rehearse:
-            rehearsal.offline(job)
-        offline.train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model)
+        held_out = _task(config, model, held, journal) if held else None
+        return setup.train_on_rows(config, journal, model, rows, found, task, held_out)
 
 
 def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:

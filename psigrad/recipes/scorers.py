@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import Evaluation
+from psigrad.config import Evaluation, Reward
+from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.data.rows import Row
 from psigrad.errors import UserError
 from psigrad.models import scalar_model
@@ -33,13 +34,12 @@ class Judge:
 
 
 @contextlib.contextmanager
-def judge_for(config: Any, tokenizer: PreTrainedTokenizerBase, functions: Sequence[Any] | None = None) -> Iterator[Judge]:
+def judge_for(config: Scored, tokenizer: PreTrainedTokenizerBase, functions: Sequence[Reward] | None = None) -> Iterator[Judge]:
     """The scorer that `config.reward` and `config.reward_model` describe, or one of these `functions` alone.
 
     `config.reward_weights` weigh the reward functions first, then the reward models.
     """
-    paths = getattr(config, "reward_model", ()) if functions is None else ()
-    weights = getattr(config, "reward_weights", ()) if functions is None else ()
+    paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
     functions = config.reward if functions is None else functions  # (): nobody scores
     count = len(functions) + len(paths)
     if weights and len(weights) != count:
@@ -49,11 +49,16 @@ def judge_for(config: Any, tokenizer: PreTrainedTokenizerBase, functions: Sequen
         scorers: list[Scorer] = []
         names: list[str] = []
         if functions:
-            pool = stack.enter_context(_reward_pool(functions, config, weights[: len(functions)]))
+            specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
+            made = RewardPool(
+                specs, weights=weights[: len(functions)], timeout=config.reward_timeout, workers=config.reward_workers
+            )
+            pool = stack.enter_context(made)
             names += [spec.name for spec in pool.specs]
             scorers.append(pool)
         scorers += [_reward_model(path, config, tokenizer, names) for path in paths]
-        metric = names[0] if len(names) == 1 and not getattr(config, "environment", "") else "reward"
+        plays = isinstance(config, EpisodeSettings) and bool(config.environment)
+        metric = names[0] if len(names) == 1 and not plays else "reward"
         if not scorers:
             yield Judge(None, metric)
         elif len(scorers) == 1 and functions:
@@ -62,7 +67,7 @@ def judge_for(config: Any, tokenizer: PreTrainedTokenizerBase, functions: Sequen
             yield Judge(Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]]), metric)
 
 
-def _reward_model(path: str, config: Any, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:
+def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:
     """A reward model that never learns, under a name that no other has."""
     model = scalar_model.load(path, dtype=config.model.dtype, device=session.device(config.run), fresh_head="refuse")
     model.network.requires_grad_(False)
@@ -73,19 +78,6 @@ def _reward_model(path: str, config: Any, tokenizer: PreTrainedTokenizerBase, na
     names.append(name)
     same = model.tokenizer.get_vocab() == tokenizer.get_vocab() and model.tokenizer.chat_template == tokenizer.chat_template
     return ModelScorer(name, model, same, config.micro_batch_tokens)
-
-
-@contextlib.contextmanager
-def _reward_pool(functions: Sequence[Any], config: Any, weights: Sequence[float] = ()) -> Iterator[RewardPool]:
-    """Worker processes that score with these reward functions, gone when the block ends."""
-    specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
-    with RewardPool(
-        specs,
-        weights=tuple(weights),
-        timeout=getattr(config, "reward_timeout", 10.0),
-        workers=getattr(config, "reward_workers", 1),
-    ) as pool:
-        yield pool
 
 
 def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
@@ -100,7 +92,7 @@ def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
 
 def evaluator_for(
     settings: Evaluation,
-    config: Any,
+    config: Scored,
     model: LanguageModel,
     judge: Judge,
     rows: Sequence[Row],

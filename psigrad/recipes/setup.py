@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import (
-    ControlConfig,
     EvalConfig,
     Model,
     OnlineConfig,
@@ -32,15 +31,18 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import Sampler, SamplingParams
-from psigrad.training import session
-from psigrad.training.collect import Prompt
+from psigrad.records import pins
+from psigrad.rollout.types import SamplingParams
+from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
+from psigrad.training.ledger import Prompt
+from psigrad.training.offline import Generated
 from psigrad.training.session import Result
+from psigrad.training.state import Learner, State
+from psigrad.training.tasks import Task
 from psigrad.training.update import Optimizer
 
-Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig | ControlConfig
+Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -125,14 +127,13 @@ def lora_of(settings: Model) -> Lora | None:
 
 def identity(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, str]:
     """Hashes of what a run stands on besides its settings: a continuation must find them as they were."""
-    parts = {
-        "dataset": [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in rows],
-        "tokenizer": tokenizer.get_vocab(),
-        "chat template": tokenizer.chat_template,
-    }
-    return {
-        name: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest() for name, value in parts.items()
-    }
+    return pins.hashes(
+        {
+            "dataset": [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in rows],
+            "tokenizer": tokenizer.get_vocab(),
+            "chat template": tokenizer.chat_template,
+        }
+    )
 
 
 def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
@@ -171,21 +172,6 @@ def prompts_of(rows: Sequence[Row], model: LanguageModel, max_prompt_length: int
     return prompts
 
 
-def sampler_for(sampling: Sampling, model: LanguageModel) -> Sampler:
-    """The sampler asked for; models that cannot run packed are sampled by transformers unless vLLM was asked for."""
-    if sampling.sampler == "vllm":
-        from psigrad.rollout.vllm_backend import VLLMSampler
-
-        return VLLMSampler(model, sampling.max_decode_batch, memory=sampling.vllm_memory)
-    if sampling.sampler == "transformers" or model.why_padded:
-        from psigrad.rollout.transformers_backend import TransformersSampler
-
-        return TransformersSampler(model, sampling.max_decode_batch)
-    if sampling.cuda_graphs and model.device.type != "cuda":
-        raise UserError(f"sampling.cuda_graphs is for GPUs and the model is on {model.device}; leave it off.")
-    return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
-
-
 def sampling_params(
     sampling: Sampling, model: LanguageModel, rows: Sequence[Row], temperature: float | None = None
 ) -> SamplingParams:
@@ -202,6 +188,27 @@ def sampling_params(
         min_p=sampling.min_p,
         stop_token_ids=(*sampling.stop_token_ids, *chat),
     )
+
+
+def train_on_rows(
+    config: SFTConfig | RewardConfig | PreferenceConfig,
+    journal: Journal,
+    model: LanguageModel | ScalarModel,
+    rows: Sequence[Row],
+    found: Path | None,
+    task: Task,
+    held_out: Task | None,
+    generated: Generated | None = None,
+) -> Result:
+    """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind."""
+    learner = Learner(model, optimizer_of(model, config))
+    begun = session.begin(config, journal, [learner], identity(model.tokenizer, rows), found, State())
+    steps = config.run.max_steps or math.ceil(len(task) / config.batch_size)
+    job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
+    if config.optim.rehearse:
+        rehearsal.offline(job)
+    offline.train(job, begun.state, begun.save)
+    return finish(config, journal, model)
 
 
 def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel) -> Result:

@@ -1,19 +1,18 @@
-"""SFTTask fine-tuning from settings to a model on disk."""
+"""Supervised fine-tuning from settings to a model on disk."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 
 from psigrad.config import SFTConfig
 from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
-from psigrad.training import offline, rehearsal, session
-from psigrad.training.offline import Generated, Offline
+from psigrad.rollout import samplers
+from psigrad.training import session
+from psigrad.training.offline import Generated
 from psigrad.training.session import Result
-from psigrad.training.state import Learner, State
 from psigrad.training.tasks.supervised import SFTTask
 
 
@@ -37,19 +36,7 @@ def run(config: SFTConfig) -> Result:
         if functions and held:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
-            generated = Generated(model, setup.sampler_for(config.sampling, model), evaluator)
-        learner = Learner(model, setup.optimizer_of(model, config))
-        begun = session.begin(config, journal, [learner], setup.identity(model.tokenizer, rows), found, State())
-        job = Offline(
-            config=config,
-            task=SFTTask(model, examples),
-            held_out=SFTTask(model, [example(model.tokenizer, row, config.max_length) for row in held]) if held else None,
-            optimizer=learner.optimizer,
-            total_steps=config.run.max_steps or math.ceil(len(examples) / config.batch_size),
-            journal=journal,
-            generated=generated,
-        )
-        if config.optim.rehearse:
-            rehearsal.offline(job)
-        offline.train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model)
+            generated = Generated(model, samplers.make(config.sampling, model), evaluator)
+        task = SFTTask(model, examples)
+        held_out = SFTTask(model, [example(model.tokenizer, row, config.max_length) for row in held]) if held else None
+        return setup.train_on_rows(config, journal, model, rows, found, task, held_out, generated)

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.records import disk
+from psigrad.records.pins import check_format
+from psigrad.records.rows import FORMAT
 
 MANIFEST = "manifest.json"
 # A checkpoint that is being replaced keeps its content under the second form until the new one is in place.
@@ -56,7 +58,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[
         beside.mkdir()
         write(beside)
         files = {str(path.relative_to(beside)): _seal(path) for path in sorted(beside.rglob("*")) if path.is_file()}
-        _write_manifest(beside / MANIFEST, {**meta, "step": step, "files": files})
+        _write_manifest(beside / MANIFEST, {**meta, "format": FORMAT, "step": step, "files": files})
         disk.sync_tree(beside)
         if final.exists():
             os.rename(final, root / f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
@@ -114,6 +116,7 @@ def verify(path: Path) -> dict[str, Any]:
     not.
     """
     manifest = _read_manifest(path)
+    check_format(path, manifest)
     if manifest["step"] != step_of(path):
         raise CheckpointError(f"{path.name}/{MANIFEST} is of step {manifest['step']!r}; the folder was renamed or mixed up.")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.records.pins import check_format
+from psigrad.records.rows import number, parsed, rollout_figures, stepped
 
 TEXT_LIMIT = 600
-_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_LARGEST = 1e100  # beyond it the arithmetic of axes overflows; such a value is no figure of a run
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,6 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, inner in value.items() for k, v in flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
-def number(value: Any) -> float:
-    """A JSON value as a float: non-finite ones are written as strings; what is no number is NaN."""
-    if isinstance(value, str):
-        return _NUMBERS.get(value, math.nan)
-    if not isinstance(value, int | float):
-        return math.nan
-    return float(value) if not abs(value) >= _LARGEST else math.inf if value > 0 else -math.inf
-
-
 def shown(value: Any) -> str:
     """A number for people: whole up to a million, else four significant digits; a dash for what is no number."""
     if type(value) is int and abs(value) < 10**15:
@@ -160,14 +150,15 @@ def load(folder: str | Path) -> RunData:
     try:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
+        check_format(path, config := _json(path / "config.json"))
         rewards, troubles, samples = _rollouts(path / "rollouts.jsonl")
         return RunData(
             name=path.resolve().name,
             path=path,
-            config=_json(path / "config.json"),
-            metrics=[row for _, row in _lines(path / "metrics.jsonl") if _stepped(row)],
-            timings=[row for _, row in _lines(path / "timings.jsonl") if _stepped(row)],
-            events=[row for _, row in _lines(path / "events.jsonl")],
+            config=config,
+            metrics=[row for line in _lines(path / "metrics.jsonl") if (row := stepped(line)) is not None],
+            timings=[row for line in _lines(path / "timings.jsonl") if (row := stepped(line)) is not None],
+            events=[row for line in _lines(path / "events.jsonl") if (row := parsed(line)) is not None],
             summary=[row for row in summary if isinstance(row, dict) and {"name", "value"} <= row.keys()],
             rewards=rewards,
             troubles=troubles,
@@ -177,60 +168,45 @@ def load(folder: str | Path) -> RunData:
         raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; mend that and draw the report again.") from error
 
 
-def _stepped(row: Mapping[str, Any]) -> bool:
-    step = row.get("step")
-    return type(step) is int and 0 <= step < 2**53
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The whole rows of a JSONL file, each with the offset of its line."""
-    if not path.is_file():
-        return
-    at = 0
-    with path.open("rb") as stream:
-        for line in stream:
-            row = _parsed(line)
-            if isinstance(row, dict):
-                yield at, row
-            at += len(line)
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; none where it is missing."""
+    if path.is_file():
+        with path.open("rb") as stream:
+            yield from stream
 
 
 def _rollouts(path: Path) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]]]:
-    """Rewards, troubles and samples of one pass over the file, which can be far larger than memory: held-out rows are noted
-    by their place, and only those of three evaluations are read again.
+    """Rewards, troubles and samples in one pass over the file, which can be far larger than memory: of held-out rows only the
+    offsets are kept, and only those of three evaluations are read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
-    places: dict[int, list[int]] = {}
-    for at, row in _lines(path):
-        if not _stepped(row):
+    offsets: dict[int, list[int]] = {}
+    end = 0
+    for line in _lines(path):
+        at, end = end, end + len(line)
+        row = rollout_figures(line)
+        if row is None:
             continue
-        if row.get("kind") == "eval":
-            if row.get("k", 0) == 0:
-                places.setdefault(row["step"], []).append(at)
-        elif row.get("kind") != "episode" and math.isfinite(reward := number(row.get("reward"))):
-            rewards.setdefault(row["step"], []).append(reward)
-        if row.get("status") in ("failed", "unscored"):
-            troubles[row["status"], clip(row.get("reason", ""), 200)] += 1
-    steps = sorted(places)
+        if row.kind == "eval":
+            if row.k == 0:
+                offsets.setdefault(row.step, []).append(at)
+        elif row.kind != "episode" and math.isfinite(row.reward):
+            rewards.setdefault(row.step, []).append(row.reward)
+        if row.status in ("failed", "unscored"):
+            troubles[row.status, clip(row.reason, 200)] += 1
+    steps = sorted(offsets)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    return rewards, troubles, {step: _samples(path, places[step]) for step in chosen}
+    return rewards, troubles, {step: _samples(path, offsets[step]) for step in chosen}
 
 
-def _samples(path: Path, places: Sequence[int]) -> dict[str, Sample]:
+def _samples(path: Path, offsets: Sequence[int]) -> dict[str, Sample]:
     found: dict[str, Sample] = {}
     with path.open("rb") as stream:
-        for place in places:
-            stream.seek(place)
-            row = _parsed(stream.readline())
-            if isinstance(row, dict):
+        for offset in offsets:
+            stream.seek(offset)
+            row = parsed(stream.readline())
+            if row is not None:
                 sample = Sample(clip(_prompt(row.get("prompt", ""))), clip(row.get("completion", "")), number(row.get("reward")))
                 found.setdefault(str(row.get("row")), sample)
     return found
@@ -244,5 +220,4 @@ def _prompt(prompt: Any) -> Any:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found = _parsed(path.read_bytes()) if path.is_file() else None
-    return found if isinstance(found, dict) else {}
+    return (parsed(path.read_bytes()) if path.is_file() else None) or {}

@@ -1,4 +1,4 @@
-"""The rows of a run folder's files: who writes them and who reads them agree here.
+"""The rows of a run folder's files: the one place where their keys are named, for writers and readers.
 
 Every file is JSON Lines: one object per line, strict JSON (NaN and infinities are the strings "NaN", "Infinity", "-Infinity").
 Readers ignore keys that they do not know, and never rely on the order of keys.
@@ -6,7 +6,11 @@ Readers ignore keys that they do not know, and never rely on the order of keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
 from psigrad.rollout.types import Trajectory
@@ -15,37 +19,124 @@ from psigrad.rollout.types import Trajectory
 FORMAT = 1
 
 Status = Literal["scored", "failed", "unscored"]
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_LARGEST = 1e100  # beyond it the arithmetic of axes overflows; such a value is no figure of a run
+_NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
+
+
+class MetricsRow(TypedDict):
+    """One row of metrics.jsonl: a training step, or an evaluation ("eval/…" keys).
+
+    Every key but "step" is a figure: a number, or the string of a non-finite one. `psigrad.records.signals` lists the names.
+    """
+
+    step: int
+    """Optimiser steps done; in control runs, steps of the environments. Rows are in ascending order of it."""
+
+
+class TimingsRow(TypedDict):
+    """One row of timings.jsonl: seconds of a training step or an evaluation, which no two runs share.
+
+    Keys "time/…" are the seconds of one phase of it: "time/sample", "time/score", "time/update", "time/eval".
+    """
+
+    step: int
+    """As in metrics.jsonl."""
+    step_time: float
+    """Seconds of the whole step."""
+    tokens: int
+    """Tokens sampled or trained on in the step; in control runs, steps of the environments."""
+    tokens_per_second: float
+    """`tokens` by `step_time`."""
+
+
+class EventRow(TypedDict):
+    """One row of events.jsonl: something that happened to the run."""
+
+    time: float
+    """Seconds since 1970."""
+    kind: str
+    """started, resumed, saved, stopped, finished, checkpoint_ignored or rows_left_out."""
+    step: NotRequired[int]
+    """Of started, resumed, saved, stopped: the step at that moment."""
+    why_padded: NotRequired[str]
+    """Of started, resumed: why batches are padded instead of packed; empty where they are packed."""
+    reason: NotRequired[str]
+    """Of checkpoint_ignored: which checkpoint was passed over, and why."""
+    longer_than_max_length: NotRequired[int]
+    """Of rows_left_out: dataset rows that were too long to train on."""
+    kept: NotRequired[int]
+    """Of rows_left_out: dataset rows that are trained on."""
 
 
 class RolloutRow(TypedDict):
-    """One completion in rollouts.jsonl, written by language-model runs."""
+    """One completion in rollouts.jsonl, written by language-model runs. Lists per token are as long as `completion_ids`."""
 
     step: int
+    """Optimiser step that used it; of held-out completions, steps done before the evaluation."""
     kind: Literal["train", "eval"]
+    """Whether it was trained on, or held out."""
     row: int
     """Index of the prompt's dataset row."""
     k: int
     """Number of the completion within its group."""
-    prompt: str | list[dict[str, Any]]
+    prompt: str | Sequence[dict[str, Any]]
+    """Text, or messages with "role" and "content"."""
     completion: str
+    """Text of the completion."""
     completion_ids: list[int]
+    """Its tokens; in episodes of several turns those of both sides."""
     reward: float | None
-    parts: dict[str, float | None]
-    """What each reward function gave."""
-    status: Status
+    """What it was trained on or measured by; None where it is unscored."""
+    parts: dict[str, Any]
+    """Reward function -> what it gave (None: nothing)."""
+    status: str
+    """A `Status`: scored; failed (a reward function raised or timed out); unscored."""
     reason: str
     """Why it failed or stayed unscored; else empty."""
     advantage: float | None
     """Mean over its tokens, where it was trained on."""
     finish_reason: Literal["stop", "length"]
+    """Whether it ended by itself or was cut at the length limit."""
     seed: int
+    """Seed that it was sampled with."""
     version: int
     """Optimiser steps that the sampling policy had behind it."""
     turns: NotRequired[int]
+    """Turns of the policy, in episodes of several."""
     mask: NotRequired[list[int]]
     """In episodes of several turns: 1 for tokens that the policy chose."""
     step_rewards: NotRequired[list[list[float]]]
     """(place, reward) of rewards before the end."""
+    logprobs: NotRequired[list[float]]
+    """Per token: log-prob under the policy that sampled. This and what follows: of the first `record_tokens` groups of a step."""
+    sampling_logprobs: NotRequired[list[float]]
+    """Per token: log-prob under the distribution it was drawn from, where top-k and the like made that another one."""
+    trained_logprobs: NotRequired[list[float]]
+    """Per token: log-prob under the policy of the last pass over the row, before its optimiser step."""
+    ref_logprobs: NotRequired[list[float]]
+    """Per token: log-prob under the reference model."""
+    entropy: NotRequired[list[float]]
+    """Per token: entropy of the policy in nats."""
+    advantages: NotRequired[list[float]]
+    """Per token, where they are not all alike."""
+    kept: NotRequired[bool]
+    """False where a filter of the method left the row out of the loss."""
+
+
+class EpisodeRow(TypedDict):
+    """One evaluation episode in rollouts.jsonl, written by control runs."""
+
+    step: int
+    """Steps of the environments done before the evaluation."""
+    kind: Literal["episode"]
+    """What tells it from a completion."""
+    episode: int
+    """Number of the episode within its evaluation."""
+    reward: float
+    """Undiscounted sum of its rewards."""
+    length: int
+    """Its steps."""
 
 
 def rollout_row(
@@ -54,10 +145,10 @@ def rollout_row(
     kind: Literal["train", "eval"],
     prompt: str | Sequence[dict[str, Any]],
     advantage: float | None = None,
-) -> dict[str, Any]:
-    """One line of rollouts.jsonl; see `RolloutRow`."""
+) -> RolloutRow:
+    """One line of rollouts.jsonl."""
     completion = trajectory.completion
-    return {
+    row: RolloutRow = {
         "step": step,
         "kind": kind,
         "row": trajectory.row,
@@ -70,9 +161,91 @@ def rollout_row(
         "status": trajectory.status,
         "reason": trajectory.reason,
         "advantage": advantage,
-        **({"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]} if trajectory.mask else {}),
-        **({"step_rewards": [list(pair) for pair in trajectory.step_rewards]} if trajectory.step_rewards else {}),
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,
         "version": trajectory.version,
     }
+    if trajectory.mask:
+        row |= {"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]}
+    if trajectory.step_rewards:
+        row["step_rewards"] = [list(pair) for pair in trajectory.step_rewards]
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFigures:
+    """What an index keeps of a row of rollouts.jsonl, whatever wrote it: keys that are missing or malformed have a default."""
+
+    step: int
+    kind: str
+    """train, eval, episode; "other" where there is none."""
+    row: int
+    """-1 where there is none."""
+    k: int
+    """Number within the group, or of the episode."""
+    reward: float
+    """NaN where there is none."""
+    advantage: float
+    """NaN where there is none."""
+    status: str
+    reason: str
+    cut: bool
+    """Whether the length limit ended it."""
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A line as an object; None where it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def stepped(line: bytes) -> dict[str, Any] | None:
+    """A line as a row with a valid "step" (a whole number from 0), as those of metrics, timings and rollouts; else None."""
+    row = parsed(line)
+    step = None if row is None else row.get("step")
+    return row if type(step) is int and 0 <= step < 2**53 else None
+
+
+def rollout_figures(line: bytes) -> RolloutFigures | None:
+    """What an index needs of a line of rollouts.jsonl; None where the line is no row.
+
+    About 100,000 lines of 1 kB a second: lists of numbers, half of a line's time, are emptied before it is parsed.
+    """
+    row = stepped(_NUMBERS.sub(b"[]", line))
+    if row is None:
+        return None
+    get = row.get
+    name, k = get("row"), get("k", get("episode"))
+    return RolloutFigures(
+        row["step"],
+        str(get("kind", "other")),
+        name if type(name) is int else -1,
+        k if type(k) is int else 0,
+        number(get("reward")),
+        number(get("advantage")),
+        str(get("status", "")),
+        str(get("reason", "")),
+        get("finish_reason") == "length",
+    )
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a row of metrics.jsonl: every number but "step", "NaN" and the infinities among them."""
+    found: dict[str, float] = {}
+    for key, raw in row.items():
+        value = raw if type(raw) is float else number(raw)
+        if (value == value or raw == "NaN") and key != "step":
+            found[key] = value
+    return found
+
+
+def number(value: Any) -> float:
+    """A JSON value as a float: non-finite ones are written as strings; what is no number is NaN."""
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, math.nan)
+    if not isinstance(value, int | float):
+        return math.nan
+    return float(value) if not abs(value) >= _LARGEST else math.inf if value > 0 else -math.inf

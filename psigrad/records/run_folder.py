@@ -17,14 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from psigrad.errors import UserError
-from psigrad.records import checkpoint, disk
+from psigrad.records import checkpoint, disk, pins
+from psigrad.records.rows import FORMAT
 
 ROWS = ("metrics", "timings", "rollouts", "events")
-# Settings that may differ between a run and its continuation, because nothing that is computed depends on them.
-MAY_CHANGE = frozenset(
-    f"run.{name}"
-    for name in ("max_steps", "save_steps", "save_total_limit", "report_to", "progress", "report", "resume", "output_dir")
-) | {"reward_timeout", "reward_workers", "record_tokens", "optim.rehearse"}
 
 
 class RunFolderError(UserError):
@@ -58,8 +54,10 @@ class RunFolder:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto") -> Iterator[RunFolder]:
-        """The folder at `path`, made or gone on with, locked for the length of the block.
+    def open(
+        cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", usual: Mapping[str, Any] | None = None
+    ) -> Iterator[RunFolder]:
+        """The folder at `path`, made or gone on with, locked for the length of the block. `usual` are the settings' defaults.
 
         Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting
         that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
@@ -74,14 +72,14 @@ class RunFolder:
         try:
             folder = cls(path, lock)
             with _errors_of(path):
-                folder._begin(config, resume)
+                folder._begin({"format": FORMAT, **config}, resume, usual or {})
             yield folder
         finally:
             for stream in folder._files.values():
                 stream.close()
             lock.close()
 
-    def _begin(self, config: Mapping[str, Any], resume: str) -> None:
+    def _begin(self, config: Mapping[str, Any], resume: str, usual: Mapping[str, Any]) -> None:
         if resume == "never" and any(self.checkpoints.glob("step-*")):
             raise RunFolderError(
                 f"{self.path} has checkpoints and resume is never; choose another output_dir or set resume to auto."
@@ -93,7 +91,14 @@ class RunFolder:
         file = self.path / "config.json"
         now = json.loads(to_line(config))
         if file.exists():
-            _same_run(self.path, _settings(file), now)
+            before = _settings(file)
+            pins.check_format(self.path, before)
+            if changed := pins.changed_settings(before, now, json.loads(to_line(usual))):
+                more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+                raise RunFolderError(
+                    f"{self.path} is a run with other settings ({'; '.join(changed[:5])}{more}); set them back to go on with it, "
+                    "or choose another output_dir."
+                )
         _replace(file, (json.dumps(now, indent=1) + "\n").encode())
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
@@ -243,23 +248,3 @@ def _settings(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); restore it, or choose another output_dir.") from error
-
-
-def _same_run(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings, naming each."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
-    changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in MAY_CHANGE]
-    if changed:
-        shown = "; ".join(f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in changed[:5])
-        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
-        raise RunFolderError(
-            f"{path} is a run with other settings ({shown}{more}); set them back to go on with it, or choose another output_dir."
-        )
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, value

@@ -166,3 +166,17 @@ def name_of(key: str) -> str:
         if match and not match.group(1).startswith(_NO_HELD_OUT):
             return name
     return key
+
+
+class SignalNames:
+    """The names of a run's figures. Where several keys mean one signal, the first gets its name and the others keep their own."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def of(self, key: str) -> str:
+        """The name of a key."""
+        if key not in self._of:
+            name = name_of(key)
+            self._of[key] = key if name in self._of.values() else name
+        return self._of[key]

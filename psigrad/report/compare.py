@@ -10,7 +10,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.report import plots
-from psigrad.report.html import cell, document, save, table, text
+from psigrad.report.html import Cell, Figure, Table, rendered, save
 
 _COLUMNS = (
     ("truth", "held-out metric"),
@@ -36,10 +36,8 @@ def page(found: Mapping[str, Any]) -> str:
     """The whole page."""
     rows, runs = found["table"], found["runs"]
     names = [row["method"] for row in rows]
-    head = ("method", *(label for _, label in _COLUMNS))
-    lines = [[cell(_key(i, row["method"])), *(_figure(row[name]) for name, _ in _COLUMNS)] for i, row in enumerate(rows)]
+    lines = [[Cell(i, "key", row["method"]), *(_figure(row[name]) for name, _ in _COLUMNS)] for i, row in enumerate(rows)]
     seeds = f"{rows[0]['seeds']} seeds" if rows[0]["seeds"] > 1 else "one seed"
-    note = f"{seeds}; mean and 95 % interval over seeds (Student's t); samples are completions seen"
     over_kl = "held-out metric over KL to the start, nats per completion; one point per evaluation"
     over_proxy = "held-out metric over the reward trained on; one point per run"
     pictures = (
@@ -47,25 +45,19 @@ def page(found: Mapping[str, Any]) -> str:
         ("Reward against KL", over_kl, _over(runs, names, "kl")),
         ("What was trained on, and the truth", over_proxy, _truth(runs, names)),
     )
-    figures = "\n".join(
-        f'<figure><figcaption>{text(title)} <span class="soft">{text(said)}</span></figcaption>'
-        f"{plots.picture(title, paint)}</figure>"
-        for title, said, paint in pictures
+    return rendered(
+        "compare.html",
+        f"{len(names)} methods compared",
+        note=f"{seeds}; mean and 95 % interval over seeds (Student's t); samples are completions seen",
+        table=Table(("method", *(label for _, label in _COLUMNS)), lines),
+        figures=[Figure(title, said, plots.picture(title, paint)) for title, said, paint in pictures],
+        names=names,
     )
-    legend = f"<p>{' &emsp; '.join(_key(i, name) for i, name in enumerate(names))}</p>"
-    body = f'<p class=soft>{text(note)}</p>{table(head, lines)}<h2>Curves</h2>{legend}<div class="plots">{figures}</div>'
-    return document(f"{len(names)} methods compared", body)
 
 
-def _key(i: int, name: str) -> str:
-    swatch = f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>'
-    return f'<span style="white-space:nowrap">{swatch}{text(name)}</span>'
-
-
-def _figure(values: Sequence[float]) -> str:
+def _figure(values: Sequence[float]) -> Cell:
     mean, low, high = values
-    spread = "" if low == high else f' <span class="soft">[{_short(low)}, {_short(high)}]</span>'
-    return cell(f"{_short(mean)}{spread}", "n")
+    return Cell(_short(mean), "range", "" if low == high else f"[{_short(low)}, {_short(high)}]")
 
 
 def _short(value: float) -> str:

@@ -1,58 +1,82 @@
-"""report.html: one file, no scripts, nothing fetched from anywhere."""
+"""report.html: one file, no scripts, nothing fetched from anywhere. The page stands in templates/."""
 
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import math
 import os
 import time
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
-from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, number, shown, visible
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, shown, visible
+from psigrad.records.rows import figures, number
+from psigrad.records.signals import SignalNames
+from psigrad.records.warnings import RULES, Watch
 from psigrad.report import plots
 
 SAMPLES = 24
 _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig, "control": ControlConfig}
-_MARKS = {"right": '<span class="good">✓</span>', "wrong": '<span class="bad">✗</span>'}
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6470; --line: #d9dce1; --page: #fff; --good: #00795a; --bad: #b34700;
-  LIGHT }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa3ad; --line: #343a42; --page: #14171b; --good: #4cc79a;
-  --bad: #f0904d; DARK } }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1120px; margin: 0 auto;
-  padding: 28px 16px 64px; }
-h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 36px 0 10px; }
-p { margin: 4px 0 12px; overflow-wrap: anywhere; }
-.soft, th, summary { color: var(--soft); font-weight: 400; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(310px, 100%), 1fr)); gap: 24px 28px; }
-figure { margin: 0; }
-figcaption { font-weight: 600; font-size: 14px; line-height: 1.3; margin-bottom: 4px; }
-svg { width: 100%; height: auto; display: block; stroke-linejoin: round; }
-svg text { font-family: system-ui, sans-serif !important; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 14px; margin-bottom: 8px; }
-th, td { text-align: left; padding: 5px 16px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text { font-family: ui-monospace, monospace; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 130px;
-  max-width: 340px; unicode-bidi: isolate; }
-.good { color: var(--good); }
-.bad { color: var(--bad); }
-details { margin: 14px 0; }
-summary { cursor: pointer; }
-pre { font-size: 12px; overflow-x: auto; }
-.key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 6px; }
-"""
+_VERDICTS = {1.0: "good", 0.0: "bad"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: its text and its look, which the template knows: n (a number), text (as it was written, cut), whole (as it was
+    written), soft, range (an interval behind a number), key (a run's colour and name), verdict (good or bad).
+    """
+
+    value: Any
+    kind: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page, with what is said above and below it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    said: str = ""
+    whole: bool = False
+    """As wide as the page."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its caption; `svg` is ours and goes into the page as it is."""
+
+    title: str
+    note: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What report.html shows, from top to bottom; what is None or empty is left out."""
+
+    lines: Sequence[str]
+    headline: Table | None
+    figures: Sequence[Figure]
+    names: Sequence[str]
+    every: Sequence[tuple[str, str]]
+    differing: Table | None = None
+    warnings: Table | None = None
+    episode: str = ""
+    samples: Table | None = None
+    troubles: Table | None = None
+    chosen: Table | None = None
+    events: Table | None = field(default=None)
 
 
 def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -83,59 +107,77 @@ def save(content: str, target: Path) -> Path:
 
 def page(runs: Sequence[RunData]) -> str:
     """The whole page."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    sections = [_compared(runs)] if len(runs) > 1 else [f"<p class=soft>{text(_method(runs[0]))}</p>", _headline(runs[0])]
-    sections.append(_plots(runs))
-    if len(runs) == 1:
-        sections.append(_film(runs[0]))
-        sections += [_samples(runs[0]), _troubles(runs[0]), _chosen(runs[0]), _events(runs[0])]
-    sections += [_settings(run) for run in runs]
-    return document(title, "".join(sections))
-
-
-def document(title: str, body: str) -> str:
-    """A page with the house's style; nothing in it is fetched or run."""
-    style = _STYLE
-    for name, colours in (("LIGHT", plots.COLOURS), ("DARK", plots.DARK)):
-        style = style.replace(name, " ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)))
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>psigrad · {text(title)}</title><style>{style}</style></head><body>\n"
-        f"<h1>{text(title)}</h1>\n{body}\n</body></html>\n"
+    pictures = [Figure(p.title, p.note, svg) for p, svg in plots.draw(runs)]
+    names = [run.name for run in runs]
+    every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
+    if len(runs) > 1:
+        parts = _Parts([], _compared(runs), pictures, names, every, differing=_differing(runs))
+        return rendered("report.html", f"{len(runs)} runs compared", **vars(parts))
+    (run,) = runs
+    parts = _Parts(
+        [_method(run), *_when(run)],
+        _headline(run),
+        pictures,
+        names,
+        every,
+        warnings=_warnings(run),
+        episode=_episode(run),
+        samples=_samples(run),
+        troubles=_troubles(run),
+        chosen=_chosen(run),
+        events=_events(run),
     )
+    return rendered("report.html", run.name, **vars(parts))
 
 
-def text(value: Any, limit: int = TEXT_LIMIT) -> str:
-    """Escaped text of bounded length; control characters and lone surrogates are spelt out."""
-    return html.escape(visible(clip(value, limit)))
+def rendered(template: str, title: str, **parts: Any) -> str:
+    """A page of templates/, in which every text is escaped, cut, and shown with its control characters spelt out."""
+    environment = Environment(
+        loader=PackageLoader("psigrad.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"shown": _text, "visible": visible}
+    return environment.get_template(template).render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
-    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    first = f"<tr>{''.join(f'<th>{text(h)}</th>' for h in head)}</tr>\n" if head else ""
-    return f'<div class="wide"><table>{first}{body}</table></div>'
+def _text(value: Any, limit: int | None = None) -> str:
+    return visible(clip(value, limit or TEXT_LIMIT))
 
 
-def cell(value: str, kind: str = "") -> str:
-    """A cell of what is HTML already."""
-    return f'<td class="{kind}">{value}</td>' if kind else f"<td>{value}</td>"
+def _number(value: Any) -> Cell:
+    return Cell(shown(value), "n")
 
 
-def _number(value: Any) -> str:
-    return cell(shown(value), "n")
-
-
-def _film(run: RunData) -> str:
+def _episode(run: RunData) -> str:
     """An episode of a control run, where one was drawn; the picture is part of the page."""
-    try:
-        picture = b64encode((run.path / "episode.gif").read_bytes()).decode()
-    except OSError:
+    with contextlib.suppress(OSError):
+        return b64encode((run.path / "episode.gif").read_bytes()).decode()
+    return ""
+
+
+def _when(run: RunData) -> list[str]:
+    """When the run began, and how long its steps took."""
+    began = number(run.events[0].get("time")) if run.events else math.nan
+    seconds = round(sum(run.series("step_time")[1]))
+    spent = f"{seconds // 3600} h {seconds // 60 % 60} min" if seconds >= 3600 else f"{seconds // 60} min {seconds % 60} s"
+    return [f"begun {_moment(began)}, {spent} in steps and evaluations"] if _moment(began) else []
+
+
+def _moment(seconds: float) -> str:
+    if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
         return ""
-    return f'<h2>An episode of the trained policy</h2><img alt="an episode, animated" src="data:image/gif;base64,{picture}">'
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _warnings(run: RunData) -> Table | None:
+    """What the rules of `psigrad.records.warnings` say of the run, those that still stand first."""
+    watch, names, rules = Watch(), SignalNames(), {rule.name: rule for rule in RULES}
+    for row in run.metrics:
+        watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
+    rows = []
+    for alert in watch.alerts()[:12]:
+        rule = rules[alert.rule]
+        rows.append([Cell(rule.title), _number(alert.step), _number(alert.ended), Cell(rule.says, "soft")])
+    return Table(("", "from step", "to step", ""), rows) if rows else None
 
 
 def _method(run: RunData) -> str:
@@ -164,38 +206,37 @@ def _method(run: RunData) -> str:
     return f"{algorithm} on {model}{against}: {shape}"
 
 
-def _headline(run: RunData) -> str:
+def _headline(run: RunData) -> Table | None:
     """The summary's rows, or the first and last evaluation."""
     if run.summary:
         rows = [
-            [cell(text(r["name"])), _number(r["value"]), cell(interval(r), "n"), cell(text(r.get("unit", "")), "soft")]
-            for r in run.summary
+            [Cell(r["name"]), _number(r["value"]), Cell(interval(r), "n"), Cell(r.get("unit", ""), "soft")] for r in run.summary
         ]
-        return table(("", "", "95 % interval", ""), rows)
+        return Table(("", "", "95 % interval", ""), rows)
     if not run.evaluations:
-        return ""
+        return None
     ends = run.evaluations[:: max(1, len(run.evaluations) - 1)]
     rows = []
     for name in (key for key in ends[-1] if key.startswith("eval/") and not key.endswith(("/low", "/high"))):
         stem = name.removesuffix("/mean")
-        figures = [_number(row.get(name)) for row in ends]
-        rows.append([cell(text(stem.removeprefix("eval/"))), *figures, cell(interval(ends[-1], f"{stem}/"), "n")])
-    return table(("held-out", *(f"step {row['step']}" for row in ends), "95 % interval"), rows)
+        values = [_number(row.get(name)) for row in ends]
+        rows.append([Cell(stem.removeprefix("eval/")), *values, Cell(interval(ends[-1], f"{stem}/"), "n")])
+    return Table(("held-out", *(f"step {row['step']}" for row in ends), "95 % interval"), rows)
 
 
-def _compared(runs: Sequence[RunData]) -> str:
-    """Final figures of each run, and the settings in which they differ."""
+def _compared(runs: Sequence[RunData]) -> Table:
+    """Final figures of each run."""
     rows = []
     for i, run in enumerate(runs):
         metric, last = run.held_out_metric, (run.evaluations or [{}])[-1]
         rewards = plots.smoothed(run.series("reward")[1])
         rows.append(
             [
-                cell(_key(i, run)),
-                cell(text(_method(run), 160), "soft"),
+                Cell(i, "key", run.name),
+                Cell(clip(_method(run), 160), "soft"),
                 _number(max((row["step"] for row in run.metrics), default=None)),
                 _number(last.get(f"{metric}/mean")),
-                cell(interval(last, f"{metric}/"), "n"),
+                Cell(interval(last, f"{metric}/"), "n"),
                 _number(rewards[-1] if rewards else None),
                 _number(last.get("eval/kl")),
                 _number(round(sum(run.series("step_time")[1])) or None),
@@ -203,105 +244,78 @@ def _compared(runs: Sequence[RunData]) -> str:
         )
     names = {run.held_out_metric.removeprefix("eval/") for run in runs if run.held_out_metric}
     held_out = f"held-out {names.pop()}" if len(names) == 1 else "held-out"
-    shown_runs = table(("run", "", "steps", held_out, "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
+    return Table(("run", "", "steps", held_out, "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
+
+
+def _differing(runs: Sequence[RunData]) -> Table | None:
+    """The settings in which the runs differ."""
     settings = [run.settings for run in runs]
     differ = [
         name
         for name in dict.fromkeys(name for given in settings for name in given)
         if name != "run.output_dir" and any(given.get(name) != settings[0].get(name) for given in settings)
     ]
-    cells = [[cell(text(name)), *(cell(_value(given.get(name)), "text") for given in settings)] for name in differ[:60]]
-    return shown_runs + (f"<h2>Settings that differ</h2>{table(('', *(run.name for run in runs)), cells)}" if cells else "")
+    rows = [[Cell(name), *(Cell(_value(given.get(name)), "text") for given in settings)] for name in differ[:60]]
+    return Table(("", *(run.name for run in runs)), rows) if rows else None
 
 
-def _key(i: int, run: RunData) -> str:
-    return f'<span class="key" style="background:var(--c{i % len(plots.COLOURS)})"></span>{text(run.name)}'
-
-
-def _plots(runs: Sequence[RunData]) -> str:
-    pictures = plots.draw(runs)
-    if not pictures:
-        return '<p class="soft">There are no two steps to draw yet.</p>'
-    figures = "\n".join(
-        f'<figure><figcaption>{text(p.title)} <span class="soft">{text(p.note)}</span></figcaption>{svg}</figure>'
-        for p, svg in pictures
-    )
-    note = "over steps; thin: each step, thick: moving average; the figure at the right is the last"
-    legend = f"<p>{' &emsp; '.join(_key(i, run) for i, run in enumerate(runs))}</p>" if len(runs) > 1 else ""
-    return f'<h2>Curves <span class="soft">{note}</span></h2>{legend}<div class="plots">{figures}</div>'
-
-
-def _samples(run: RunData) -> str:
+def _samples(run: RunData) -> Table | None:
     """The same held-out prompts at the first, the middle and the last evaluation, and how many went from wrong to right."""
     rows, steps = run.compared, list(run.samples)
     if not rows:
-        return ""
+        return None
     head, said = ["prompt"], ""
     for step in steps:
         head += [f"step {step}", ""]
     turns = Counter((_verdict(row[steps[0]]), _verdict(row[steps[-1]])) for row in rows)
-    judged = sum(count for turn, count in turns.items() if "" not in turn)
-    if len(steps) > 1 and judged == len(rows):
-        better, worse = turns["wrong", "right"], turns["right", "wrong"]
+    if len(steps) > 1 and sum(count for turn, count in turns.items() if "" not in turn) == len(rows):
+        better, worse = turns["bad", "good"], turns["good", "bad"]
         said = (
-            f"<p>Of {judged:,} held-out prompts, {better:,} went from wrong to right and {worse:,} from right to wrong; "
-            f"{turns['right', 'right']:,} were right and {turns['wrong', 'wrong']:,} wrong at both ends.</p>"
+            f"Of {len(rows):,} held-out prompts, {better:,} went from wrong to right and {worse:,} from right to wrong; "
+            f"{turns['good', 'good']:,} were right and {turns['bad', 'bad']:,} wrong at both ends."
         )
-    first = f'<p class="soft">First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first.</p>'
     cells = []
     for row in rows[:SAMPLES]:
-        cells.append([cell(_whole(row[steps[0]].prompt), "text")])
+        cells.append([Cell(row[steps[0]].prompt, "whole")])
         for sample in row.values():
-            mark = _MARKS.get(_verdict(sample)) or shown(sample.reward)
-            cells[-1] += [cell(_whole(sample.completion), "text"), cell(mark, "n")]
-    return f"<h2>Completions</h2>{said}{first}{table(head, cells)}"
+            verdict = _verdict(sample)
+            mark = Cell(verdict, "verdict") if verdict else _number(sample.reward)
+            cells[-1] += [Cell(sample.completion, "whole"), mark]
+    note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first."
+    return Table(head, cells, note, said, whole=True)
 
 
 def _verdict(sample: Sample) -> str:
     """Right is a reward of 1 and wrong one of 0; anything between is neither."""
-    return {1.0: "right", 0.0: "wrong"}.get(sample.reward, "")
+    return _VERDICTS.get(sample.reward, "")
 
 
-def _whole(text: str) -> str:
-    """Text that was cut when it was read."""
-    return html.escape(visible(text))
-
-
-def _troubles(run: RunData) -> str:
+def _troubles(run: RunData) -> Table | None:
     """Why completions failed or stayed unscored."""
-    rows = [[cell(text(s)), _number(count), cell(text(why), "text")] for (s, why), count in run.troubles.most_common(12)]
+    rows = [[Cell(s), _number(count), Cell(why, "text")] for (s, why), count in run.troubles.most_common(12)]
     more = len(run.troubles) - len(rows)
-    said = f'<p class="soft">and {more:,} more reasons</p>' if more else ""
-    return f"<h2>Completions without a plain score</h2>{table(('', 'count', 'reason'), rows)}{said}" if rows else ""
+    return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None
 
 
-def _chosen(run: RunData) -> str:
+def _chosen(run: RunData) -> Table | None:
     """Settings other than the defaults."""
     defaults = flat(json.loads(json.dumps(asdict(_CONFIGS.get(kind_of(run.config), OnlineConfig)()))))
     rows = [
-        [cell(text(name)), cell(_value(value), "text")]
+        [Cell(name), Cell(_value(value), "text")]
         for name, value in run.settings.items()
-        if name != "recipe" and value != defaults.get(name)
+        if name not in ("recipe", "format") and value != defaults.get(name)
     ]
-    return f"<details open><summary>Settings other than the defaults</summary>{table((), rows[:80])}</details>" if rows else ""
+    return Table((), rows[:80]) if rows else None
 
 
 def _value(value: Any) -> str:
-    return text("–" if value is None else value if isinstance(value, str) else json.dumps(value), 200)
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _events(run: RunData) -> str:
+def _events(run: RunData) -> Table | None:
     rows = []
     for event in run.events[-40:]:
         rest = {k: v for k, v in event.items() if k not in ("time", "kind") and v not in ("", None)}
-        when = number(event.get("time"))
-        moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when)) if math.isfinite(when) and 0 <= when < 1e11 else ""
-        rows.append([cell(moment, "soft"), cell(text(event.get("kind", ""))), cell(_value(rest) if rest else "", "text")])
-    return f"<details><summary>Events</summary>{table((), rows)}</details>" if rows else ""
-
-
-def _settings(run: RunData) -> str:
-    if not run.config:
-        return ""
-    every = text(json.dumps(run.config, indent=1), 20000)
-    return f"<details><summary>All settings of {text(run.name)}</summary><pre>{every}</pre></details>"
+        when = _moment(number(event.get("time")))
+        rows.append([Cell(when, "soft"), Cell(event.get("kind", "")), Cell(_value(rest) if rest else "", "text")])
+    return Table((), rows) if rows else None

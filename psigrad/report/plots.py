@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import RunData, kind_of, load_all, number, shown, visible
+from psigrad.records.read import RunData, kind_of, load_all, shown, visible
+from psigrad.records.rows import number
 
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. The page swaps in lighter ones in the dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")

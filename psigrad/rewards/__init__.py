@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from psigrad.rewards.pool import InlineScorer, RewardPool, check_unscored
+from psigrad.rewards.pool import RewardPool, check_unscored
 from psigrad.rewards.resolve import RewardSpec, resolve
-from psigrad.rewards.samples import Samples
-from psigrad.rewards.types import Failed, Failure, Result, RewardError, Scored, Scorer, Scoring, Streaming, Unscored, begin
+from psigrad.rewards.types import Failed, Failure, Result, RewardError, Samples, Scored, Scorer, Scoring, Unscored
 
 __all__ = [
     "Failed",
     "Failure",
-    "InlineScorer",
     "Result",
     "RewardError",
     "RewardPool",
@@ -19,9 +17,7 @@ __all__ = [
     "Scored",
     "Scorer",
     "Scoring",
-    "Streaming",
     "Unscored",
-    "begin",
     "check_unscored",
     "resolve",
 ]

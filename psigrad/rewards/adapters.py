@@ -67,4 +67,5 @@ def _adapted(kind: str, function: str) -> Callable[..., Any]:
     """The function that an adapter wraps."""
     if not function:
         raise UserError(f"The reward {kind!r} wraps a function; write it as {{reward: {kind}, function: module:name}}.")
-    return imported_callable(function, "reward")
+    found: Callable[..., Any] = imported_callable(function, "reward")
+    return found

@@ -12,6 +12,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.rewards.adapters import Verifiers, Verl
+from psigrad.rewards.code import Code
 from psigrad.rewards.types import Failure, text_of
 
 
@@ -191,6 +192,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "similarity": similarity,
     "length": Length(),
     "soft_overlong": SoftOverlong(),
+    "code": Code(),
     "verl": Verl(),
     "verifiers": Verifiers(),
 }

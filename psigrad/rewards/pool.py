@@ -1,4 +1,4 @@
-"""Scoring in processes that can be killed, and the same without processes."""
+"""Scoring in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.rewards.call import Answer, Malformed, Said, answer_of, combine
 from psigrad.rewards.process import START_LIMIT, Job, Worker
 from psigrad.rewards.resolve import RewardSpec
-from psigrad.rewards.samples import Samples, chunks, picked
 from psigrad.rewards.shipping import homes, pack
-from psigrad.rewards.types import Result, RewardError
+from psigrad.rewards.types import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, picked
+from psigrad.rewards.worker import Answer, Malformed, Said
 
 # Seconds between two turns from which on a worker's time does not run: its parent was at work elsewhere.
 _ABSENCE = 1.0
@@ -45,7 +44,7 @@ class RewardPool:
                 raise UserError(f"{name} is {value}; it must be above 0.")
         self.timeout, self.failure_value = timeout, failure_value
         self._functions = [(spec.name, pack(spec.function)) for spec in self.specs]
-        self._homes = homes([spec.function for spec in self.specs])
+        self._homes = homes([spec.function for spec in self.specs], [packed for _, packed in self._functions])
         self._workers: list[Worker] = []
         try:
             for _ in range(workers):
@@ -65,15 +64,8 @@ class RewardPool:
         while self._workers:
             self._workers.pop().kill()
 
-    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
-        """One result per completion, in order; see `Scorer`. Raises `RewardError` where the functions do not load."""
-        scoring, shown = self.begin(), samples.shown
-        for part in chunks(len(samples), groups):
-            scoring.take(picked(shown, part))
-        return scoring.results()
-
     def begin(self) -> PoolScoring:
-        """A scoring to which groups are added as they come; see `Streaming`."""
+        """A scoring that the workers are at work on from its first group on."""
         if not self._workers:
             raise RewardError("The reward pool is closed; make a new one.")
         for worker in [w for w in self._workers if w.job is not None]:
@@ -149,8 +141,8 @@ class RewardPool:
         return status
 
 
-class PoolScoring:
-    """A `Scoring` by a pool's workers, at work from the first group on."""
+class PoolScoring(Scoring):
+    """A `Scoring` by a pool's workers."""
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
@@ -159,19 +151,13 @@ class PoolScoring:
         self._jobs: deque[Job] = deque()
         self._count, self._seen = 0, time.monotonic()
 
-    def add(self, samples: Samples) -> None:
+    def add(self, group: Samples) -> None:
         """See `Scoring`."""
-        self.take(samples.shown)
-        self.turn()
-
-    def take(self, shown: Mapping[str, Sequence[Any]]) -> None:
-        """Queue one group."""
-        for name, values in shown.items():
+        for name, values in group.shown.items():
             self._shown.setdefault(name, []).extend(values)
-        count = len(shown["completions"])
-        functions = tuple(range(len(self._said)))
-        self._jobs.append(Job(functions, tuple(range(self._count, self._count + count))))
-        self._count += count
+        self._jobs.append(Job(tuple(range(len(self._said))), tuple(range(self._count, self._count + len(group)))))
+        self._count += len(group)
+        self.turn()
 
     def turn(self) -> None:
         """See `Scoring`."""
@@ -182,7 +168,8 @@ class PoolScoring:
         """See `Scoring`."""
         while self._pending():
             self._turn(wait=True)
-        return combined(self._pool, self._said, self._count)
+        pool, names = self._pool, [spec.name for spec in self._pool.specs]
+        return [combine(names, pool.weights, [c[i] for c in self._said], pool.failure_value) for i in range(self._count)]
 
     def _pending(self) -> bool:
         return bool(self._jobs) or any(worker.job for worker in self._pool._workers)
@@ -200,27 +187,6 @@ class PoolScoring:
         self._seen = time.monotonic()
 
 
-class InlineScorer:
-    """The same without processes: for functions that are trusted, and for tests. Nothing here can stop a function that hangs."""
-
-    def __init__(self, specs: Sequence[RewardSpec], *, weights: Sequence[float] = (), failure_value: float = 0.0) -> None:
-        self.specs = unique(specs)
-        self.weights, self.failure_value = checked_weights(self.specs, weights), failure_value
-
-    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
-        """One result per completion, in order; see `Scorer`."""
-        shown = samples.shown
-        said: list[dict[int, Said]] = [{} for _ in self.specs]
-        parts = [tuple(part) for part in chunks(len(samples), groups)]
-        jobs = deque(Job((which,), part) for part in parts for which in range(len(self.specs)))
-        while jobs:
-            job = jobs.popleft()
-            spec = self.specs[job.functions[0]]
-            answer = answer_of(spec.name, spec.function, picked(shown, job.indices))
-            jobs.extendleft(reversed(taken(job, answer, said)))
-        return combined(self, said, len(samples))
-
-
 def taken(job: Job, answer: Answer, said: list[dict[int, Said]]) -> list[Job]:
     """Enter the answer of a job's first function into `said` (by function, then by sample).
 
@@ -236,10 +202,25 @@ def taken(job: Job, answer: Answer, said: list[dict[int, Said]]) -> list[Job]:
     return []
 
 
-def combined(scorer: RewardPool | InlineScorer, said: list[dict[int, Said]], count: int) -> list[Result]:
-    """The results of samples that every function has spoken of."""
-    names = [spec.name for spec in scorer.specs]
-    return [combine(names, scorer.weights, [column[i] for column in said], scorer.failure_value) for i in range(count)]
+def combine(names: Sequence[str], weights: Sequence[float], said: Sequence[Said], failure_value: float) -> Result:
+    """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
+
+    A sample that no function with a weight applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
+    """
+    for one in said:
+        if isinstance(one, Malformed):
+            return Unscored(str(one))
+    parts = {name: one if isinstance(one, float) else None for name, one in zip(names, said, strict=True)}
+    for name, one in zip(names, said, strict=True):
+        if isinstance(one, Failure):
+            return Failed(failure_value, f"{name}: {one}", parts)
+    terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
+    if not terms:
+        return Unscored(f"no reward function applies to it ({', '.join(names)} gave None or have weight 0)")
+    total = sum(terms)
+    if not math.isfinite(total):
+        return Unscored("the weighted sum of its rewards is beyond floating point")
+    return Scored(total, parts)
 
 
 def unique(specs: Sequence[RewardSpec]) -> list[RewardSpec]:

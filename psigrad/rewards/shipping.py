@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psigrad.importing import FILE_MODULE, load_file
@@ -52,13 +52,13 @@ def unpack(packed: Packed) -> Any:
     return found
 
 
-def homes(functions: list[Callable[..., Any]]) -> dict[str, str]:
+def homes(functions: Sequence[Callable[..., Any]], packed: Sequence[Packed]) -> dict[str, str]:
     """The files of modules that a fresh process may not find by name: those of the functions, and those loaded as
-    file.py:function.
+    file.py:function that a function sent by value refers to.
     """
-    names = {getattr(function, "__module__", None) for function in functions} | {
-        n for n in sys.modules if n.startswith(FILE_MODULE)
-    }
+    sent = [what for kind, what in packed if kind == "value"]
+    loaded = {n for n in list(sys.modules) if n.startswith(FILE_MODULE) and any(n.encode() in what for what in sent)}
+    names = {getattr(function, "__module__", None) for function in functions} | loaded
     files = {str(name): getattr(sys.modules.get(str(name)), "__file__", None) for name in names if name != "__main__"}
     return {name: file for name, file in files.items() if file}
 

@@ -1,13 +1,68 @@
-"""What scoring one completion can come to."""
+"""What a scorer is given, what scoring a completion can come to, and who scores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from psigrad.errors import UserError
-from psigrad.rewards.samples import Samples, joined
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Completions with their prompts and what else is known of them; sequences of one length."""
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """The other columns of the prompts' rows, by name."""
+    prompt_ids: Sequence[Sequence[int]] | None = None
+    """For scorers that read the policy's own tokens."""
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(values) for name, values in self.shown.items()}
+        if self.prompt_ids is not None:
+            lengths["prompt_ids"] = len(self.prompt_ids)
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"Samples are sequences of one length; these have {lengths}.")
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @property
+    def shown(self) -> dict[str, Sequence[Any]]:
+        """What reward functions are shown, by name."""
+        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
+        return {**self.columns, **own}
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """All of these, one behind the other. Raises `ValueError` unless they say the same kinds of things of every completion."""
+    kinds = {(tuple(sorted(part.columns)), part.prompt_ids is None) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"These samples have different columns, or prompt_ids for some only: {sorted(kinds)}.")
+
+    def all_of(lists: Sequence[Sequence[Any]]) -> list[Any]:
+        return list(itertools.chain(*lists))
+
+    if not parts:
+        return Samples([], [], [])
+    known = [part.prompt_ids for part in parts if part.prompt_ids is not None]
+    return Samples(
+        all_of([part.prompts for part in parts]),
+        all_of([part.completions for part in parts]),
+        all_of([part.completion_ids for part in parts]),
+        {name: all_of([part.columns[name] for part in parts]) for name in parts[0].columns},
+        all_of(known) if known else None,
+    )
+
+
+def picked(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+    """What is shown of the samples at these indices."""
+    return {name: [values[i] for i in indices] for name, values in shown.items()}
 
 
 @dataclass(frozen=True)
@@ -49,62 +104,34 @@ class RewardError(UserError):
     """The rewards cannot be used: the functions do not load, or too many completions stay unscored."""
 
 
-class Scorer(Protocol):
-    """Who scores. `RewardPool` does it in processes that can be killed, `InlineScorer` where it stands."""
+class Scoring:
+    """Completions on their way to their rewards, added group by group as they are written.
 
-    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
-        """One result per completion, in order. The functions see neighbours with the same number in `groups` together."""
-        ...
+    This one asks `score` for all groups at the end; a scorer that can begin earlier has a subclass.
+    """
 
+    def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
+        self._score = score
+        self._groups: list[Samples] = []
 
-class Scoring(Protocol):
-    """Completions that are scored as they come, group by group."""
-
-    def add(self, samples: Samples) -> None:
-        """One more group, which is shown to the functions together."""
-        ...
+    def add(self, group: Samples) -> None:
+        """One more group, which reward functions are shown together."""
+        self._groups.append(group)
 
     def turn(self) -> None:
         """Do what can be done now without waiting."""
-        ...
 
     def results(self) -> list[Result]:
         """One result per completion, in the order in which they were added."""
-        ...
+        return self._score(self._groups)
 
 
-@runtime_checkable
-class Streaming(Protocol):
-    """A `Scorer` that can begin before it has seen all completions. Its results are those of `score`."""
+class Scorer(Protocol):
+    """Who scores completions: reward functions in processes, reward models, or a mixture of both."""
 
     def begin(self) -> Scoring:
         """A new scoring; what an earlier one has not finished is given up."""
         ...
-
-
-class AtOnce:
-    """A `Scoring` by any `Scorer`: all completions together, at the end."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-        self._given: list[Samples] = []
-
-    def add(self, samples: Samples) -> None:
-        """See `Scoring`."""
-        self._given.append(samples)
-
-    def turn(self) -> None:
-        """There is nothing to do yet."""
-
-    def results(self) -> list[Result]:
-        """See `Scoring`."""
-        groups = [number for number, part in enumerate(self._given) for _ in range(len(part))]
-        return self._scorer.score(joined(self._given), groups) if groups else []
-
-
-def begin(scorer: Scorer) -> Scoring:
-    """A scoring by `scorer`, as early as it can."""
-    return scorer.begin() if isinstance(scorer, Streaming) else AtOnce(scorer)
 
 
 def text_of(completion: Any) -> str:

@@ -17,10 +17,10 @@ from psigrad.rollout.cache import KVCache
 from psigrad.rollout.distribution import draw
 from psigrad.rollout.graphs import Recorded
 from psigrad.rollout.shared_cache import SharedCache
-from psigrad.rollout.types import Completion, Request, SamplingParams
+from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
 
 
-class EmbeddedSampler:
+class EmbeddedSampler(Sampler):
     """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at
     once, waiting groups enter as slots come free.
 
@@ -28,6 +28,8 @@ class EmbeddedSampler:
     matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
     and replayed, on a GPU.
     """
+
+    exact = True
 
     def __init__(
         self,
@@ -39,17 +41,16 @@ class EmbeddedSampler:
         self.model, self.max_batch, self.progress, self.cuda_graphs = model, max_batch, progress, cuda_graphs
 
     @torch.inference_mode()
-    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The completions of each request, in order. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
-        done = dict(complete for step in self.steps(requests, params) for complete in step)
-        return [done[place] for place in range(len(requests))]
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`. The rows of `cache` are named when the last request is complete.
 
-    @torch.inference_mode()
-    def steps(self, requests: list[Request], params: SamplingParams) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Stepping`. What the trainer may keep (`models/kept.py`) is named when the last request is complete."""
+        Raises `UserError` where a prompt leaves no room for `max_tokens`.
+        """
         check_room(self.model, requests, params)
         self.model.switch(training=False)
-        batch = _Batch(self.model, requests, params, self.max_batch, self.cuda_graphs)
+        batch = _Batch(self.model, requests, params, self.max_batch, self.cuda_graphs, self.model.usable(cache))
         yield batch.completed()
         while batch.waiting or batch.sequences.size:
             batch.admit()
@@ -66,7 +67,7 @@ class EmbeddedSampler:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
         self.model.switch(training=False)
-        batch = _Batch(self.model, [request], params, 1, self.cuda_graphs)
+        batch = _Batch(self.model, [request], params, 1, self.cuda_graphs, None)
         batch.admit()
         for place in range(params.max_tokens):
             yield int(batch.ids[0, place])
@@ -91,7 +92,13 @@ class _Batch:
     """The state of one call: what waits, what is being decoded (aligned with the cache's slots), what has been written."""
 
     def __init__(
-        self, model: LanguageModel, requests: list[Request], params: SamplingParams, max_batch: int, cuda_graphs: bool
+        self,
+        model: LanguageModel,
+        requests: list[Request],
+        params: SamplingParams,
+        max_batch: int,
+        cuda_graphs: bool,
+        cache: ActivationCache | None,
     ) -> None:
         self.model, self.requests, self.params, self.max_batch = model, requests, params, max_batch
         self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
@@ -121,7 +128,7 @@ class _Batch:
         self.owner = np.repeat(np.arange(len(requests)), np.diff(firsts))
         # completions that each request still lacks, and the requests that lack none since they were last asked for
         self.lacking, self.complete = np.diff(firsts), [r for r in range(len(requests)) if not requests[r].seeds]
-        self.kept = model.keeping
+        self.kept = cache
         # where each prompt's first token and each written token but the last went among the kept rows
         self.prompt_rows: dict[int, int] = {}
         self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None

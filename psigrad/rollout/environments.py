@@ -53,7 +53,8 @@ def resolve(environment: str | Factory) -> Factory:
             known = ", ".join(games.GAMES)
             hint = nearest(environment, games.GAMES) or "."
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")
-        return games.GAMES[environment]
+        built_in: Factory = games.GAMES[environment]
+        return built_in
     found = imported_callable(environment, "environment")
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from psigrad.rollout.types import Completion, Request, SamplingParams
+from psigrad.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 
-class ScriptedSampler:
+class ScriptedSampler(Sampler):
     """`script(prompt_ids, seed)` gives the token ids of a completion and their log-probs; it ends at the first stop token or at
     `max_tokens`, as any sampler's does.
     """
@@ -17,15 +18,18 @@ class ScriptedSampler:
     ) -> None:
         self.script, self.eos_token_ids = script, eos_token_ids
 
-    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The scripted completions of each request, in order."""
-        return [[self._complete(request.prompt_ids, seed, params) for seed in request.seeds] for request in requests]
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: Any = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`: one request after the other."""
+        for place, request in enumerate(requests):
+            yield [(place, [self._complete(request.prompt_ids, seed, params) for seed in request.seeds])]
 
     def _complete(self, prompt_ids: tuple[int, ...], seed: int, params: SamplingParams) -> Completion:
         ids, logprobs = self.script(prompt_ids, seed)
         stops = {*self.eos_token_ids, *params.stop_token_ids}
         end = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids) + 1)
         count = min(end, len(ids), params.max_tokens)
-        reason = "stop" if count and ids[count - 1] in stops else "length"
+        reason: FinishReason = "stop" if count and ids[count - 1] in stops else "length"
         kept = tuple(logprobs[:count])
         return Completion(tuple(ids[:count]), kept, kept, reason, seed)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.rollout.distribution import draw
 from psigrad.rollout.embedded import check_room
-from psigrad.rollout.types import Completion, Request, SamplingParams
+from psigrad.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 
 class _Drawer(LogitsProcessor):
@@ -32,22 +34,26 @@ class _Drawer(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """Left-padded batches of at most `max_batch` sequences through `model.generate`."""
+
+    exact = True
 
     def __init__(self, model: LanguageModel, max_batch: int = 256) -> None:
         self.model, self.max_batch = model, max_batch
 
     @torch.inference_mode()
-    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The completions of each request, in order. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`: all in one step. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
         check_room(self.model, requests, params)
         self.model.hf.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
         done = iter(
             [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
         )
-        return [[next(done) for _ in request.seeds] for request in requests]
+        yield [(place, [next(done) for _ in request.seeds]) for place, request in enumerate(requests)]
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
@@ -72,9 +78,8 @@ class TransformersSampler:
         drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
         # the model's own generation config may hold sampling settings (top_k 20 in Qwen3's): only ours may act
         config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
-        out = self.model.hf.generate(
-            ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer])
-        )
+        generate: Any = self.model.hf.generate
+        out = generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
         tokens = out[:, width:].tolist()
         logprobs, sampling = (torch.stack(x, 1).float().tolist() for x in (drawer.logprobs, drawer.sampling_logprobs))
         return [_completion(tokens[i], logprobs[i], sampling[i], set(stops), seed) for i, (_, seed) in enumerate(batch)]
@@ -83,5 +88,5 @@ class TransformersSampler:
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
     """Cut after the first stop token; what generate wrote behind it is padding."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
-    reason = "stop" if ids[count - 1] in stops else "length"
+    reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

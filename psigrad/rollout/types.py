@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from psigrad.models.fused.activation_cache import ActivationCache
 
 FinishReason = Literal["stop", "length"]
 
@@ -64,21 +68,26 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-class Sampler(Protocol):
-    """Who samples. The embedded sampler, transformers' generate, vLLM and the scripted fake all are one."""
+class Sampler(ABC):
+    """Who samples: the embedded sampler, transformers' generate, vLLM, or one of your own (see `samplers.py`)."""
+
+    exact: bool = False
+    """Whether its log-probs are those of the trainer's own forward pass in float32, to rounding. Then a batch that is trained on
+    in several passes need not be run forward again first."""
+
+    @abstractmethod
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """Sample, and after each step tell the places of the requests that it completed, with their completions.
+
+        A sampler that runs the trainer's own weights may fill `cache` with what it computes.
+        """
 
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
         """The completions of each request, in the order of the requests and of their seeds."""
-        ...
-
-
-@runtime_checkable
-class Stepping(Protocol):
-    """A `Sampler` that tells which requests are complete while others are still being written."""
-
-    def steps(self, requests: list[Request], params: SamplingParams) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """`sample` step by step: after each, the places of the requests that it completed, with their completions."""
-        ...
+        done = dict(complete for step in self.steps(requests, params) for complete in step)
+        return [done[place] for place in range(len(requests))]
 
 
 @dataclass(frozen=True)

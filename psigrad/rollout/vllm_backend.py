@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.models import backbone
+from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.rollout.embedded import check_room
-from psigrad.rollout.types import Completion, Request, SamplingParams
+from psigrad.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
 
 # Read when vLLM is imported. The engine must live in this process: weights then reach it as they are, without a copy.
 _ENVIRONMENT = {
@@ -42,7 +43,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torc
 _OPEN: list[VLLMSampler] = []
 
 
-class VLLMSampler:
+class VLLMSampler(Sampler):
     """At most `max_batch` sequences at once in an engine with the weights of `model`.
 
     `memory` is the share of a GPU's memory that the engine may take, weights and cache; on a CPU the cache takes
@@ -85,8 +86,13 @@ class VLLMSampler:
             raise UserError("This vLLM sampler was closed: a process runs one engine, and a newer sampler has taken its place.")
         return self._engine
 
-    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The completions of each request, in order. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`: all in one step. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+        yield list(enumerate(self._sampled(requests, params)))
+
+    def _sampled(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
         check_room(self.model, requests, params)
         self.synchronise()
         stops = sorted({*self.model.eos_token_ids, *params.stop_token_ids})
@@ -259,7 +265,7 @@ def _completion(out: Any, seed: int, params: SamplingParams) -> Completion:
     """What the engine wrote. At temperature 0 it tells log-probs at temperature 1, as our other samplers do."""
     logprobs = tuple(float(step[token].logprob) for step, token in zip(out.logprobs, out.token_ids, strict=True))
     drawn = (0.0,) * len(logprobs) if params.temperature == 0 else logprobs
-    reason = "stop" if out.finish_reason == "stop" else "length"
+    reason: FinishReason = "stop" if out.finish_reason == "stop" else "length"
     return Completion(tuple(out.token_ids), logprobs, drawn, reason, seed)
 
 
@@ -278,4 +284,5 @@ def _with_policy(model: LanguageModel, request: Request, group: list[Completion]
 def _probe(model: LanguageModel) -> list[int]:
     """Token ids drawn once and for all."""
     length = min(PROBE_TOKENS, model.max_length - 1)
-    return np.random.default_rng(0).integers(0, model.vocabulary, length).tolist()
+    ids: list[int] = np.random.default_rng(0).integers(0, model.vocabulary, length).tolist()
+    return ids

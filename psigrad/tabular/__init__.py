@@ -1,6 +1,6 @@
 """Markov decision processes and their solvers. Imports numpy and scipy and nothing else of psigrad.
 
-Read mdp.py and bellman.py, then solvers.py (the model is known), then prediction.py and control.py (it is not).
+Read mdp.py and bellman.py, then solvers.py (the model is known), then prediction.py and td_control.py (it is not).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psigrad.tabular.bellman import (
     uniform_policy,
 )
 from psigrad.tabular.classics import cliff_walking, forest, random_walk, shortest_path_4x4, teleport_5x5, windy_gridworld
-from psigrad.tabular.grid import ACTIONS, ARROWS, GridWorld
+from psigrad.tabular.grid_world import ACTIONS, ARROWS, GridWorld
 from psigrad.tabular.gymnasium_models import from_gymnasium, from_outcomes
 from psigrad.tabular.mdp import MDP, discounted_return
 from psigrad.tabular.prediction import (
@@ -31,8 +31,8 @@ from psigrad.tabular.prediction import (
     td,
     td_lambda,
 )
-from psigrad.tabular.sampling import Episode, Simulator, rollouts
 from psigrad.tabular.schedules import exponential, inverse_visits, linear
+from psigrad.tabular.simulation import Episode, Simulator, rollouts
 from psigrad.tabular.solvers import (
     Solution,
     modified_policy_iteration,

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse
 from scipy.sparse import linalg
 
-from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
+from psigrad.tabular.mdp import MDP, BoolArray, FloatArray, IntArray, Matrix, gamma_is_one
 from psigrad.tabular.termination import closed_classes
-
-__all__ = [
-    "advantages",
-    "bellman_residual",
-    "epsilon_greedy",
-    "evaluate",
-    "expected_steps",
-    "greedy",
-    "occupancy",
-    "policy_model",
-    "q_values",
-    "softmax_policy",
-    "uniform_policy",
-]
 
 TIE = 1e-12
 Policy = IntArray | FloatArray
@@ -158,18 +146,29 @@ def _solve(mdp: MDP, policy: Policy, right: FloatArray) -> FloatArray:
                     "is not finite; give a policy that ends, or use gamma below 1."
                 )
             keep[states] = False
-    system = np.flatnonzero(keep)
-    out = np.zeros(mdp.n_states)
+    return _discounted(model, np.flatnonzero(keep), mdp.gamma, right)
+
+
+def _discounted(model: Matrix, system: IntArray, gamma: float, right: FloatArray, *, transposed: bool = False) -> FloatArray:
+    """x [S] with (I − γ·P)·x = right on the states of `system` and 0 elsewhere, or with Pᵀ in place of P."""
+    out = np.zeros(right.size)
     if not system.size:
         return out
-    if sparse.issparse(model):
-        part = model[system][:, system]
-        matrix = (sparse.eye_array(system.size) - mdp.gamma * part).tocsc()
-        out[system] = linalg.splu(matrix).solve(right[system])
-    else:
-        matrix = np.eye(system.size) - mdp.gamma * model[np.ix_(system, system)]
-        out[system] = np.linalg.solve(matrix, right[system])
+    part = model[system][:, system]
+    eye = sparse.eye_array(system.size) if sparse.issparse(model) else np.eye(system.size)
+    matrix = (eye - gamma * part).T if transposed else eye - gamma * part
+    solved = linalg.splu(matrix.tocsc()).solve if sparse.issparse(model) else partial(np.linalg.solve, matrix)
+    out[system] = solved(right[system])
     return out
+
+
+def _reaching(matrix: Matrix, states: BoolArray) -> BoolArray:
+    """[S]: `states` and every state from which a path of nonzero entries of `matrix` (S, S) leads to one of them."""
+    while True:
+        wider = states | (np.asarray(matrix @ states.astype(np.float64)) > 0)
+        if (wider == states).all():
+            return states
+        states = wider
 
 
 def evaluate(mdp: MDP, policy: ArrayLike) -> FloatArray:
@@ -192,14 +191,8 @@ def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
     stuck = np.zeros(mdp.n_states)
     for states in closed_classes(model, ends):
         stuck[states] = 1.0
-    reached = stuck > 0
-    while True:
-        wider = reached | (np.asarray(model @ reached.astype(np.float64)) > 0)
-        if (wider == reached).all():
-            break
-        reached = wider
     steps = _solve(mdp, policy, np.where(stuck > 0, 0.0, alive))
-    return np.where(reached, np.inf, steps)
+    return np.where(_reaching(model, stuck > 0), np.inf, steps)
 
 
 def occupancy(mdp: MDP, policy: ArrayLike) -> FloatArray:
@@ -208,24 +201,7 @@ def occupancy(mdp: MDP, policy: ArrayLike) -> FloatArray:
     start = np.where(mdp.is_terminal, 0.0, mdp.start_distribution)
     if gamma_is_one(mdp.gamma) and not np.isfinite(expected_steps(mdp, policy)[start > 0]).all():
         raise ValueError("gamma is 1 and this policy may never end, so its visits are not finite; use gamma below 1.")
-    return _solve_visits(mdp, policy, start)
-
-
-def _solve_visits(mdp: MDP, policy: Policy, start: FloatArray) -> FloatArray:
-    """d = start + γ·P_πᵀ·d over the states that the start can reach."""
+    # d = start + γ·P_πᵀ·d over the states that the start can reach
     model, _ = policy_model(mdp, policy)
-    reached = start > 0
-    while True:
-        wider = reached | (np.asarray(model.T @ reached.astype(np.float64)) > 0)
-        if (wider == reached).all():
-            break
-        reached = wider
-    system = np.flatnonzero(reached & ~mdp.is_terminal)
-    visits = np.zeros(mdp.n_states)
-    part = model[system][:, system]
-    if sparse.issparse(model):
-        matrix = (sparse.eye_array(system.size) - mdp.gamma * part).T.tocsc()
-        visits[system] = linalg.splu(matrix).solve(start[system])
-    else:
-        visits[system] = np.linalg.solve((np.eye(system.size) - mdp.gamma * part).T, start[system])
-    return visits
+    reached = _reaching(model.T, start > 0) & ~mdp.is_terminal
+    return _discounted(model, np.flatnonzero(reached), mdp.gamma, start, transposed=True)

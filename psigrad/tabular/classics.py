@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from psigrad.tabular.grid import MOVES, Cell
+from psigrad.tabular.grid_world import MOVES, Cell
 from psigrad.tabular.mdp import MDP
-
-__all__ = ["cliff_walking", "forest", "random_walk", "shortest_path_4x4", "teleport_5x5", "windy_gridworld"]
 
 Rule = Callable[[Cell, Cell], tuple[Cell, float]]
 

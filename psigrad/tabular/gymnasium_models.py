@@ -7,11 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from psigrad.tabular.mdp import MDP
-
-__all__ = ["from_gymnasium", "from_outcomes"]
-
-DENSE_UP_TO = 512
+from psigrad.tabular.mdp import DENSE_UP_TO, MDP
 
 
 def from_gymnasium(env: Any, gamma: float) -> MDP:

@@ -16,13 +16,13 @@ from scipy import sparse
 
 from psigrad.tabular.termination import hopeless_states
 
-__all__ = ["MDP", "BoolArray", "FloatArray", "IntArray", "Matrix", "discounted_return"]
-
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 Matrix: TypeAlias = Any  # a float64 array or a scipy CSR array
 PROBABILITY_SLACK = 1e-9
+# States up to which a table is dense where the form is ours to choose.
+DENSE_UP_TO = 512
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from psigrad.tabular.mdp import FloatArray
-from psigrad.tabular.sampling import Episode
 from psigrad.tabular.schedules import Schedule, at
-
-__all__ = ["batch_monte_carlo", "batch_td", "lambda_returns", "monte_carlo", "n_step_returns", "td", "td_lambda"]
+from psigrad.tabular.simulation import Episode
 
 
 def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | None = None) -> FloatArray:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Schedule", "exponential", "inverse_visits", "linear"]
-
 Schedule = float | Callable[[int], float]
 
 

@@ -12,6 +12,7 @@ Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson 19
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,7 @@ from numpy.typing import ArrayLike
 from scipy import sparse
 
 from psigrad.tabular.bellman import (
+    Policy,
     checked_policy,
     checked_value,
     evaluate,
@@ -30,18 +32,8 @@ from psigrad.tabular.bellman import (
     q_values,
 )
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
-from psigrad.tabular.sweeps import Sweep, change_bounds, is_finished, residual_bounds, rounding
+from psigrad.tabular.sweeps import Step, Sweep, change_bounds, is_finished, residual_bounds, rounding
 from psigrad.tabular.termination import safe_policy
-
-__all__ = [
-    "Solution",
-    "modified_policy_iteration",
-    "policy_evaluation",
-    "policy_iteration",
-    "prioritised_sweeping",
-    "solve",
-    "value_iteration",
-]
 
 Method = Literal["policy_iteration", "value_iteration", "modified_policy_iteration"]
 EXACT_UP_TO = 5_000
@@ -77,13 +69,25 @@ def policy_evaluation(
     model, rewards = policy_model(mdp, policy)
     steps = float(expected_steps(mdp, policy).max()) if gamma_is_one(mdp.gamma) else None
     backup = _in_place(model, rewards[:, None], mdp.gamma, range(mdp.n_states)) if in_place else _of_chain(mdp, model, rewards)
-    iteration = 0
-    while True:
-        iteration += 1
+    yield from _repeated(mdp, "evaluate", backup, old, not in_place, epsilon, steps, policy)
+
+
+def _repeated(
+    mdp: MDP,
+    step: Step,
+    backup: Callable[[FloatArray], FloatArray],
+    old: FloatArray,
+    synchronous: bool,
+    epsilon: float,
+    steps: float | None = None,
+    policy: Policy | None = None,
+) -> Iterator[Sweep]:
+    """V ← backup(V) until the bound is met."""
+    for iteration in itertools.count(1):
         new = backup(old)
-        slack = rounding(mdp, new)
-        bounds = change_bounds(mdp, new - old, slack, not in_place, steps)
-        sweep = Sweep(mdp, iteration, "evaluate", new, _largest(new - old), *bounds, policy)
+        change, slack = new - old, rounding(mdp, new)
+        bounds = change_bounds(mdp, change, slack, synchronous, steps)
+        sweep = Sweep(mdp, iteration, step, new, _largest(change), *bounds, policy)
         yield sweep
         if is_finished(sweep, epsilon, slack):
             return
@@ -108,17 +112,7 @@ def value_iteration(
         raise ValueError("order is for in_place=True and names every state once; drop it, or give a permutation of the states.")
     states = range(mdp.n_states) if order is None else np.asarray(order).tolist()
     backup = _in_place(mdp.transitions, mdp.rewards, mdp.gamma, states) if in_place else _best_of(mdp)
-    iteration = 0
-    while True:
-        iteration += 1
-        new = backup(old)
-        change = new - old
-        slack = rounding(mdp, new)
-        sweep = Sweep(mdp, iteration, "back up", new, _largest(change), *change_bounds(mdp, change, slack, not in_place))
-        yield sweep
-        if is_finished(sweep, epsilon, slack):
-            return
-        old = new
+    yield from _repeated(mdp, "back up", backup, old, not in_place, epsilon)
 
 
 def policy_iteration(
@@ -234,6 +228,15 @@ def prioritised_sweeping(
         yield sweep
         if not heap or is_finished(sweep, epsilon, slack):
             return
+
+
+SOLVERS: dict[str, Callable[..., Iterator[Sweep]]] = {
+    "value_iteration": value_iteration,
+    "policy_iteration": policy_iteration,
+    "modified_policy_iteration": modified_policy_iteration,
+    "prioritised_sweeping": prioritised_sweeping,
+}
+"""The solvers that yield sweeps, by name; each takes an MDP and, as keywords, `value` and `epsilon`."""
 
 
 def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = None, epsilon: float = 1e-8) -> Solution:

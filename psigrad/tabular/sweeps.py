@@ -1,4 +1,4 @@
-"""What a solver shows after each step, and the bound on the error that goes with it."""
+"""The state of a solver after each step, with a bound on its error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 
 from psigrad.tabular.bellman import greedy, q_values
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, gamma_is_one
-
-__all__ = ["Step", "Sweep", "change_bounds", "is_finished", "residual_bounds", "rounding"]
 
 Step = Literal["evaluate", "improve", "back up"]
 UNIT = 2.0**-53

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse import csgraph
 
-__all__ = ["closed_classes", "hopeless_states", "safe_policy"]
-
 BoolArray = NDArray[np.bool_]
 
 

@@ -1,6 +1,6 @@
 """Many episodes side by side: sampled with one draw per step for all of them, or enumerated with their probabilities.
 
-`sampling.rollouts` plays one episode after the other in anything with reset and step; here the model is known, so a step of all
+`simulation.rollouts` plays one episode after the other in anything with reset and step; here the model is known, so a step of all
 episodes is one search in a table.
 """
 
@@ -13,9 +13,7 @@ from numpy.typing import ArrayLike
 
 from psigrad.tabular.bellman import checked_policy
 from psigrad.tabular.mdp import MDP, BoolArray, FloatArray, IntArray
-from psigrad.tabular.sampling import Episode, outcomes
-
-__all__ = ["Paths", "all_paths", "sample_paths"]
+from psigrad.tabular.simulation import Episode, outcomes
 
 
 @dataclass(frozen=True, eq=False)

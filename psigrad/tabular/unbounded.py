@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from psigrad.tabular.grid import Cell, GridWorld
-
-__all__ = ["UnboundedGrid"]
+from psigrad.tabular.grid_world import Cell, GridWorld
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

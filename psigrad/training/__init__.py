@@ -1,1 +1,1 @@
-"""How models are trained: `loop.py` (online) and `offline.py` (SFT), and what both stand on."""
+"""How models are trained: `online.py` (RL) and `offline.py` (recorded data), and what both stand on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,8 @@ class AdamW:
         steps: list[Tensor],
         shrink: float,
     ) -> None:
-        adamw(
+        step: Any = adamw
+        step(
             parameters,
             gradients,
             *moments,
@@ -113,7 +115,8 @@ class AdamW:
             stored, moments = self.halves[name], [self.state[name][key] for key in _MOMENTS]
             assert stored.grad is not None
             decay = self.weight_decay if stored.dim() > 1 else 0.0
-            found.append(Half(self.parameters[name], stored, stored.grad.contiguous(), *moments, int(step), decay))
+            first, second = moments
+            found.append(Half(self.parameters[name], stored, stored.grad.contiguous(), first, second, int(step), decay))
         _native().step(found, lr, self.betas, self.eps, 1 / shrink)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ def cycle(
     step: Callable[[State], tuple[State, str]],
     evaluate: Callable[[State], None],
     save: Callable[[State], None],
-    *,
     settings: Run,
     eval_steps: int,
     journal: Journal,

@@ -17,8 +17,9 @@ from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
-from psigrad.training.collect import Prompt, rollout
+from psigrad.training.generation import rollout
 from psigrad.training.journal import Clock, Journal
+from psigrad.training.ledger import Prompt
 
 
 @dataclass(frozen=True)

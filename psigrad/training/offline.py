@@ -1,9 +1,10 @@
-"""Training on recorded data, the offline kin of loop.py: SFT, reward models and the preference family are tasks of it."""
+"""Training on recorded data, SFT, reward models and the preference family are tasks of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -60,17 +61,9 @@ class Offline:
 
 def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
-    return cycle(
-        run.task.name,
-        state,
-        run.total_steps,
-        lambda s: step(run, s),
-        lambda s: _evaluate(run, s),
-        save,
-        settings=run.config.run,
-        eval_steps=run.config.evaluation.eval_steps,
-        journal=run.journal,
-    )
+    often = run.config.evaluation.eval_steps
+    turn, evaluate = partial(step, run), partial(_evaluate, run)
+    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal)
 
 
 def step(run: Offline, state: State) -> tuple[State, str]:
@@ -81,7 +74,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     figures: dict[str, float] = {}
     with clock("time/update"):
         shares = run.task.shares(rows, config.micro_batch_tokens)
-        norm = run.optimizer.step([lambda share=share: _counted(share, figures) for share in shares], lr)
+        norm = run.optimizer.step([partial(_counted, share, figures) for share in shares], lr)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
         **figures,

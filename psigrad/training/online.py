@@ -1,26 +1,55 @@
-"""What one online run consists of."""
+"""Online reinforcement learning, whole: sample -> score -> advantage -> loss -> optimiser step -> record.
+
+Read this file first. The mathematics is that of `algorithm`, a `PolicyGradient`: `prepare` makes the advantages, `loss` the loss.
+Who samples is the `Sampler`, who judges the `Scorer`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from psigrad import seeds
 from psigrad.config import OnlineConfig
+from psigrad.errors import UserError
+from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import PolicyGradient
-from psigrad.objective.preference_catalog import OnlinePreference
-from psigrad.rewards import Scorer
+from psigrad.objective import Batch, PolicyGradient, Prepared, Totals
+from psigrad.objective.online_preference import OnlinePreference
+from psigrad.objective.penalty import adapted, kl_penalty
+from psigrad.objective.preference import Preference
+from psigrad.records.rows import rollout_row
+from psigrad.rewards import Scorer, check_unscored
 from psigrad.rollout.episodes import Episodes
-from psigrad.rollout.types import Sampler, SamplingParams
-from psigrad.training.collect import Prompt
+from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
+from psigrad.training.best_and_worst import pick
+from psigrad.training.collate import MicroBatch, micro_batches, minibatches, scored_groups, to_batch
+from psigrad.training.cycle import cycle
 from psigrad.training.evaluate import Evaluator
-from psigrad.training.journal import Journal
-from psigrad.training.update import Optimizer
+from psigrad.training.forward import log_probs, reference_log_probs, values, wide, widened
+from psigrad.training.generation import rollout
+from psigrad.training.journal import Clock, Journal
+from psigrad.training.ledger import Prompt, prompts_from
+from psigrad.training.metrics import collection_metrics
+from psigrad.training.state import State
+from psigrad.training.tally import Outcome, Tally
+from psigrad.training.tasks.preference import PreferenceTask, reference_logps
+from psigrad.training.token_figures import TokenFigures, log_probs_of
+from psigrad.training.update import Optimizer, learning_rate, step_together
+
+# Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
+COMPARE_EVERY, COMPARED = 4, 20
 
 
 @dataclass(frozen=True)
-class Critic:
+class ValueModel:
     """A critic of its own: a model, its optimiser, and its peak learning rate."""
 
     model: ScalarModel
@@ -32,10 +61,9 @@ class Critic:
 class Online:
     """The parts of one online run.
 
-    `reference` is the frozen model of the KL term (the model itself under LoRA). `exact_sampling` says that the sampler's
-    log-probs are the trainer's to float32 rounding, so that they need not be computed again before several passes over a
-    batch. Where the algorithm needs a critic and `critic` is None, the policy's own value head is the critic. With
-    `episodes` a completion is an episode of several turns, and `scorer` may be None: the environment rewards.
+    `reference` is the frozen model of the KL term (the model itself under LoRA). Where the algorithm needs a critic and `critic`
+    is None, the policy's own value head is the critic. With `episodes` a completion is an episode of several turns, and `scorer`
+    may be None: the environment rewards.
     """
 
     config: OnlineConfig
@@ -49,7 +77,287 @@ class Online:
     params: SamplingParams
     total_steps: int
     journal: Journal
-    exact_sampling: bool
     evaluator: Evaluator | None = None
-    critic: Critic | None = None
+    critic: ValueModel | None = None
     episodes: Episodes | None = None
+
+    @property
+    def exact_sampling(self) -> bool:
+        """Whether the sampler's log-probs need not be computed again before several passes over a batch."""
+        return self.sampler.exact and not self.model.why_padded and self.model.network.dtype == torch.float32
+
+
+def train(run: Online, state: State, save: Callable[[State], None]) -> State:
+    """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
+
+    def evaluate(state: State) -> None:
+        if run.evaluator is not None:
+            run.evaluator.record(run.model, run.sampler, state.step, run.journal)
+
+    often = run.config.evaluation.eval_steps
+    name, turn = run.algorithm.name or "policy gradient", partial(step, run)
+    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal)
+
+
+def step(run: Online, state: State) -> tuple[State, str]:
+    """One step: from `state` to the next, with what the progress bar shows."""
+    number, clock, config = state.step + 1, Clock(), run.config
+    lr = learning_rate(config.optim, state.step, run.total_steps)
+    cache = activation_cache(run)
+    collected = collect(run, state, clock, cache)
+    outcome = Outcome({}, state.algorithm)
+    if collected.groups:
+        with clock("time/update"):
+            outcome = learn(run, collected.groups, state, lr, cache)
+    trajectories = collected.trajectories
+    tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in trajectories)
+    metrics = {
+        **collection_metrics(trajectories, config.num_generations),
+        **outcome.metrics,
+        "learning_rate": lr,
+        "num_tokens": tokens,
+        "groups": len(collected.groups),
+        "prompts": collected.prompts,
+    }
+    record(run, collected, outcome, number)
+    run.journal.metrics(number, metrics)
+    run.journal.timings(number, clock, sum(len(t.completion.ids) for t in trajectories))
+    run.optimizer.check(number)
+    nonfinite, cursor = run.optimizer.nonfinite, collected.cursor
+    after = replace(state, step=number, cursor=cursor, tokens=tokens, nonfinite=nonfinite, algorithm=outcome.algorithm)
+    return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
+
+
+def activation_cache(run: Online) -> ActivationCache | None:
+    """For what sampling computes under the weights that train, so that training need not compute it again."""
+    if run.config.model.gradient_checkpointing or run.episodes is not None:  # an episode is sampled turn by turn
+        return None
+    return ActivationCache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Scored completions of one step: all of them, and the groups that are trained on."""
+
+    trajectories: list[Trajectory]
+    groups: list[list[Trajectory]]
+    cursor: int
+    prompts: int
+
+
+def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | None = None) -> Collected:
+    """Completions of `prompts_per_step` prompts, scored. With dynamic sampling, groups without signal are replaced by new prompts
+    (DAPO, Yu et al. 2025), at most `max_refills` times.
+    """
+    config, cursor = run.config, state.cursor
+    trajectories: list[Trajectory] = []
+    groups: list[list[Trajectory]] = []
+    refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
+    for _ in range(1 + (config.max_refills if refills else 0)):
+        wanted = prompts_from(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
+        fresh = rollout(
+            run.sampler,
+            run.scorer,
+            wanted,
+            run.params,
+            num_generations=config.num_generations,
+            seed_of=partial(seed_at, config.run.seed, cursor),
+            model=run.model,
+            version=state.step,
+            episodes=run.episodes,
+            missing_eos_penalty=config.missing_eos_penalty,
+            cache=cache,
+            phase=clock,
+        )
+        cursor += len(wanted)
+        trajectories += fresh
+        check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
+        found = scored_groups(fresh, config.num_generations, run.algorithm.min_group_size)
+        groups += [g for g in found if not refills or len({t.reward for t in g}) > 1]
+        if len(groups) == config.prompts_per_step:
+            break
+    return Collected(trajectories, groups, cursor, cursor - state.cursor)
+
+
+def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
+    """The seed of completion k of a step's i-th prompt, whose place in the endless sequence of prompts names the step too."""
+    return seeds.derive(seed, "sample", cursor + i, k)
+
+
+def learn(
+    run: Online, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
+) -> Outcome:
+    """All optimiser steps on one collection. Rows without gradient skip the forward pass; without any, no weight moves."""
+    if isinstance(run.algorithm, OnlinePreference):
+        return learn_preferences(run, run.algorithm.loss, groups, state, lr, cache)
+    config, algorithm, batch = run.config, run.algorithm, to_batch(groups)
+    cache = run.model.usable(cache)
+    tally = Tally()
+    batch = with_old_values(run, algorithm, batch, state.step, tally, cache)
+    prepared = algorithm.prepare(batch, state.algorithm)  # the advantages
+    optimizers = [(run.optimizer, lr)]
+    if run.critic is not None:  # it follows the same schedule from a peak of its own
+        own = replace(config.optim, learning_rate=run.critic.learning_rate)
+        optimizers.append((run.critic.optimizer, learning_rate(own, state.step, run.total_steps)))
+    seen = TokenFigures(sum(map(len, groups[: config.record_tokens])), prepared)
+    ids = torch.unique(batch.group).cpu()
+    for iteration in range(config.num_iterations):
+        for share in minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration):
+            part = torch.isin(batch.group.cpu(), ids[share])
+            wanted = prepared.needs_gradient.cpu() & part
+            if not bool(wanted.any()):
+                continue
+            tally.steps += 1
+            totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
+            micros = micro_batches(batch, wanted, config.micro_batch_tokens)
+            tally.stepped(step_together(optimizers, losses(run, algorithm, prepared, micros, totals, tally, seen, cache)))
+    check_gap(run, tally.mean_gap, state.step + 1)
+    advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
+    figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
+    after = prepared.state
+    if isinstance(algorithm.surrogate, kl_penalty) and tally.steps:  # its coefficient follows the KL of the last optimiser step
+        after = adapted(algorithm.surrogate, after, tally.last.get("policy/approxkl_avg", 0.0))
+    return Outcome({**figures, **tally.result()}, after, advantage, seen.rows())
+
+
+def with_old_values(
+    run: Online, algorithm: PolicyGradient, batch: Batch, step: int, tally: Tally, cache: ActivationCache | None
+) -> Batch:
+    """The batch with what is computed before the first optimiser step: log-probs of the reference and, where the sampler's will
+    not do, of the policy; values of the critic.
+    """
+    model, budget, temperature = run.model, run.config.micro_batch_tokens, run.params.temperature
+    if algorithm.needs_reference and not algorithm.needs_exact_kl:
+        if run.reference is None:
+            raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
+        batch = replace(batch, logp_ref=reference_log_probs(run.reference, batch, budget, temperature))
+    reuses = cache is not None and bool(cache.slabs)  # then the log-probs that are trained on are the sampler's own
+    enough = run.exact_sampling or single_pass(run)
+    tally.compares = enough and not reuses
+    if reuses and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
+        # other completions each time, run forward without the cache
+        size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
+        some = torch.zeros(len(batch.mask), dtype=torch.bool)
+        some[present[(torch.arange(size) + count * size) % len(present)]] = True
+        rows = some.to(batch.mask.device)
+        tally.gap(log_probs(model, batch, budget, temperature, wanted=some)[rows], batch.select(rows))
+    if not enough:
+        again = log_probs(model, batch, budget, temperature, cache=cache)
+        if not reuses:
+            tally.gap(again, batch)
+        batch = replace(batch, logp_old=again)
+    if algorithm.needs_critic:
+        batch = replace(batch, value=values(model if run.critic is None else run.critic.model, batch, budget, cache))
+    return batch
+
+
+def single_pass(run: Online) -> bool:
+    """Whether each collection is trained on in a single optimiser step."""
+    return run.config.num_iterations * run.config.num_minibatches == 1
+
+
+def losses(
+    run: Online,
+    algorithm: PolicyGradient,
+    prepared: Prepared,
+    micros: Sequence[MicroBatch],
+    totals: Totals,
+    tally: Tally,
+    seen: TokenFigures,
+    cache: ActivationCache | None,
+) -> Iterator[Callable[[], Tensor]]:
+    """The losses of one optimiser step, a function per forward pass: those of the policy, then, without its activations beside
+    them, a critic's of its own.
+    """
+    device, width = prepared.batch.mask.device, prepared.batch.mask.shape[1]
+
+    def policy(micro: MicroBatch) -> Tensor:
+        rows = micro.rows.to(device)
+        evaluation = run.model.evaluate(
+            micro.inputs,
+            temperature=run.params.temperature,
+            entropy=algorithm.needs_entropy,
+            kl_to=run.reference if algorithm.needs_exact_kl else None,
+            value=algorithm.needs_critic and run.critic is None,
+            cache=cache,
+        )
+        part, evaluation = prepared.select(rows), widened(evaluation, width)
+        seen.see(rows, evaluation)
+        if tally.steps == 1 and tally.compares:
+            tally.gap(evaluation.logp.detach(), part.batch)
+        if single_pass(run):
+            # the policy that is trained is the policy that sampled: its ratio is 1 by definition, whatever the sampler's rounding
+            part = replace(part, batch=replace(part.batch, logp_old=evaluation.logp.detach()))
+        share = algorithm.loss if run.critic is None else algorithm.policy_loss
+        return tally.add(share(part, evaluation, totals, prepared.state))
+
+    def value(micro: MicroBatch, critic: ValueModel) -> Tensor:
+        part = prepared.select(micro.rows.to(device))
+        return tally.add(algorithm.critic_loss(part, wide(critic.model.values(micro.inputs), width), totals))
+
+    for micro in micros:
+        yield partial(policy, micro)
+    if run.critic is not None:
+        if cache is not None:
+            cache.clear()  # the policy has learnt from it
+        for micro in micros:
+            yield partial(value, micro, run.critic)
+
+
+def check_gap(run: Online, gap: float, number: int) -> None:
+    """Stop where the completions cannot have come from the policy that is trained."""
+    half = run.model.network.dtype in (torch.bfloat16, torch.float16)
+    bound = run.config.max_logp_difference or (0.1 if half else 1e-3)
+    if not gap <= bound:
+        raise UserError(
+            f"At step {number} sampler and trainer disagree by {gap:.2g} in mean log-probability, above the bound {bound:.2g}: "
+            "the completions did not come from the policy that is trained. Look at the sampler, or raise max_logp_difference."
+        )
+
+
+def learn_preferences(
+    run: Online, loss: Preference, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None
+) -> Outcome:
+    """`learn` by a preference loss on the best and the worst of each group. A group of equal rewards is left out.
+
+    Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
+    """
+    config, picked, tally = run.config, pick(groups), Tally()
+    reference = None
+    if loss.needs_reference and picked.pairs:
+        if run.reference is None:
+            raise UserError(f"{loss.name} reads a reference model and none was loaded.")
+        answers = [[p.chosen, p.rejected] for p in picked.pairs]
+        reference = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
+    task = PreferenceTask(run.model, loss, picked.pairs, reference, cache)
+    for iteration in range(config.num_iterations):
+        for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
+            tally.steps += 1
+            shares = task.shares(rows.tolist(), config.micro_batch_tokens)
+            norm = run.optimizer.step([partial(tally.of, share) for share in shares], lr)
+            tally.stepped(None if norm is None else [norm])
+    signs = torch.zeros(picked.rows)
+    signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
+    metrics = {**(tally.result() if tally.steps else {"updates": 0}), "pairs": len(picked.pairs)}
+    return Outcome(metrics, dict(state.algorithm), signs.tolist())
+
+
+def record(run: Online, collected: Collected, outcome: Outcome, number: int) -> None:
+    """rollouts.jsonl gets every completion of the step; those that were trained on with their advantage, and the first groups
+    token by token.
+    """
+    rows: dict[int, Any] = {p.index: p.row for p in run.prompts}
+    used = [t for group in collected.groups for t in group]
+    advantage = {id(t): a for t, a in zip(used, outcome.advantages, strict=False)}
+    shown = {id(t) for group in collected.groups[: run.config.record_tokens] for t in group}
+    tokens: dict[int, dict[str, Any]] = {id(t): own for t, own in zip(used, outcome.tokens, strict=False)}
+    run.journal.rollouts(
+        [
+            {
+                **rollout_row(t, number, "train", rows[t.row].prompt, advantage.get(id(t))),
+                **(log_probs_of(t.completion) if id(t) in shown else {}),
+                **tokens.get(id(t), {}),
+            }
+            for t in collected.trajectories
+        ]
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Advance(Protocol):
@@ -30,9 +30,15 @@ def bar(description: str, total: float, *, shown: bool = True, done: float = 0) 
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns) as progress:
-        task = progress.add_task(description, total=total, completed=done, note="")
+        task = progress.add_task(
+            description,
+            total=total,
+            completed=done,  # type: ignore[arg-type]
+            note="",
+        )
 
         def advance(count: float = 1, note: str = "") -> None:
-            progress.update(task, advance=count, **({"note": note} if note else {}))
+            fields: dict[str, Any] = {"note": note} if note else {}
+            progress.update(task, advance=count, **fields)
 
         yield advance

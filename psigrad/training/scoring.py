@@ -15,7 +15,8 @@ from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.models.packing import Groups, Ids
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
-from psigrad.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored, begin
+from psigrad.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
+from psigrad.rewards.types import joined
 from psigrad.training.tasks.reward import step_values
 
 
@@ -44,7 +45,11 @@ class ModelScorer:
         """What ends a step, for a process reward model; empty: the model judges whole texts."""
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
-    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
+    def begin(self) -> Scoring:
+        """All groups in few forward passes at the end, since the policy samples on the same device until then."""
+        return Scoring(lambda groups: self.score(joined(groups)))
+
+    def score(self, samples: Samples) -> list[Result]:
         """The model's score of every completion."""
         own = None if samples.prompt_ids is None else list(zip(samples.prompt_ids, samples.completion_ids, strict=True))
         if self.separator and own is not None:
@@ -113,22 +118,36 @@ class Mixture:
     scorers: Sequence[Scorer]
     weights: Sequence[float]
 
-    def score(self, samples: Samples, groups: Sequence[int] | None = None) -> list[Result]:
-        """One result per completion, in order; see `Scorer`."""
-        return self.added([scorer.score(samples, groups) for scorer in self.scorers])
-
     def begin(self) -> Scoring:
-        """Each scorer begins as early as it can; see `Streaming`."""
-        return _MixedScoring(self, [begin(scorer) for scorer in self.scorers])
+        """Each scorer begins as early as it can."""
+        return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
 
-    def added(self, given: Sequence[Sequence[Result]]) -> list[Result]:
-        """The sum of the scorers' results, completion by completion."""
-        return [self._added(results) for results in zip(*given, strict=True)]
+
+class MixedScoring(Scoring):
+    """A `Scoring` by several."""
+
+    def __init__(self, parts: Sequence[Scoring], weights: Sequence[float]) -> None:
+        self._parts, self._weights = parts, weights
+
+    def add(self, group: Samples) -> None:
+        """See `Scoring`."""
+        for part in self._parts:
+            part.add(group)
+
+    def turn(self) -> None:
+        """See `Scoring`."""
+        for part in self._parts:
+            part.turn()
+
+    def results(self) -> list[Result]:
+        """See `Scoring`."""
+        return [self._added(results) for results in zip(*(part.results() for part in self._parts), strict=True)]
 
     def _added(self, results: Sequence[Result]) -> Result:
-        total, parts, fault = 0.0, {}, None
+        total, fault = 0.0, None
+        parts: dict[str, float | None] = {}
         steps: list[tuple[int, float]] = []
-        for result, weight in zip(results, self.weights, strict=True):
+        for result, weight in zip(results, self._weights, strict=True):
             if isinstance(result, Unscored):
                 return result
             parts |= result.parts
@@ -136,22 +155,3 @@ class Mixture:
             steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
             fault = fault or (result if isinstance(result, Failed) else None)
         return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)
-
-
-@dataclass(frozen=True)
-class _MixedScoring:
-    """A `Scoring` by several."""
-
-    mixture: Mixture
-    parts: Sequence[Scoring]
-
-    def add(self, samples: Samples) -> None:
-        for part in self.parts:
-            part.add(samples)
-
-    def turn(self) -> None:
-        for part in self.parts:
-            part.turn()
-
-    def results(self) -> list[Result]:
-        return self.mixture.added([part.results() for part in self.parts])

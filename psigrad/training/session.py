@@ -19,7 +19,7 @@ import transformers
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, Run, SFTConfig
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
-from psigrad.records import checkpoint
+from psigrad.records import checkpoint, pins
 from psigrad.records.run_folder import RunFolder
 from psigrad.training import state
 from psigrad.training.journal import Journal
@@ -51,7 +51,8 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
     prepare_torch(config.run, recompute=not isinstance(config, ControlConfig) and config.model.gradient_checkpointing)
     path = Path(config.run.output_dir) if config.run.output_dir else _new_folder(recipe)
     settings = {"recipe": recipe, **to_dict(config)}
-    with RunFolder.open(path, settings, config.run.resume) as folder, StopSignal() as stop:
+    usual = to_dict(type(config)())
+    with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
         trackers = open_trackers(config.run.report_to, folder.path, settings)
         try:
             yield Journal(folder, trackers, stop)
@@ -125,14 +126,7 @@ def begin(
     the checkpoint was trained with.
     """
     if found is not None:
-        before = checkpoint.verify(found)
-        changed = [name for name, value in known.items() if before.get(name, value) != value]
-        if changed:
-            other = " and another ".join(changed)
-            raise UserError(
-                f"{journal.folder.path} was trained with another {other}; put it back to go on with this run, or choose another "
-                "output_dir."
-            )
+        pins.check_hashes(journal.folder.path, checkpoint.verify(found), known)
     first = fresh if found is None else state.restore(found, learners)
     why_padded = getattr(learners[0].model, "why_padded", "")
     journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=why_padded)

@@ -1,7 +1,7 @@
-"""How far people agree, and whether the side that a completion is shown on decides.
+"""Agreement between raters, and whether the side on which a completion is shown decides.
 
-`ratings` is always [R, U]: what each of R raters said of each of U units, NaN where they didn't. Numbers stand for categories
-where the level is nominal. A figure that nothing can be said about (no unit with two answers, or a single category) is NaN.
+`ratings` is always [R, U]: the answers of R raters to U units, NaN where there is none. At the nominal level numbers stand for
+categories. A figure that is undefined (no unit with two answers, or a single category) is NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Share:
+class Proportion:
     """A proportion of `n` with its Wilson interval, and the p-value of the exact two-sided binomial test against `null`."""
 
     value: float
@@ -30,20 +30,20 @@ class Share:
     null: float
 
 
-def share(count: int, n: int, null: float = 0.5, confidence: float = 0.95) -> Share:
+def share(count: int, n: int, null: float = 0.5, confidence: float = 0.95) -> Proportion:
     """`count` of `n` as a proportion. All figures but `n` are NaN where n is 0."""
     if not n:
-        return Share(np.nan, np.nan, np.nan, 0, np.nan, null)
+        return Proportion(np.nan, np.nan, np.nan, 0, np.nan, null)
     test = stats.binomtest(int(count), int(n), null)
     interval = test.proportion_ci(confidence, method="wilson")
-    return Share(count / n, float(interval.low), float(interval.high), int(n), float(test.pvalue), null)
+    return Proportion(count / n, float(interval.low), float(interval.high), int(n), float(test.pvalue), null)
 
 
-def position_bias(chosen_left: ArrayLike, confidence: float = 0.95) -> Share:
-    """The share of choices that fell on the left side, against one half.
+def position_bias(chosen_left: ArrayLike, confidence: float = 0.95) -> Proportion:
+    """The share of choices that fell on the left side, tested against one half.
 
-    `chosen_left` has one boolean for each answer that chose a side. As sides are drawn at random, a share away from 1/2 is the
-    labeller's doing, whatever the completions are.
+    `chosen_left` has one boolean for each answer that chose a side. Sides are drawn at random, so a share away from 1/2 is a bias
+    of the labeller, whatever the completions are.
     """
     sides = np.asarray(chosen_left, dtype=bool)
     return share(int(sides.sum()), sides.size, 0.5, confidence)
@@ -57,7 +57,7 @@ def counts(ratings: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
 
 
 def percent_agreement(ratings: ArrayLike) -> float:
-    """Of all pairs of answers to one unit, the share that is equal."""
+    """The share of equal answers among all pairs of answers to one unit."""
     n, _ = counts(ratings)
     total = n.sum(1)
     pairs = (total * (total - 1)).sum()
@@ -128,7 +128,7 @@ def krippendorff_alpha(ratings: ArrayLike, level: Level = "nominal") -> float:
 def alpha_interval(
     ratings: ArrayLike, level: Level = "nominal", *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
 ) -> Alpha:
-    """`krippendorff_alpha` with an interval: units are drawn again with replacement, `draws` times."""
+    """`krippendorff_alpha` with a percentile bootstrap interval: `draws` resamples of the units."""
     each, values = _coincidences(ratings)
     units = len(each)
     if not units:

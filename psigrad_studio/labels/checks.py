@@ -1,4 +1,4 @@
-"""Whether what is stored agrees with itself. Nothing here is needed in operation; it is for tests, and for after an accident."""
+"""Consistency checks of the database, for tests and after an accident. Normal operation does not need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psigrad_studio.labels.schema import Assignment, Seat, Vote
 
 @reads
 def faults(session: Session) -> list[str]:
-    """Everything that contradicts the votes, which are the truth: one sentence each, none where all is well."""
+    """Everything that contradicts the votes, one sentence each; empty where all is well."""
     found = _damage(session)
     undone = set(session.scalars(select(Vote.supersedes).where(Vote.supersedes.is_not(None))))
     standing: dict[int, list[tuple[int, str]]] = {}
@@ -37,7 +37,7 @@ def faults(session: Session) -> list[str]:
 
 
 def _damage(session: Session) -> list[str]:
-    """What SQLite's own checks find; PostgreSQL keeps its references itself."""
+    """What SQLite's own checks find. PostgreSQL enforces its references itself."""
     if session.get_bind().dialect.name != "sqlite":
         return []
     found = [str(row[0]) for row in session.execute(text("PRAGMA integrity_check"))]

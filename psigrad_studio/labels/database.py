@@ -38,7 +38,7 @@ def wall_clock() -> int:
 
 @dataclass(frozen=True)
 class Database:
-    """An opened store. Safe to share between threads; processes open their own."""
+    """An open database. Threads may share it; processes open their own."""
 
     engine: Engine
     clock: Callable[[], int] = wall_clock
@@ -51,30 +51,30 @@ class Database:
         engine = self.engine.execution_options(psigrad_write=write)
         turn = self._turn if write else nullcontext()
         with turn, Session(engine, expire_on_commit=False) as session, session.begin():
-            session.connection()  # the lock first: time that is spent waiting must not count as lease
+            session.connection()  # take the lock before reading the clock, so that waiting does not shorten a lease
             session.info["now"] = self.clock()
             yield session
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self.engine.dispose()
 
 
 def now(session: Session) -> int:
-    """The time of this transaction in milliseconds; one value however long it takes."""
+    """The time of this transaction in milliseconds; the same for its whole duration."""
     return int(session.info["now"])
 
 
 def reads(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
-    """Make a function of a session one of a database: called in a transaction that only reads."""
+    """Turn a function of a session into one of a database, called in a read-only transaction."""
     return _in_transactions(function, write=False)
 
 
 def writes(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
-    """Make a function of a session one of a database: called in a transaction that is committed before the call returns.
+    """Turn a function of a session into one of a database, called in a transaction that is committed before it returns.
 
-    Where two transactions met (a key that both inserted, a deadlock, a lock held for too long) the loser is run again from
-    its beginning, so it sees what the winner did. Raises `Busy` when that never ends.
+    Where two transactions collide (the same new key, a deadlock, a lock held too long) the loser runs again from the start, so it
+    sees what the winner did. Raises `Busy` when the attempts are used up.
     """
     return _in_transactions(function, write=True)
 
@@ -113,9 +113,10 @@ def _met_another(error: DBAPIError) -> bool:
 
 
 def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Database:
-    """Open the labels at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`), migrated to this version.
+    """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`), and migrate it to this
+    version.
 
-    Raises `UserError` where it can't be opened, or was made by a newer version.
+    Raises `UserError` where it cannot be opened, or was made by a newer version.
     """
     url = _url(where)
     try:
@@ -123,7 +124,7 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
     except ModuleNotFoundError as error:
         raise UserError(f"PostgreSQL needs {error.name}, which isn't installed: pip install 'psigrad[postgres]'.") from error
     try:
-        # most often there is nothing to migrate, and no reason to wait for who is writing
+        # usually there is nothing to migrate, and no need to wait for writers
         with engine.begin() as connection:
             ready = migrate.is_current(connection)
         if not ready:
@@ -160,7 +161,7 @@ def _sqlite(url: URL) -> Engine:
         raise UserError("The labels need a file: name one, as in labels.db.")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # it holds password hashes
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # the file holds password hashes
     except OSError as error:
         raise UserError(f"The labels cannot be kept in {path}: {error.strerror}.") from error
     engine = create_engine(url, pool_size=16, connect_args={"check_same_thread": False})
@@ -170,7 +171,7 @@ def _sqlite(url: URL) -> Engine:
 
 
 def _prepare(connection: Any, record: object) -> None:
-    connection.isolation_level = None  # transactions begin where _begin says, and not where the driver guesses
+    connection.isolation_level = None  # _begin starts transactions, not the driver
     for pragma in ("busy_timeout = 5000", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
 

@@ -20,12 +20,12 @@ from sqlalchemy.orm import Session
 
 from psigrad.data import preferences as conversions
 from psigrad.errors import UserError
-from psigrad_studio.labels import material, people, standing
+from psigrad_studio.labels import completion_groups, label_data, people
 from psigrad_studio.labels.database import reads
+from psigrad_studio.labels.label_data import CurrentAnswer, LabelTexts, ProjectLabels
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Refusal
 from psigrad_studio.labels.schema import Assignment, User, Vote
-from psigrad_studio.labels.standing import Labels, Standing, Texts
 
 Votes = Literal["majority", "each"]
 
@@ -87,8 +87,8 @@ def dump(session: Session, person: Person, project_id: int, *, texts: bool = Tru
     stands. With `texts` each has its prompt and its completions (by place) with their origins.
     """
     project = people.require(session, person, project_id, "results")
-    labels = standing.load(session, project)
-    found = standing.texts(session, project) if texts else None
+    labels = label_data.load(session, project)
+    found = label_data.texts(session, project) if texts else None
     rows = select(Vote, Assignment, User.name).join(Assignment, Vote.assignment_id == Assignment.id)
     rows = rows.join(User, User.id == Vote.user_id).where(Vote.project_id == project.id).order_by(Vote.id)
     return [_dumped(vote, assignment, name, labels, found) for vote, assignment, name in session.execute(rows)]
@@ -110,20 +110,22 @@ def write(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-def _load(session: Session, person: Person, project_id: int, votes: Votes) -> tuple[Labels, Texts]:
+def _load(session: Session, person: Person, project_id: int, votes: Votes) -> tuple[ProjectLabels, LabelTexts]:
     if votes not in ("majority", "each"):
         raise Refusal(f"votes is {votes!r}; expected majority or each.")
     project = people.require(session, person, project_id, "results")
-    return standing.load(session, project), standing.texts(session, project)
+    return label_data.load(session, project), label_data.texts(session, project)
 
 
-def _ballots(labels: Labels, votes: Votes) -> Iterator[tuple[int, list[Standing]]]:
-    """What a row is made of: all answers to a task, or each."""
+def _ballots(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[CurrentAnswer]]]:
+    """The answers behind each row: all answers to a task, or each by itself."""
     for task, answers in sorted(labels.by_task().items()):
         yield from [(task, answers)] if votes == "majority" else [(task, [answer]) for answer in answers]
 
 
-def _pair(found: Exported, labels: Labels, texts: Texts, task: int, answers: list[Standing], margin: bool) -> None:
+def _pair(
+    found: Exported, labels: ProjectLabels, texts: LabelTexts, task: int, answers: list[CurrentAnswer], margin: bool
+) -> None:
     verdict = _majority(answers)
     if verdict not in ("a", "b"):
         found.left_out[verdict] += 1
@@ -137,16 +139,16 @@ def _pair(found: Exported, labels: Labels, texts: Texts, task: int, answers: lis
     found.rows.append(row | {"lineage": _lineage(labels, texts, [task], answers, share, best, worst)})
 
 
-def _sign(answer: Standing, verdict: str) -> int:
+def _sign(answer: CurrentAnswer, verdict: str) -> int:
     return 1 if answer.choice == verdict else -1 if answer.choice in ("a", "b") else 0
 
 
-def _majority(answers: list[Standing]) -> str:
+def _majority(answers: list[CurrentAnswer]) -> str:
     choice, count = Counter(a.choice for a in answers).most_common(1)[0]
     return str(choice) if 2 * count > len(answers) else "split"
 
 
-def _converted(found: Exported, labels: Labels, texts: Texts, votes: Votes, margin: bool) -> None:
+def _converted(found: Exported, labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: bool) -> None:
     """Rankings and ratings as pairs, by the same functions that convert files of them."""
     ranked = labels.project.kind == "ranking"
     for asked, completions, values, answers in (_rankings if ranked else _ratings)(labels, votes):
@@ -159,23 +161,23 @@ def _converted(found: Exported, labels: Labels, texts: Texts, votes: Votes, marg
             made = conversions.from_ratings([row | {"ratings": values}], name, scale=scale, margin=margin)
         found.left_out["tie"] += made.ties
         found.left_out["alone"] += made.alone
-        number = {material.digest(texts.completions[n]): n for n in completions}
+        number = {completion_groups.digest(texts.completions[n]): n for n in completions}
         for pair in made.rows:
-            best, worst = (number[material.digest(pair[side])] for side in ("chosen", "rejected"))
+            best, worst = (number[completion_groups.digest(pair[side])] for side in ("chosen", "rejected"))
             tasks = sorted({a.task for a in answers})
             found.rows.append(pair | {"lineage": _lineage(labels, texts, tasks, answers, None, best, worst)})
 
 
-def _rankings(labels: Labels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[Standing]]]:
+def _rankings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[CurrentAnswer]]]:
     """(prompt, completions, mean rank of each, answers)."""
     for task, answers in _ballots(labels, votes):
         asked = labels.tasks[task]
-        yield asked.prompt, asked.completions, standing.mean_ranks(answers, len(asked.completions)), answers
+        yield asked.prompt, asked.completions, label_data.mean_ranks(answers, len(asked.completions)), answers
 
 
-def _ratings(labels: Labels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[Standing]]]:
+def _ratings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[CurrentAnswer]]]:
     """(prompt, completions, mean rating of each, answers); with "each" one person's ratings of one prompt."""
-    groups: dict[tuple[int, int], dict[int, list[Standing]]] = {}
+    groups: dict[tuple[int, int], dict[int, list[CurrentAnswer]]] = {}
     for answer in labels.answers:
         asked = labels.tasks[answer.task]
         key = (asked.prompt, answer.user if votes == "each" else 0)
@@ -185,7 +187,7 @@ def _ratings(labels: Labels, votes: Votes) -> Iterator[tuple[int, list[int], lis
         yield prompt, list(rated), means, [a for answers in rated.values() for a in answers]
 
 
-def _thumbs(found: Exported, labels: Labels, answers: list[Standing], items: int) -> list[tuple[int, bool]]:
+def _thumbs(found: Exported, labels: ProjectLabels, answers: list[CurrentAnswer], items: int) -> list[tuple[int, bool]]:
     """(place, label) of the completions that the answers to one task call good or bad."""
     kind = labels.project.kind
     if kind == "pair":
@@ -197,7 +199,7 @@ def _thumbs(found: Exported, labels: Labels, answers: list[Standing], items: int
         found.left_out[verdict] += 1
         return []
     if kind == "ranking":
-        mean = standing.mean_ranks(answers, items)
+        mean = label_data.mean_ranks(answers, items)
         if min(mean) == max(mean):
             found.left_out["tie"] += 1
             return []
@@ -212,13 +214,19 @@ def _thumbs(found: Exported, labels: Labels, answers: list[Standing], items: int
     return [(0, rating > middle)]
 
 
-def _prompt(texts: Texts, prompt: int) -> dict[str, Any]:
+def _prompt(texts: LabelTexts, prompt: int) -> dict[str, Any]:
     content, columns = texts.prompts[prompt]
     return {"prompt": content, **columns}
 
 
 def _lineage(
-    labels: Labels, texts: Texts, tasks: list[int], answers: list[Standing], share: float | None, best: int, worst: int
+    labels: ProjectLabels,
+    texts: LabelTexts,
+    tasks: list[int],
+    answers: list[CurrentAnswer],
+    share: float | None,
+    best: int,
+    worst: int,
 ) -> dict[str, Any]:
     return {
         "project": labels.project.name,
@@ -230,7 +238,7 @@ def _lineage(
     }
 
 
-def _unanswered(found: Exported, labels: Labels) -> None:
+def _unanswered(found: Exported, labels: ProjectLabels) -> None:
     answered = {a.task for a in labels.answers}
     skipped = {a.task for a in labels.skips} - answered
     found.left_out["skipped"] += len(skipped)
@@ -239,14 +247,14 @@ def _unanswered(found: Exported, labels: Labels) -> None:
 
 
 def _uniform(found: Exported) -> Exported:
-    """The same columns in every row, in the same order: tables have one set of them."""
+    """The same columns in every row, in the same order, since tables have one set of columns."""
     names = dict.fromkeys(name for row in found.rows for name in row)
     names = dict.fromkeys([*(name for name in names if name != "lineage"), "lineage"])
     found.rows = [{name: row.get(name) for name in names} for row in found.rows]
     return found
 
 
-def _dumped(vote: Vote, assignment: Assignment, name: str, labels: Labels, texts: Texts | None) -> dict[str, Any]:
+def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels, texts: LabelTexts | None) -> dict[str, Any]:
     asked = labels.tasks[assignment.task_id]
     sides = {"ab"[place]: side for place, side in zip(assignment.display, ("left", "right"), strict=True)} if vote.choice else {}
     row = {

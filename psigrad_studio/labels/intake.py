@@ -1,4 +1,4 @@
-"""Bring completions into a project and make tasks of them. The same material brought in twice adds nothing the second time."""
+"""Import completions into a project and make tasks of them. Importing the same rows twice adds nothing the second time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from sqlalchemy.orm import Session
 
 from psigrad import seeds
 from psigrad.records.read import visible
-from psigrad_studio.labels import material, people
+from psigrad_studio.labels import completion_groups, people
+from psigrad_studio.labels.completion_groups import PromptGroup
 from psigrad_studio.labels.database import Database, now, reads, writes
-from psigrad_studio.labels.material import Group
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Refusal
-from psigrad_studio.labels.schema import Completion, Item, Origin, Project, Prompt, Seat, Task
+from psigrad_studio.labels.schema import LabelTask, Origin, Project, Seat, StoredCompletion, StoredPrompt, TaskItem
 
 CHUNK = 200
 """Prompts that are stored in one transaction; labelling goes on between two of them."""
 
 
 @dataclass(frozen=True)
-class Making:
-    """How tasks are made of what comes in."""
+class TaskOptions:
+    """How tasks are made from imported completions."""
 
     prompts: int | None = None
     """At most so many prompts of what comes in, drawn at random; None takes all. In a run a prompt counts once for each step."""
@@ -60,8 +60,8 @@ class Making:
 
 @dataclass(frozen=True)
 class Added:
-    """What an import added. `repeated` completions had a text that their prompt has already; `alone` prompts had too few
-    different completions to compare; `unusable` rows had an empty one; `known` tasks were there before.
+    """What an import added. `repeated` completions were there already; `alone` prompts had too few different completions to
+    compare; `unusable` rows had an empty completion; `known` tasks were there before.
     """
 
     prompts: int = 0
@@ -81,15 +81,18 @@ def add_rows(
     person: Person,
     project_id: int,
     rows: Iterable[Mapping[str, Any]],
-    making: Making | None = None,
+    making: TaskOptions | None = None,
     *,
     source: str = "rows",
     sampler: str | None = None,
     run: str | None = None,
 ) -> Added:
-    """Bring in rows; see `material.gather` for their columns. Raises `UserError` naming row and column, with nothing stored."""
+    """Import rows; see `completion_groups.gather` for their columns.
+
+    Raises `UserError` naming row and column, and then stores nothing.
+    """
     placed = ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
-    return _add_placed(database, person, project_id, placed, making or Making(), sampler, run)
+    return _add_placed(database, person, project_id, placed, making or TaskOptions(), sampler, run)
 
 
 def add_file(
@@ -97,13 +100,13 @@ def add_file(
     person: Person,
     project_id: int,
     path: str | Path,
-    making: Making | None = None,
+    making: TaskOptions | None = None,
     *,
     sampler: str | None = None,
     run: str | None = None,
 ) -> Added:
-    """Bring in a JSONL file: prompts with completions, pairs, or what `psigrad sample` wrote."""
-    return _add_placed(database, person, project_id, material.lines(Path(path)), making or Making(), sampler, run)
+    """Import a JSONL file: prompts with completions, pairs, or the output of `psigrad sample`."""
+    return _add_placed(database, person, project_id, completion_groups.lines(Path(path)), making or TaskOptions(), sampler, run)
 
 
 def add_run(
@@ -111,23 +114,23 @@ def add_run(
     person: Person,
     project_id: int,
     folder: str | Path,
-    making: Making | None = None,
+    making: TaskOptions | None = None,
     *,
     kind: str | None = "train",
     steps: range | None = None,
     across_steps: bool = False,
     name: str | None = None,
 ) -> Added:
-    """Bring in the rollouts of a run. Completions of one prompt are compared within a step, with `across_steps` over all of them.
+    """Import the rollouts of a run. Completions of one prompt are compared within a step, or over all steps with `across_steps`.
 
-    `kind` is "train", "eval" or None for both. `name` is what the lineage calls the run; None is its folder's name.
+    `kind` is "train", "eval" or None for both. `name` is the run's name in the lineage; None means the name of its folder.
     """
-    making, path = making or Making(), Path(folder)
+    making, path = making or TaskOptions(), Path(folder)
     name = name or (path if path.is_dir() else path.parent).resolve().name
-    rows = material.rollouts(path, kind, steps)
-    batches: Iterable[Iterable[tuple[str, Any]]] = [rows] if across_steps else material.by_step(rows)
+    rows = completion_groups.rollouts(path, kind, steps)
+    batches: Iterable[Iterable[tuple[str, Any]]] = [rows] if across_steps else completion_groups.by_step(rows)
     _may_add(database, person, project_id)
-    found = [material.gather(batch, run=name, skip_empty=True) for batch in batches]
+    found = [completion_groups.gather(batch, run=name, skip_empty=True) for batch in batches]
     groups = [group for each in found for group in each.groups.values()]
     return _store_all(database, person, project_id, groups, making) + Added(unusable=sum(each.unusable for each in found))
 
@@ -149,12 +152,12 @@ def add_pair(
         completion = one.get("completion")
         if isinstance(prompt, list) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        known = {name: one[name] for name in (*material.LINEAGE, "completion") if one.get(name) is not None}
+        known = {name: one[name] for name in (*completion_groups.LINEAGE, "completion") if one.get(name) is not None}
         rows.append(known | {"prompt": prompt, "completion": completion})
     if rows[0]["completion"] == rows[1]["completion"]:
         raise Refusal("The two completions are equal; nobody can choose between them.")
     placed = ((str(row.get("source") or "pair"), row) for row in rows)
-    return _add_placed(database, person, project_id, placed, Making(priority=1), None, None)
+    return _add_placed(database, person, project_id, placed, TaskOptions(priority=1), None, None)
 
 
 @reads
@@ -167,22 +170,22 @@ def _add_placed(
     person: Person,
     project_id: int,
     rows: Iterable[tuple[str, Any]],
-    making: Making,
+    making: TaskOptions,
     sampler: str | None,
     run: str | None,
 ) -> Added:
     _may_add(database, person, project_id)
-    found = material.gather(rows, run=run, sampler=sampler, gold=making.gold)
+    found = completion_groups.gather(rows, run=run, sampler=sampler, gold=making.gold)
     return _store_all(database, person, project_id, list(found.groups.values()), making)
 
 
 @reads
 def _may_add(session: Session, person: Person, project_id: int) -> None:
-    """Asked before anything is read, so that a stranger learns nothing of a path."""
+    """Check permission before anything is read, so that a stranger learns nothing about a path."""
     people.require(session, person, project_id, "manage")
 
 
-def _store_all(database: Database, person: Person, project_id: int, groups: list[Group], making: Making) -> Added:
+def _store_all(database: Database, person: Person, project_id: int, groups: list[PromptGroup], making: TaskOptions) -> Added:
     order = seeds.permutation(len(groups), "order", project_id, len(groups)).tolist()[: making.prompts]
     groups = [groups[i] for i in (order if making.shuffle else sorted(order))]
     total = Added()
@@ -192,23 +195,23 @@ def _store_all(database: Database, person: Person, project_id: int, groups: list
 
 
 @writes
-def _store(session: Session, person: Person, project_id: int, groups: list[Group], making: Making) -> Added:
+def _store(session: Session, person: Person, project_id: int, groups: list[PromptGroup], making: TaskOptions) -> Added:
     project = people.require(session, person, project_id, "manage")
     prompts, new_prompts = _keyed(
         session,
-        Prompt,
+        StoredPrompt,
         "project_id",
-        {(project_id, material.digest(g.prompt)): {"content": g.prompt, "columns": g.columns} for g in groups},
+        {(project_id, completion_groups.digest(g.prompt)): {"content": g.prompt, "columns": g.columns} for g in groups},
     )
-    owned = [(prompts[project_id, material.digest(g.prompt)], g) for g in groups]
+    owned = [(prompts[project_id, completion_groups.digest(g.prompt)], g) for g in groups]
     completions, new_completions = _keyed(
         session,
-        Completion,
+        StoredCompletion,
         "prompt_id",
         {(prompt, h): {"content": found[0].content} for prompt, g in owned for h, found in g.completions.items()},
     )
     origins = {
-        (completions[prompt, h], material.digest(one.about)): _origin(one.about)
+        (completions[prompt, h], completion_groups.digest(one.about)): _origin(one.about)
         for prompt, g in owned
         for h, found in g.completions.items()
         for one in found
@@ -261,16 +264,18 @@ def _origin(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tasks(project: Project, prompt: int, group: Group, making: Making) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
+def _tasks(
+    project: Project, prompt: int, group: PromptGroup, making: TaskOptions
+) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
     """(project, hash) and columns of each task of a prompt, beside them its completions' hashes in order of place."""
     for chosen in _sets(project, prompt, group, making):
-        # in order of their hashes, which is as good as random: the better sampler isn't always a
+        # ordered by hash, which is as good as random, so the better sampler is not always a
         placed = sorted(chosen)
         best = placed.index(group.best) if group.best in placed and project.kind == "pair" else None
-        yield (project.id, material.digest([prompt, placed])), {"prompt_id": prompt, "gold": best, "placed": placed}
+        yield (project.id, completion_groups.digest([prompt, placed])), {"prompt_id": prompt, "gold": best, "placed": placed}
 
 
-def _sets(project: Project, prompt: int, group: Group, making: Making) -> list[tuple[str, ...]]:
+def _sets(project: Project, prompt: int, group: PromptGroup, making: TaskOptions) -> list[tuple[str, ...]]:
     hashes = list(group.completions)
     draw: list[Hashable] = [project.seed, "tasks", prompt]
     if project.kind == "ranking":
@@ -295,7 +300,7 @@ def _store_tasks(
     project: Project,
     tasks: dict[tuple[int, str], dict[str, Any]],
     completions: Mapping[tuple[int, str], int],
-    making: Making,
+    making: TaskOptions,
 ) -> tuple[int, int]:
     """Tasks with their items and seats; how many are new, and how many were there."""
     keys = list(tasks)
@@ -304,10 +309,14 @@ def _store_tasks(
     at = now(session)
     there: set[str] = set()
     for part in _parts(keys):
-        there |= set(session.scalars(select(Task.hash).where(Task.project_id == project.id, Task.hash.in_([k[1] for k in part]))))
+        there |= set(
+            session.scalars(
+                select(LabelTask.hash).where(LabelTask.project_id == project.id, LabelTask.hash.in_([k[1] for k in part]))
+            )
+        )
     fresh = [key for key in keys if key[1] not in there]
     columns = {k: {"prompt_id": tasks[k]["prompt_id"], "gold": tasks[k]["gold"], "created_at": at} for k in fresh}
-    numbers, _ = _keyed(session, Task, "project_id", columns)
+    numbers, _ = _keyed(session, LabelTask, "project_id", columns)
     items, seats = [], []
     for key in fresh:
         number, prompt = numbers[key], tasks[key]["prompt_id"]
@@ -316,12 +325,12 @@ def _store_tasks(
         seat = {"project_id": project.id, "task_id": number, "turn": -making.priority, "done": False}
         seats += [seat] * _seats(project, key[1], making)
     if fresh:
-        session.execute(insert(Item), items)
+        session.execute(insert(TaskItem), items)
         session.execute(insert(Seat), seats)
     return len(fresh), len(there)
 
 
-def _seats(project: Project, task_hash: str, making: Making) -> int:
+def _seats(project: Project, task_hash: str, making: TaskOptions) -> int:
     overlap = making.overlap or project.overlap
     drawn = seeds.derive(project.seed, "overlap", task_hash) / 2**63
     return overlap if drawn < making.overlap_share else 1

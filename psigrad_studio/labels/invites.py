@@ -1,4 +1,4 @@
-"""Invite links: how people come in. There is no default account or password; `first` makes the first one's link."""
+"""Invite links. There is no default account or password; `first` makes the link of the first administrator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from psigrad_studio.labels import people, secret
+from psigrad_studio.labels import passwords, people
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.people import HOUR, Login, Person
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
@@ -27,7 +27,7 @@ class Invitation:
 
 @writes
 def first(session: Session) -> str:
-    """The first administrator's link, in place of earlier ones. Raises `Conflict` where somebody can log in already."""
+    """The link of the first administrator; earlier ones are revoked. Raises `Conflict` where somebody can already log in."""
     if session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is not None:
         raise Conflict("There is an administrator already; ask them for an invite.")
     open_ones = update(Invite).where(Invite.created_by.is_(None), Invite.accepted_at.is_(None), Invite.revoked_at.is_(None))
@@ -37,9 +37,9 @@ def first(session: Session) -> str:
 
 @writes
 def invite(session: Session, person: Person, project_id: int | None, role: str, lasts_ms: int = LASTS) -> str:
-    """A link's token that one person may use once. Without a project it makes an administrator of the studio.
+    """The token of a link that one person may use once. Without a project it makes an administrator of the studio.
 
-    Raises `Forbidden` where `person` doesn't manage the project.
+    Raises `Forbidden` where `person` does not manage the project.
     """
     if role not in ROLES or (project_id is None and role != "admin"):
         raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}, and admin where no project is named.")
@@ -51,11 +51,11 @@ def invite(session: Session, person: Person, project_id: int | None, role: str, 
 
 
 def _make(session: Session, person: Person | None, project_id: int | None, role: str, lasts_ms: int) -> str:
-    token, at = secret.token("invite"), now(session)
+    token, at = passwords.token("invite"), now(session)
     row = Invite(
         project_id=project_id,
         role=role,
-        token_hash=secret.hash_token(token),
+        token_hash=passwords.hash_token(token),
         created_by=person.id if person else None,
         created_at=at,
         expires_at=at + lasts_ms,
@@ -68,7 +68,7 @@ def _make(session: Session, person: Person | None, project_id: int | None, role:
 
 @reads
 def look(session: Session, token: str) -> Invitation:
-    """What the link offers. Raises `Missing` where it offers nothing (any more)."""
+    """What a link offers. Raises `Missing` where it is used, revoked or expired."""
     row = _open(session, token)
     project = session.get(Project, row.project_id) if row.project_id is not None else None
     return Invitation(row.role, project.name if project else None, row.expires_at)
@@ -85,7 +85,7 @@ def pending(session: Session, person: Person, project_id: int) -> list[dict[str,
 
 @writes
 def revoke(session: Session, person: Person, invite_id: int) -> None:
-    """Make a link useless. Raises `Missing` where there is none of that number that `person` may touch."""
+    """Revoke a link. Raises `Missing` where `person` may not touch a link of that number, or there is none."""
     row = session.get(Invite, invite_id)
     if row is None:
         raise Missing(f"There is no invite {invite_id}.")
@@ -98,9 +98,11 @@ def revoke(session: Session, person: Person, invite_id: int) -> None:
 
 
 def accept(database: Database, token: str, name: str, password: str) -> Login:
-    """Become a user by a link, logged in. Raises `Missing` where the link is used up, `Conflict` where the name is taken."""
+    """Create a user by a link, and log them in. Raises `Missing` where the link is used up, `Conflict` where the name is
+    taken.
+    """
     look(database, token)
-    return _accept(database, token, name, secret.hash_password(password))
+    return _accept(database, token, name, passwords.hash_password(password))
 
 
 @writes
@@ -113,7 +115,7 @@ def _accept(session: Session, token: str, name: str, hashed: str) -> Login:
 
 @writes
 def join(session: Session, person: Person, token: str) -> int | None:
-    """Use a link as somebody who is a user already; the project joined. A higher role that they have there stays."""
+    """Use a link as an existing user; returns the project. A higher role in the project is kept."""
     row = _open(session, token)
     _use(session, row, session.get_one(User, person.id))
     return row.project_id
@@ -121,7 +123,7 @@ def join(session: Session, person: Person, token: str) -> int | None:
 
 def _use(session: Session, row: Invite, user: User) -> None:
     at = now(session)
-    # one statement, so that of two people who follow the link at once only one gets in
+    # one statement, so that only one of two simultaneous users succeeds
     taken = update(Invite).where(Invite.id == row.id, Invite.accepted_at.is_(None)).values(accepted_by=user.id, accepted_at=at)
     if session.execute(taken.returning(Invite.id)).all() == []:
         raise Missing("This invite has been used; ask for a new one.")
@@ -137,7 +139,7 @@ def _use(session: Session, row: Invite, user: User) -> None:
 
 
 def _open(session: Session, token: str) -> Invite:
-    row = session.scalar(select(Invite).where(Invite.token_hash == secret.hash_token(token)))
+    row = session.scalar(select(Invite).where(Invite.token_hash == passwords.hash_token(token)))
     if row is None or row.accepted_at is not None or row.revoked_at is not None or row.expires_at <= now(session):
         raise Missing("This invite isn't known, has been used or has run out; ask for a new one.")
     return row

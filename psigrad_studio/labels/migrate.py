@@ -1,4 +1,4 @@
-"""Bring a database to the tables that this version works with."""
+"""Migrate a database to the tables of this version."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from psigrad.errors import UserError
 from psigrad_studio.labels.schema import Base
 
 FOLDER = Path(__file__).parent / "migrations"
-_LOCK = 7_024_661_309  # any number, as long as every version uses the same
+_LOCK = 7_024_661_309  # an arbitrary number, the same in all versions
 
 
 def scripts() -> ScriptDirectory:
-    """The migrations of this version, in Alembic's form."""
+    """The migrations of this version, as Alembic scripts."""
     return ScriptDirectory(str(FOLDER), version_locations=[str(FOLDER)])
 
 
 def is_current(connection: Connection) -> bool:
-    """Whether the database has seen every migration of this version, and no others."""
+    """Whether the database has exactly the migrations of this version."""
     return MigrationContext.configure(connection).get_current_heads() == tuple(scripts().get_heads())
 
 

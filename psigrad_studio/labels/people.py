@@ -1,7 +1,7 @@
-"""Who is asking, and what they may do: users, logins, sessions, API tokens and roles. `invites` brings people in.
+"""Users, logins, sessions, API tokens and roles: who is asking, and what they may do. `invites` adds people.
 
-A viewer reads results; a labeller labels and sees nobody's answers but their own; an admin of a project does both and manages
-it. An administrator of the studio (`admin`) is an admin of every project.
+A viewer sees results. A labeller labels, and sees no answers but their own. An admin of a project does both and manages it. An
+administrator of the studio (`admin`) is an admin of every project.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from psigrad_studio.labels import secret
+from psigrad_studio.labels import passwords
 from psigrad_studio.labels.database import Database, now, reads, writes
 from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal, TooMany, Unknown
 from psigrad_studio.labels.schema import ROLES, ApiToken, Audit, LoginFailure, LoginSession, Membership, Project, User
@@ -27,7 +27,9 @@ FAILURES, FAILURES_WITHIN = 10, HOUR // 4
 
 @dataclass(frozen=True)
 class Person:
-    """Who is asking. A program with a token may do no more than `role`, and nothing outside `project_id` where that is set."""
+    """The person behind a call. A program with a token may do no more than `role`, and nothing outside `project_id` where that is
+    set.
+    """
 
     id: int
     name: str
@@ -57,7 +59,7 @@ def actions(session: Session, person: Person, project_id: int) -> set[str]:
 
 
 def require(session: Session, person: Person, project_id: int, action: str) -> Project:
-    """The project, if `person` may do `action` there. Raises `Missing` where it isn't theirs to see, else `Forbidden`."""
+    """The project, if `person` may do `action` there. Raises `Missing` where they may not see it, else `Forbidden`."""
     allowed = actions(session, person, project_id)
     project = session.get(Project, project_id) if "see" in allowed else None
     if project is None:
@@ -69,25 +71,25 @@ def require(session: Session, person: Person, project_id: int, action: str) -> P
 
 
 def require_admin(session: Session, person: Person) -> None:
-    """Raises `Forbidden` unless `person` administers the studio."""
+    """Raises `Forbidden` unless `person` is an administrator of the studio."""
     user = session.get(User, person.id)
     if user is None or user.disabled_at is not None or not user.admin or person.role != "admin" or person.project_id is not None:
         raise Forbidden(f"{person.name!r} is no administrator of this studio; ask one.")
 
 
 def note(session: Session, person: Person | None, project_id: int | None, action: str, **about: object) -> None:
-    """A row of the audit."""
+    """Write a row of the audit."""
     at, who = now(session), person.id if person else None
     session.add(Audit(at=at, user_id=who, project_id=project_id, action=action, about=about))
 
 
 def folded(name: str) -> str:
-    """A name as it is compared: no two people differ only in case, width or spaces."""
+    """A name in the form that is compared: no two people differ only in case, width or spaces."""
     return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
 def new_user(session: Session, name: str, password: str | None, *, admin: bool = False) -> User:
-    """A user with a hash in place of `password`. Raises `Refusal` where the name can't be shown, `Conflict` where it is taken."""
+    """Create a user with this password hash. Raises `Refusal` where the name cannot be shown, `Conflict` where it is taken."""
     name = " ".join(name.split())
     _must_be_shown(name)
     if password is not None and folded(name) == LOCAL:
@@ -107,7 +109,7 @@ def _must_be_shown(name: str) -> None:
 
 @writes
 def local(session: Session) -> Person:
-    """The person at this machine, who needs no login: an administrator without a password, made at the first call."""
+    """The local user, who needs no login: an administrator without a password, created on the first call."""
     user = session.scalar(select(User).where(User.folded == LOCAL))
     if user is None:
         user = new_user(session, LOCAL, None, admin=True)
@@ -116,21 +118,19 @@ def local(session: Session) -> Person:
 
 @reads
 def empty(session: Session) -> bool:
-    """Whether nobody can log in yet: time for `invites.first`."""
+    """Whether nobody can log in yet, so that `invites.first` is needed."""
     return session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is None
 
 
 def log_in(database: Database, name: str, password: str) -> Login:
-    """A session for who knows the password.
-
-    Raises `Unknown` for a wrong name or password (the sentence is the same) and `TooMany` after ten failures in a quarter of
-    an hour under one name.
+    """A new session, by name and password. Raises `Unknown` for a wrong name or password (with the same message) and `TooMany`
+    after ten failures in a quarter of an hour under one name.
     """
     if not name.isprintable():
         raise Unknown("Name or password is wrong.")
     stored = _stored_password(database, folded(name))
-    # outside any transaction: a hash takes a tenth of a second, and a lock held for it would keep everybody waiting
-    good = secret.check_password(password, stored)
+    # outside a transaction: hashing takes a tenth of a second, too long to hold a lock
+    good = passwords.check_password(password, stored)
     login = _begin_session(database, folded(name), stored if good else None)
     if login is None:
         raise Unknown("Name or password is wrong.")
@@ -149,7 +149,7 @@ def _stored_password(session: Session, key: str) -> str | None:
 @writes
 def _begin_session(session: Session, key: str, stored: str | None) -> Login | None:
     user = session.scalar(select(User).where(User.folded == key, User.disabled_at.is_(None)))
-    # the password may have been changed while it was compared
+    # the password may have changed meanwhile
     if user is None or stored is None or user.password_hash != stored:
         session.execute(delete(LoginFailure).where(LoginFailure.at <= now(session) - FAILURES_WITHIN))
         session.add(LoginFailure(folded=key[:200], at=now(session)))
@@ -158,17 +158,17 @@ def _begin_session(session: Session, key: str, stored: str | None) -> Login | No
 
 
 def open_session(session: Session, user: User) -> Login:
-    """A new session of a user. The token is new each time, so that nobody can lay one down for another to log in with."""
-    token, start = secret.token("session"), now(session)
+    """A new session of a user. The token is always new, which prevents session fixation."""
+    token, start = passwords.token("session"), now(session)
     until = start + SESSION_FOR
-    hashed = secret.hash_token(token)
+    hashed = passwords.hash_token(token)
     session.add(LoginSession(user_id=user.id, token_hash=hashed, created_at=start, seen_at=start, expires_at=until))
-    return Login(_person(user), token, secret.csrf(token), until)
+    return Login(_person(user), token, passwords.csrf(token), until)
 
 
 def who(database: Database, token: str | None) -> Person:
-    """Who holds this session or API token. Raises `Unknown` where it is missing, wrong, ended or too old."""
-    hashed = secret.hash_token(token or "")
+    """The person behind a session token or an API token. Raises `Unknown` where it is missing, wrong, ended or expired."""
+    hashed = passwords.hash_token(token or "")
     person, stale = _found(database, hashed)
     if person is None:
         raise Unknown("The session or token isn't known or has run out; log in again.")
@@ -203,17 +203,17 @@ def _seen(session: Session, hashed: str) -> None:
 
 @writes
 def log_out(session: Session, token: str) -> None:
-    """End a session. Ending one that is over does nothing."""
-    for row in session.scalars(select(LoginSession).where(LoginSession.token_hash == secret.hash_token(token))):
+    """End a session. Ending an ended session does nothing."""
+    for row in session.scalars(select(LoginSession).where(LoginSession.token_hash == passwords.hash_token(token))):
         row.ended_at = row.ended_at or now(session)
 
 
 def change_password(database: Database, person: Person, old: str, new: str) -> None:
-    """Set a new password and end every session of the person. Raises `Forbidden` where the old one is wrong."""
+    """Set a new password and end all sessions of the person. Raises `Forbidden` where the old password is wrong."""
     stored = _stored_password(database, folded(person.name))
-    if not secret.check_password(old, stored):
+    if not passwords.check_password(old, stored):
         raise Forbidden("The old password is wrong; nothing was changed.")
-    _set_password(database, person, secret.hash_password(new))
+    _set_password(database, person, passwords.hash_password(new))
 
 
 @writes
@@ -224,7 +224,7 @@ def _set_password(session: Session, person: Person, hashed: str) -> None:
 
 
 def end_sessions(session: Session, user_id: int) -> None:
-    """End every session of a user."""
+    """End all sessions of a user."""
     for row in session.scalars(select(LoginSession).where(LoginSession.user_id == user_id, LoginSession.ended_at.is_(None))):
         row.ended_at = now(session)
 
@@ -239,9 +239,9 @@ def make_token(
     project_id: int | None = None,
     lasts_ms: int | None = None,
 ) -> tuple[int, str]:
-    """An API token for a program that acts for `person`: its number, and the token, which is shown this once.
+    """Create an API token for a program that acts for `person`. Returns its number and the token, which cannot be shown again.
 
-    It may do no more than `role`. A token can't make another. Raises `Refusal` on an unknown role.
+    It may do no more than `role`, and cannot create tokens. Raises `Refusal` on an unknown role.
     """
     if person.role != "admin" or person.project_id is not None:
         raise Forbidden("A token can't make tokens; log in with a password.")
@@ -250,13 +250,13 @@ def make_token(
     _must_be_shown(name)
     if project_id is not None:
         require(session, person, project_id, "see")
-    value, at = secret.token("api"), now(session)
+    value, at = passwords.token("api"), now(session)
     row = ApiToken(
         user_id=person.id,
         project_id=project_id,
         name=name,
         role=role,
-        token_hash=secret.hash_token(value),
+        token_hash=passwords.hash_token(value),
         created_at=at,
         expires_at=None if lasts_ms is None else at + lasts_ms,
     )
@@ -294,7 +294,7 @@ def everyone(session: Session, person: Person) -> list[dict[str, object]]:
 
 @writes
 def disable(session: Session, person: Person, user_id: int) -> None:
-    """Shut a user out at once: sessions end, tokens stop. What they answered stays."""
+    """Lock a user out at once: sessions and tokens end. Their answers stay."""
     require_admin(session, person)
     user = session.get(User, user_id)
     if user is None:

@@ -15,11 +15,11 @@ from psigrad_studio.labels import people
 from psigrad_studio.labels.database import now, reads, writes
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
-from psigrad_studio.labels.schema import KINDS, ROLES, Assignment, Membership, Project, Seat, Task, User, Vote
+from psigrad_studio.labels.schema import KINDS, ROLES, Assignment, LabelTask, Membership, Project, Seat, User, Vote
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProjectSettings:
     """What is asked in a project."""
 
     name: str
@@ -59,14 +59,14 @@ class ProjectInfo:
     """A project as one person sees it; `may` is a subset of see, results, label and manage."""
 
     id: int
-    settings: Settings
+    settings: ProjectSettings
     created_at: int
     closed_at: int | None
     may: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProjectProgress:
     """How far a project is. `answered` of `wanted` answers are there and `leased` are being given; `skipped` counts the skips
     that stand.
     """
@@ -81,7 +81,7 @@ class Progress:
 
 
 @writes
-def create(session: Session, person: Person, settings: Settings) -> int:
+def create(session: Session, person: Person, settings: ProjectSettings) -> int:
     """A new project with `person` as its admin; its number. Raises `Conflict` where the name is taken."""
     people.require_admin(session, person)
     name = settings.name.strip()
@@ -98,7 +98,7 @@ def create(session: Session, person: Person, settings: Settings) -> int:
 
 @reads
 def info(session: Session, person: Person, project_id: int) -> ProjectInfo:
-    """One project. Raises `Missing` where it isn't theirs to see."""
+    """One project. Raises `Missing` where `person` may not see it."""
     project = people.require(session, person, project_id, "see")
     return _info(session, person, project)
 
@@ -112,9 +112,10 @@ def mine(session: Session, person: Person) -> list[ProjectInfo]:
 
 @writes
 def change(session: Session, person: Person, project_id: int, changes: Mapping[str, Any]) -> None:
-    """Change instructions, lease_s, ties, both_bad, strengths or name, or raise the overlap. What was answered stays as it is.
+    """Change instructions, lease_s, ties, both_bad, strengths or name, or raise the overlap. Existing answers stay as they are.
 
-    A higher overlap asks for more answers to every task that has fewer; a lower one is refused, since answers may be there.
+    A higher overlap asks for more answers to every task that has fewer. A lower one is refused, since the answers may exist
+    already.
     """
     project = people.require(session, person, project_id, "manage")
     settings = _settings(project)
@@ -145,7 +146,7 @@ def _raise_overlap(session: Session, project_id: int, overlap: int) -> None:
 
 @writes
 def close(session: Session, person: Person, project_id: int, closed: bool = True) -> None:
-    """Take no more answers, or (with `closed` false) take them again."""
+    """Stop taking answers, or (with `closed` false) take them again."""
     project = people.require(session, person, project_id, "manage")
     project.closed_at = (project.closed_at or now(session)) if closed else None
     people.note(session, person, project_id, "project closed" if closed else "project opened")
@@ -153,7 +154,7 @@ def close(session: Session, person: Person, project_id: int, closed: bool = True
 
 @reads
 def members(session: Session, person: Person, project_id: int) -> list[dict[str, Any]]:
-    """Who takes part, by name: `id`, `name`, `role`, and whether they are `disabled`."""
+    """Members by name: `id`, `name`, `role`, and whether they are `disabled`."""
     people.require(session, person, project_id, "manage")
     rows = select(User, Membership.role).join(Membership, Membership.user_id == User.id)
     found = session.execute(rows.where(Membership.project_id == project_id).order_by(User.folded))
@@ -162,7 +163,7 @@ def members(session: Session, person: Person, project_id: int) -> list[dict[str,
 
 @writes
 def set_role(session: Session, person: Person, project_id: int, user_id: int, role: str | None) -> None:
-    """Give a user a role in the project, or take it away (None). What they answered stays."""
+    """Give a user a role in the project, or remove it (None). Their answers stay."""
     people.require(session, person, project_id, "manage")
     if role is not None and role not in ROLES:
         raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}{nearest(role, ROLES)}.")
@@ -179,16 +180,16 @@ def set_role(session: Session, person: Person, project_id: int, user_id: int, ro
 
 
 @reads
-def progress(session: Session, person: Person, project_id: int) -> Progress:
-    """How far the project is, counted from the answers themselves."""
+def progress(session: Session, person: Person, project_id: int) -> ProjectProgress:
+    """The progress of a project, counted from the answers."""
     people.require(session, person, project_id, "results")
     in_project = Seat.project_id == project_id
     counted = select(func.count()).select_from(Seat).where(in_project)
     standing = select(Vote.action, User.name, func.count()).join(Assignment, Assignment.vote_id == Vote.id)
     standing = standing.join(User, User.id == Vote.user_id).where(Vote.project_id == project_id)
     rows = session.execute(standing.group_by(Vote.action, User.name).order_by(User.name)).all()
-    tasks = select(func.count()).select_from(Task).where(Task.project_id == project_id)
-    return Progress(
+    tasks = select(func.count()).select_from(LabelTask).where(LabelTask.project_id == project_id)
+    return ProjectProgress(
         tasks=session.scalar(tasks) or 0,
         wanted=session.scalar(counted) or 0,
         answered=sum(n for action, _, n in rows if action == "vote"),
@@ -203,8 +204,8 @@ def _info(session: Session, person: Person, project: Project) -> ProjectInfo:
     return ProjectInfo(project.id, _settings(project), project.created_at, project.closed_at, may)
 
 
-def _settings(project: Project) -> Settings:
-    return Settings(
+def _settings(project: Project) -> ProjectSettings:
+    return ProjectSettings(
         name=project.name,
         kind=project.kind,
         instructions=project.instructions,
@@ -217,7 +218,7 @@ def _settings(project: Project) -> Settings:
     )
 
 
-def _columns(settings: Settings) -> dict[str, Any]:
+def _columns(settings: ProjectSettings) -> dict[str, Any]:
     return {
         "name": settings.name,
         "kind": settings.kind,

@@ -21,7 +21,7 @@ WIN, LOSS, TIE = 1.0, 0.0, 0.5
 
 
 class Undetermined(ValueError):
-    """The comparisons leave the strengths undetermined: some would be infinite, or nothing links them."""
+    """The comparisons do not determine the strengths: some would be infinite, or parts are not connected."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _counted(i: Whole, j: Whole, y: Floats) -> tuple[Whole, Whole, Floats, Float
 
 
 def _newton(i: Whole, j: Whole, y: Floats, times: Floats, n: int, ties: bool, precision: float) -> tuple[Floats, Floats, float]:
-    """The maximum, the negative Hessian there, and the log-likelihood, which is concave: steps are only ever shortened."""
+    """The maximum, the negative Hessian there, and the log-likelihood. It is concave, so steps are only ever shortened."""
     x = np.zeros(n + ties)
 
     def likelihood(z: Floats) -> float:

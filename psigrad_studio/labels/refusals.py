@@ -1,4 +1,4 @@
-"""Why the desk says no. Each kind is one class, so that whoever serves the desk can map it to one answer."""
+"""The errors of the label store. Each kind is a class with the HTTP status that a server answers."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from psigrad.errors import UserError
 
 
 class Refusal(UserError):
-    """The desk won't do what was asked. `status` is the HTTP status that says the same."""
+    """The call was refused. `status` is the matching HTTP status."""
 
     status = 400
 
 
 class Unknown(Refusal):
-    """Who asks isn't known: no session or token, a wrong one, or one that has run out."""
+    """The caller is not identified: no session or token, or a wrong or expired one."""
 
     status = 401
 
 
 class Forbidden(Refusal):
-    """Who asks is known and may not."""
+    """The caller is identified and may not do this."""
 
     status = 403
 
 
 class Missing(Refusal):
-    """There is no such thing, or none that the asker may see."""
+    """It does not exist, or the caller may not see it."""
 
     status = 404
 
 
 class Conflict(Refusal):
-    """Somebody or something was faster: a lease was lost, an answer stands already, a project is closed."""
+    """Something else came first: a lease was lost, an answer exists, a project is closed."""
 
     status = 409
 
@@ -42,6 +42,6 @@ class TooMany(Refusal):
 
 
 class Busy(Refusal):
-    """The database stayed locked; the same call may be made again, with the same key."""
+    """The database stayed locked. The same call may be repeated, with the same key."""
 
     status = 503

@@ -1,4 +1,4 @@
-"""What the answers of a project say: how far people agree, whether the side decides, and which sampler is the better one."""
+"""Results of a project: agreement, position bias, and a ranking of samplers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sqlalchemy.orm import Session
 
 from psigrad.errors import nearest
 from psigrad_studio.labels import agreement as statistics
-from psigrad_studio.labels import people, standing
-from psigrad_studio.labels.agreement import Alpha, Share
+from psigrad_studio.labels import label_data, people
+from psigrad_studio.labels.agreement import Alpha, Proportion
 from psigrad_studio.labels.database import reads
+from psigrad_studio.labels.label_data import CurrentAnswer, ProjectLabels
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.ranking import Ranking, Undetermined, bradley_terry
 from psigrad_studio.labels.refusals import Conflict, Refusal
 from psigrad_studio.labels.schema import CHOICES
-from psigrad_studio.labels.standing import Labels, Standing
 
 By = Literal["sampler", "run", "step", "completion"]
 PRIOR_SD = 3.0
@@ -53,13 +53,13 @@ class Agreement:
     alpha: dict[str, Alpha]
     fleiss: float | None
     cohen: list[Kappa]
-    position: dict[str, Share]
-    gold: dict[str, Share]
+    position: dict[str, Proportion]
+    gold: dict[str, Proportion]
 
 
 @dataclass(frozen=True)
-class Place:
-    """One line of a ranking: strength (sum 0, natural logarithms) with its interval, and the ranks that it may have."""
+class RankingLine:
+    """One line of a ranking: strength (natural logarithms, sum 0) with its interval, and the range of possible ranks."""
 
     name: str
     strength: float
@@ -71,14 +71,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Table:
+class RankingTable:
     """A Bradley–Terry ranking, the strongest first.
 
     `tie` is η of the model, `prior_sd` None where the strengths are maximum likelihood. Not counted are comparisons whose sides
     have the same name (`same`), and those of a text that several made (`shared`).
     """
 
-    places: list[Place]
+    places: list[RankingLine]
     comparisons: int
     tie: float
     prior_sd: float | None
@@ -88,8 +88,8 @@ class Table:
 
 @reads
 def agreement(session: Session, person: Person, project_id: int) -> Agreement:
-    """How far the people of a project agree, with themselves set against known answers where there are any."""
-    labels = standing.load(session, people.require(session, person, project_id, "results"))
+    """Agreement between the people of a project, and with known answers where there are any."""
+    labels = label_data.load(session, people.require(session, person, project_id, "results"))
     raters = sorted(labels.names, key=lambda n: labels.names[n])
     table = _matrix(labels, raters)
     answered = (~np.isnan(table)).sum(0)
@@ -111,7 +111,7 @@ def agreement(session: Session, person: Person, project_id: int) -> Agreement:
     )
 
 
-def _matrix(labels: Labels, raters: list[int]) -> Any:
+def _matrix(labels: ProjectLabels, raters: list[int]) -> Any:
     """[R, U] answers as numbers: the index of a choice, the order of the two of a pair (1, 2, 0 for equal), or a rating."""
     units: dict[tuple[int, ...], int] = {}
     cells = [
@@ -129,7 +129,7 @@ def _both(a: Any, b: Any) -> int:
     return int((~np.isnan(a) & ~np.isnan(b)).sum())
 
 
-def _units(answer: Standing) -> Iterator[tuple[tuple[int, ...], float]]:
+def _units(answer: CurrentAnswer) -> Iterator[tuple[tuple[int, ...], float]]:
     if answer.choice is not None:
         yield (answer.task,), CHOICES.index(answer.choice)
     elif answer.rating is not None:
@@ -140,17 +140,17 @@ def _units(answer: Standing) -> Iterator[tuple[tuple[int, ...], float]]:
             yield (answer.task, a, b), 0 if ranks[a] == ranks[b] else 1 if ranks[a] < ranks[b] else 2
 
 
-def _left(answer: Standing) -> bool | None:
+def _left(answer: CurrentAnswer) -> bool | None:
     return answer.display[0] == "ab".index(answer.choice) if answer.choice in ("a", "b") else None
 
 
-def _right(labels: Labels, answer: Standing) -> bool | None:
+def _right(labels: ProjectLabels, answer: CurrentAnswer) -> bool | None:
     gold = labels.tasks[answer.task].gold
     return None if gold is None else answer.choice == "ab"[gold]
 
 
-def _by_name(labels: Labels, question: Any) -> dict[str, Share]:
-    """The share of answers for which `question` is true, of those for which it isn't None, over all and by person."""
+def _by_name(labels: ProjectLabels, question: Any) -> dict[str, Proportion]:
+    """The share of answers for which `question` is true, among those for which it is not None, overall and by person."""
     found: dict[str, list[bool]] = {"": []}
     for answer in labels.answers:
         said = question(answer)
@@ -161,7 +161,7 @@ def _by_name(labels: Labels, question: Any) -> dict[str, Share]:
 
 
 @reads
-def ranking(session: Session, person: Person, project_id: int, by: By = "sampler") -> Table:
+def ranking(session: Session, person: Person, project_id: int, by: By = "sampler") -> RankingTable:
     """Bradley–Terry strengths of samplers, runs, steps of runs, or single completions, from all standing answers.
 
     "Both bad" counts as a tie; a ranking as its pairs; ratings as comparisons of one person's ratings of one prompt. Answers to
@@ -171,7 +171,7 @@ def ranking(session: Session, person: Person, project_id: int, by: By = "sampler
     if by not in ("sampler", "run", "step", "completion"):
         raise Refusal(f"by is {by!r}; expected sampler, run, step or completion{nearest(by, ('sampler', 'run', 'step'))}.")
     project = people.require(session, person, project_id, "results")
-    labels = standing.load(session, project)
+    labels = label_data.load(session, project)
     names = _names(session, labels, by)
     kept: list[tuple[str, str, float, int]] = []
     left_out: Counter[str] = Counter()
@@ -186,7 +186,7 @@ def ranking(session: Session, person: Person, project_id: int, by: By = "sampler
     return _table(kept, left_out)
 
 
-def _table(kept: list[tuple[str, str, float, int]], left_out: Counter[str]) -> Table:
+def _table(kept: list[tuple[str, str, float, int]], left_out: Counter[str]) -> RankingTable:
     order = sorted({name for one, other, _, _ in kept for name in (one, other)})
     index = {name: n for n, name in enumerate(order)}
     first, second = [index[k[0]] for k in kept], [index[k[1]] for k in kept]
@@ -195,25 +195,25 @@ def _table(kept: list[tuple[str, str, float, int]], left_out: Counter[str]) -> T
         found = bradley_terry(first, second, outcome, len(order), cluster=cluster)
     except Undetermined:
         found = bradley_terry(first, second, outcome, len(order), cluster=None, prior_sd=PRIOR_SD)
-    return Table(_places(found, order), len(kept), found.tie, found.prior_sd, left_out["same"], left_out["shared"])
+    return RankingTable(_places(found, order), len(kept), found.tie, found.prior_sd, left_out["same"], left_out["shared"])
 
 
-def _places(found: Ranking, names: list[str]) -> list[Place]:
+def _places(found: Ranking, names: list[str]) -> list[RankingLine]:
     low, high = found.interval()
     ranks = found.ranks()
     lines = [
-        Place(name, float(found.strength[n]), float(low[n]), float(high[n]), *ranks[n], int(found.comparisons[n]))
+        RankingLine(name, float(found.strength[n]), float(low[n]), float(high[n]), *ranks[n], int(found.comparisons[n]))
         for n, name in enumerate(names)
     ]
     return sorted(lines, key=lambda line: -line.strength)
 
 
-def _names(session: Session, labels: Labels, by: By) -> dict[int, str]:
-    """What each completion is called; one that several made has no name."""
+def _names(session: Session, labels: ProjectLabels, by: By) -> dict[int, str]:
+    """The name of each completion; a completion with several sources has none."""
     if by == "completion":
         return {n: str(n) for task in labels.tasks.values() for n in task.completions}
     found: dict[int, str] = {}
-    for completion, origins in standing.origins(session, labels.project).items():
+    for completion, origins in label_data.origins(session, labels.project).items():
         called = {_called(origin, by) for origin in origins}
         if len(called) == 1 and (name := called.pop()) is not None:
             found[completion] = name
@@ -226,7 +226,7 @@ def _called(origin: dict[str, Any], by: By) -> str | None:
     return origin[by] if by == "run" or origin[by] is None or origin["run"] is None else f"{origin['run']}: {origin[by]}"
 
 
-def _comparisons(labels: Labels) -> Iterator[tuple[int, int, float, int]]:
+def _comparisons(labels: ProjectLabels) -> Iterator[tuple[int, int, float, int]]:
     """(completion, completion, 1 where the first is better, 0 where the second, 0.5 for equal; cluster)."""
     if labels.project.kind.startswith("rating"):
         yield from _rated(labels)
@@ -240,7 +240,7 @@ def _comparisons(labels: Labels) -> Iterator[tuple[int, int, float, int]]:
                 yield items[a], items[b], (np.sign(answer.ranks[b] - answer.ranks[a]) + 1) / 2, answer.task
 
 
-def _rated(labels: Labels) -> Iterator[tuple[int, int, float, int]]:
+def _rated(labels: ProjectLabels) -> Iterator[tuple[int, int, float, int]]:
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for answer in labels.answers:
         task = labels.tasks[answer.task]

@@ -1,8 +1,8 @@
-"""The tables of the labelling desk.
+"""The tables of the labels.
 
-Times are milliseconds since 1970 UTC. Texts that models or people wrote are stored as ASCII JSON (`Document`), so that NUL, lone
-surrogates and everything else come back as they went in, on SQLite and PostgreSQL alike. `votes` and `audit` are append-only:
-triggers of the database refuse to change or delete their rows (see `migrations`).
+Times are milliseconds since 1970 UTC. Texts by models or people are stored as ASCII JSON (`Document`), so that NUL, lone
+surrogates and everything else are read back unchanged from SQLite and PostgreSQL. `votes` and `audit` are append-only: triggers
+of the database refuse to change or delete rows (see `migrations`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Doc = Annotated[Any, mapped_column(Document)]
 
 
 class Base(DeclarativeBase):
-    """What the tables share."""
+    """The base class of the tables."""
 
     metadata = MetaData(naming_convention=_CONVENTION)
     type_annotation_map: ClassVar[dict[Any, Any]] = {int: Big, str: Text()}
@@ -167,7 +167,7 @@ class Project(Base):
     closed_at: Mapped[int | None]
 
 
-class Prompt(Base):
+class StoredPrompt(Base):
     """A prompt, once per project. `columns` are the dataset columns that go through to the export."""
 
     __tablename__ = "prompts"
@@ -179,7 +179,7 @@ class Prompt(Base):
     columns: Mapped[Doc]
 
 
-class Completion(Base):
+class StoredCompletion(Base):
     """A text that answers a prompt, once per prompt however often it was sampled."""
 
     __tablename__ = "completions"
@@ -204,7 +204,7 @@ class Origin(Base):
     about: Mapped[Doc]
 
 
-class Task(Base):
+class LabelTask(Base):
     """One thing to answer: a pair, a list to rank, or one completion to rate. `hash` is of the unordered set of completions.
 
     `gold` is the known answer of a control task: the place of the best item, or the rating.
@@ -220,7 +220,7 @@ class Task(Base):
     created_at: Mapped[int]
 
 
-class Item(Base):
+class TaskItem(Base):
     """The completion at one place of a task. Places are in order of the completions' hashes, which tells nothing about them."""
 
     __tablename__ = "items"

@@ -1,6 +1,6 @@
-"""The runs page: what is in the folder of runs, read and never written.
+"""The runs page: reads the folder of runs and never writes to it.
 
-`files` reads growing files, `catalogue` finds runs, `history` is one run's figures, `signals` names them, `alerts` watches them,
-`rollouts` finds completions by their place in a file, `tokens` and `why` put them in figures and words; `shelf` keeps all of it,
-`curves` and `inspect` make it answers, `routes` gives them.
+`run_finder` finds runs; `files` reads growing files; `history` holds one run's figures and `rollout_index` where its completions
+are; `run_cache` keeps both for all runs. `curves`, `tokens`, `advantage_notes` and `rollout_views` make answers of them, which
+`run_routes` serves.
 """

@@ -1,4 +1,4 @@
-"""Curves as the page draws them: all points, or from where the page has them on; thinned where more than can be seen."""
+"""Curves for the page: all points, or those that the page does not have yet; thinned where there are too many to see."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 
 from psigrad.records.signals import BY_NAME
 from psigrad_studio.runs.history import History, Series
-from psigrad_studio.runs.shelf import Shelf
+from psigrad_studio.runs.run_cache import RunCache
 
 MOST_POINTS = 50_000
 SECONDS = 1.0
 
 
 def curves(
-    shelf: Shelf, run: str, generation: int, have: Mapping[str, int], names: Sequence[str] | None, axis: str
+    cache: RunCache, run: str, generation: int, have: Mapping[str, int], names: Sequence[str] | None, axis: str
 ) -> dict[str, Any]:
-    """A run's curves. What the page has of another generation counts for nothing."""
-    history = shelf.history(run)
+    """A run's curves. Points that the page has of another generation are ignored."""
+    history = cache.history(run)
     history.catch_up(SECONDS)
     with history.lock:
         mine = have if generation == history.generation else {}
@@ -41,12 +41,14 @@ def curves(
 
 
 def _usual(name: str) -> bool:
-    """Whether a figure is shown without being asked for: those that have a name here, and the mean of each reward function."""
+    """Whether a figure is shown by default: named signals, and the mean of each reward function."""
     return name in BY_NAME or (name.startswith("rewards/") and name.endswith("/mean"))
 
 
 def _curve(history: History, series: Series, have: int, axis: str, grids: dict[bytes, int]) -> dict[str, Any]:
-    """One curve from point `have` on. Its steps, which most curves share, are put into `grids` and named by their place there."""
+    """One curve from point `have` on. Curves share most of their steps, so these are put into `grids` and referred to by
+    index.
+    """
     count = len(series.steps)
     first = have if 0 <= have <= count else 0
     steps, values = series.steps[first:], series.values[first:]
@@ -63,7 +65,7 @@ def _curve(history: History, series: Series, have: int, axis: str, grids: dict[b
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """Places of the least and the largest value in each of most / 2 stretches, in order: what a picture shows of them all."""
+    """The indices of the minimum and the maximum in each of most / 2 stretches, in order, so that thinning keeps all extremes."""
     y = np.asarray(values, float)
     edges = np.linspace(0, len(y), most // 2 + 1).astype(int)
     kept = []

@@ -1,15 +1,14 @@
-"""Files that somebody else may be writing: read on from where the last look ended, without ever getting in the way."""
+"""Read files that another process may be writing, from where the last read ended, without disturbing it."""
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 CHUNK = 1 << 20
 LONGEST_LINE = 64 << 20
@@ -18,7 +17,9 @@ _MARK = 256
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, for reading. Raises `OSError` for whatever else there is: a link leads out of the folder, a pipe waits."""
+    """A regular file, opened for reading. Raises `OSError` for anything else: links could lead out of the folder, pipes would
+    block.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -26,17 +27,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         yield stream
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """A line as an object; None where it is none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
 def content(path: Path, most: int = 4 << 20) -> bytes:
-    """A small file whole; nothing where it is missing, larger than `most`, or unreadable."""
+    """A small file as a whole; empty where it is missing, larger than `most`, or unreadable."""
     try:
         with opened(path) as stream:
             found = stream.read(most + 1)
@@ -47,10 +39,10 @@ def content(path: Path, most: int = 4 << 20) -> bytes:
 
 @dataclass
 class Tail:
-    """The lines of a growing file, each once.
+    """The lines of a growing file, each returned once.
 
-    A file that was cut, replaced or rewritten (a resumed run takes its rows back to its checkpoint) starts again from the
-    beginning, and `generation` counts these. A last line without an end is left for the next look.
+    A file that was truncated, replaced or rewritten (a resumed run takes its rows back to its checkpoint) is read again from the
+    start, and `generation` counts this. A last line without an end is left for the next read.
     """
 
     path: Path
@@ -61,7 +53,7 @@ class Tail:
     _looked: tuple[int, int, int] | None = field(default=None, repr=False)
 
     def restarted(self) -> bool:
-        """Whether what was read is no longer what the file says; then reading begins again at its start."""
+        """Whether the file no longer holds what was read. Reading then starts again at the beginning."""
         try:
             with opened(self.path) as stream:
                 same = self._same(stream)
@@ -74,7 +66,7 @@ class Tail:
         return True
 
     def lines(self, most: int = 1 << 62) -> Iterator[tuple[int, bytes]]:
-        """(offset, line) of whole lines that are new, until about `most` bytes were read."""
+        """(offset, line) of the new complete lines, until about `most` bytes were read."""
         try:
             with opened(self.path) as stream:
                 yield from self._read(stream, most)
@@ -101,7 +93,7 @@ class Tail:
         taken = 0
         while taken < most:
             line = stream.readline(LONGEST_LINE)
-            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # what is being written now
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # still being written
                 self._looked = looked
                 return
             at = self.offset

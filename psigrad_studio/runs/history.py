@@ -1,4 +1,4 @@
-"""One run's figures, read on as they are written: columns by key, what stands at which second and token, and how it goes."""
+"""One run's figures, read while they are written: columns by key, seconds and tokens by step, and the state of the run."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import number
-from psigrad.records.signals import name_of
+from psigrad.records.rows import figures, number, parsed, stepped
+from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Alert, Watch
-from psigrad_studio.runs.files import Tail, content, parsed
+from psigrad_studio.runs.files import Tail, content
 
 BYTES_AT_ONCE = 1 << 20
 MOST_KEYS = 400
 SILENT_SECONDS = 120.0
-_DROPPED = ("step",)
 
 
 @dataclass
 class Series:
-    """The points of one key, in order of their steps."""
+    """The points of one key, in order of steps."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
 
 class History:
-    """A run's metrics, timings and events. `read` takes in what is new; everything else is what was taken in so far."""
+    """A run's metrics, timings and events. `read` takes in new rows; everything else looks at what was read so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,11 +50,11 @@ class History:
         self.version, self.last_step, self.whole = 0, 0.0, False
         self.written = 0.0
         self.watch = Watch()
-        self._names: dict[str, str] = {}
+        self._names = SignalNames()
         self.events: list[dict[str, Any]] = []
 
     def read(self, most: int = BYTES_AT_ONCE) -> bool:
-        """Take in what was written since; False where more is left to read. A run that went back is read again from its start."""
+        """Take in new rows; False where more are left. A run that went back is read again from its start."""
         with self.lock:
             tails = (self._metrics, self._timings, self._events)
             restarted = [tail.restarted() for tail in tails]
@@ -64,12 +63,15 @@ class History:
                 self.generation += 1
                 self._clear()
             before = self._metrics.offset + self._timings.offset + self._events.offset
-            for row in _rows(self._events, most):
-                self.events = [*self.events[-199:], row]
-            for row in _rows(self._timings, most):
-                self._timed(row)
-            for row in _rows(self._metrics, most):
-                self._measured(row)
+            for _, line in self._events.lines(most):
+                if (event := parsed(line)) is not None:
+                    self.events = [*self.events[-199:], event]
+            for _, line in self._timings.lines(most):
+                if (row := stepped(line)) is not None:
+                    self._timed(row)
+            for _, line in self._metrics.lines(most):
+                if (row := stepped(line)) is not None:
+                    self._measured(row["step"], figures(row))
             taken = self._metrics.offset + self._timings.offset + self._events.offset - before
             self.version += taken > 0
             self.whole = taken < most
@@ -77,37 +79,21 @@ class History:
             return self.whole
 
     def catch_up(self, seconds: float) -> bool:
-        """`read` until nothing is left, or for so long."""
+        """`read` until nothing is left, for at most this long."""
         deadline = time.monotonic() + seconds
         while not self.read():
             if time.monotonic() > deadline:
                 return False
         return True
 
-    def _measured(self, row: Mapping[str, Any]) -> None:
-        step = _step(row)
-        if step is None:
-            return
-        figures: dict[str, float] = {}
-        for key, raw in row.items():
-            value = raw if type(raw) is float else number(raw)
-            if key in _DROPPED or (value != value and raw != "NaN"):
-                continue
-            name = self._name(key)
+    def _measured(self, step: int, found: Mapping[str, float]) -> None:
+        named = {self._names.of(key): value for key, value in found.items()}
+        for name, value in named.items():
             self._add(name, step, value)
-            figures[name] = value
         self.last_step = max(self.last_step, step)
-        if (seen := figures.get("num_tokens")) is not None:
+        if (seen := named.get("num_tokens")) is not None:
             _point(self.tokens, step, seen)
-        self.watch.see(step, figures)
-
-    def _name(self, key: str) -> str:
-        """The name of a key's figure. Of several keys of one figure the first has its name; the others stand for themselves."""
-        found = self._names.get(key)
-        if found is None:
-            name = name_of(key)
-            found = self._names[key] = key if name in self._names.values() else name
-        return found
+        self.watch.see(step, named)
 
     def _add(self, name: str, step: float, value: float) -> None:
         series = self.series.get(name)
@@ -118,20 +104,22 @@ class History:
         _point(series, step, value)
 
     def _timed(self, row: Mapping[str, Any]) -> None:
-        step, spent = _step(row), number(row.get("step_time"))
-        if step is None or not math.isfinite(spent):
+        step, spent = row["step"], number(row.get("step_time"))
+        if not math.isfinite(spent):
             return
         so_far = self.seconds.values[-1] if self.seconds.values else 0.0
         _point(self.seconds, step, so_far + spent)
         for key in ("step_time", "tokens_per_second"):
             if math.isfinite(value := number(row.get(key))) and "time/eval" not in row:
-                self._add(self._name(key), step, value)
+                self._add(self._names.of(key), step, value)
         for key, raw in row.items():
             if key.startswith("time/") and math.isfinite(value := number(raw)):
-                self._add(self._name(key), step, value)
+                self._add(self._names.of(key), step, value)
 
     def at(self, axis: str, steps: array[float]) -> list[float]:
-        """The second (`axis` "time") or the token ("tokens") of each of some ascending steps; where none are known, the step."""
+        """The second (`axis` "time") or the token count ("tokens") at each of some ascending steps; the steps where none are
+        known.
+        """
         known = self.seconds if axis == "time" else self.tokens
         if axis == "step" or not known.steps:
             return list(steps)
@@ -144,7 +132,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """running, finished, stopped or failed (its process ended without a word)."""
+        """running, finished, stopped or failed (the process ended without an event)."""
         last = next((e.get("kind") for e in reversed(self.events) if e.get("kind") in _KINDS), None)
         if last in ("finished", "stopped"):
             return str(last)
@@ -154,7 +142,7 @@ class History:
         return "running" if alive else "failed" if last else "stopped"
 
     def alerts(self, state: str) -> list[Alert]:
-        """What the rules say, and whether a running run has fallen silent."""
+        """The alerts of all rules, and one where a running run has been silent for too long."""
         found = self.watch.alerts()
         usual = statistics.median(self.series["step_time"].values[-100:]) if "step_time" in self.series else 0.0
         silent = time.time() - self.written
@@ -166,19 +154,8 @@ class History:
 _KINDS = ("started", "resumed", "saved", "finished", "stopped")
 
 
-def _rows(tail: Tail, most: int) -> Iterator[dict[str, Any]]:
-    for _, line in tail.lines(most):
-        if (row := parsed(line)) is not None:
-            yield row
-
-
-def _step(row: Mapping[str, Any]) -> float | None:
-    step = row.get("step")
-    return float(step) if type(step) is int and 0 <= step < 2**53 else None
-
-
 def _point(series: Series, step: float, value: float) -> None:
-    """Add a point; a second one of a step takes the place of the first, and one of an earlier step is of no use."""
+    """Add a point. A second point of a step replaces the first; one of an earlier step is dropped."""
     if series.steps and step <= series.steps[-1]:
         if step == series.steps[-1]:
             series.values[-1] = value
@@ -197,7 +174,7 @@ def _modified(path: Path) -> float:
 def _holder_lives(path: Path) -> bool | None:
     """Whether the process that holds a run's lock is alive; None where that cannot be told from here.
 
-    The lock itself isn't tried: a trainer that starts in that moment would be refused.
+    The lock itself is not tried: a trainer that starts at that moment would be refused.
     """
     words = content(path / ".lock", 4096).decode("utf-8", "replace").split()
     if len(words) < 4 or words[0] != "process" or not words[1].isdigit() or words[3].rstrip(",") != socket.gethostname():
@@ -212,7 +189,7 @@ def _holder_lives(path: Path) -> bool | None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether Linux lists a lock on a file; true where it keeps no such list. A process may have another one's old number."""
+    """Whether Linux lists a lock on the file, since another process may have the old number; true where there is no such list."""
     try:
         inode, held = path.stat().st_ino, Path("/proc/locks").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""A completion token by token: its text, log-probs, ratio, KL, entropy and advantage, as far as a run wrote them."""
+"""A completion token by token: text, log-probs, ratio, KL, entropy and advantage, as far as the run recorded them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import number, visible
-from psigrad_studio.runs.files import content, parsed
+from psigrad.records.read import visible
+from psigrad.records.rows import number, parsed
+from psigrad_studio.runs.files import content
 
 MOST_TOKENS = 2000
 _COLUMNS = {
@@ -22,7 +23,7 @@ _COLUMNS = {
 
 
 def token_table(row: Mapping[str, Any], texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Columns of equal length; a figure that the run did not write has no column.
+    """Columns of equal length. Figures that the run did not record have no column.
 
     ratio = π_trained / π_sampled, at the last pass over the batch; kl = the k3 estimate of KL(π_sampled ‖ π_ref) of the token.
     """
@@ -52,7 +53,7 @@ def _figures(values: Sequence[Any], count: int) -> list[float | None]:
 
 
 def finite(value: float | None) -> float | None:
-    """A number that JSON has, or None."""
+    """The number, or None where it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -71,7 +72,7 @@ def _k3(log_ratio: float) -> float | None:
 
 
 def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """The text of each token of a completion. Without a tokenizer, its number."""
+    """The text of each token of a completion; its number without a tokenizer."""
     given = row.get("completion_ids")
     ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and 0 <= i < 2**31][:MOST_TOKENS]
     if tokenizer is None:
@@ -80,7 +81,7 @@ def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Texts that join to the whole; a character that takes several tokens stands on the last of them."""
+    """Texts that join to the whole. A character of several tokens appears at the last of them."""
     found, start, said = [], 0, ""
     for end in range(1, len(ids) + 1):
         now = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
@@ -88,14 +89,14 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             found.append("")
             continue
         found.append(now[len(said) :] if now.startswith(said) else now)
-        # what follows is decoded after the last token, since some tokenizers write a first token otherwise
+        # decode after the last token, since some tokenizers treat a first token differently
         start = end - 1
         said = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
     return found
 
 
 def tokenizer_of(run: Path, config: Mapping[str, Any], root: Path) -> Any:
-    """The tokenizer that a run saved, or that of the model it began with if this lies among the runs; None if there is none."""
+    """The tokenizer that a run saved, or that of its first model where this lies in the folder of runs; else None."""
     places = [run / "model", *sorted((run / "checkpoints").glob("step-*"), reverse=True)[:1]]
     model = config.get("model")
     if isinstance(model, Mapping) and isinstance(model.get("path"), str):
@@ -108,7 +109,7 @@ def tokenizer_of(run: Path, config: Mapping[str, Any], root: Path) -> Any:
 
 
 def _inside(path: Path, root: Path, run: Path) -> list[Path]:
-    """Where a model may lie that a run names, as long as it is below the folder of runs."""
+    """The path of the model that a run names, where it lies below the folder of runs."""
     try:
         top = root.resolve()
         tried = (
@@ -127,10 +128,10 @@ def _loaded(said: bytes) -> Any:
 
     try:
         return Tokenizer.from_buffer(said)
-    except Exception:  # whatever a file that is no tokenizer makes of it: numbers are shown then
+    except Exception:  # an invalid file can raise anything; token numbers are shown then
         return None
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """A run's settings, or nothing."""
+    """A run's settings; empty where there are none."""
     return parsed(content(run / "config.json")) or {}

@@ -131,7 +131,7 @@ def test_a_side_that_dies_says_why(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setattr(compare.sys, "executable", str(program))
     with pytest.raises(UserError, match="no room left"):
-        compare.Side("ours", tmp_path, "float32", 1)
+        compare.WorkerProcess("ours", tmp_path, "float32", 1)
 
 
 def steps(*pairs):

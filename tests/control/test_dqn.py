@@ -7,14 +7,14 @@ import pytest
 import torch
 from control_worlds import Chain, Counter
 
-from psigrad.control import training as control
-from psigrad.control.replay import Replay
+from psigrad.control import builder
+from psigrad.control.replay import ReplayBuffer
 from psigrad.objective import q_learning
 
 
 def build(env, **given):
     settings = {"tuned": False, "n_envs": 1, "batch_size": 32, "learning_rate": 3e-3, "max_grad_norm": 10.0, **given}
-    made = control.build(control.settings("dqn", env, settings))
+    made = builder.build(builder.settings("dqn", env, settings))
     made.restart()
     return made
 
@@ -58,7 +58,7 @@ def test_epsilon_falls_linearly_and_stays():
 
 
 def test_the_ring_keeps_the_newest():
-    ring = Replay(5, 1)
+    ring = ReplayBuffer(5, 1)
     for start in (0, 3, 6):
         ids = np.arange(start, start + 3)
         ring.add(
@@ -74,11 +74,11 @@ def test_the_ring_keeps_the_newest():
     assert counts.min() > 320  # 400 each, five standard errors
     torch.testing.assert_close(drawn.observation[:, 0] + 1, drawn.next_observation[:, 0])
     assert (drawn.terminated == (drawn.action % 2 == 0)).all()
-    other = Replay(5, 1)
+    other = ReplayBuffer(5, 1)
     other.load(ring.tensors())
     torch.testing.assert_close(other.sample(9, np.random.default_rng(1)).reward, ring.sample(9, np.random.default_rng(1)).reward)
     with pytest.raises(ValueError, match="learning_starts"):
-        Replay(5, 1).sample(1, np.random.default_rng(0))
+        ReplayBuffer(5, 1).sample(1, np.random.default_rng(0))
 
 
 def test_what_followed_is_of_the_same_episode_and_only_termination_ends_it():

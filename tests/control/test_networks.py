@@ -170,5 +170,5 @@ def test_the_closed_form_down_to_log_probs_and_entropies_equals_autograd(distrib
     entropy = distribution.entropy(out.policy[:steps], out.rest)
     whole = (logp * d_logp).sum() + d_entropy * entropy.sum() + (out.values[:, :steps] * d_values).sum()
     (expected,) = torch.autograd.grad(whole, network.flat)
-    found = network.pass_over(observations).backward(actions, d_logp, d_entropy, d_values)
+    found = network.record_closed(observations).backward_closed(actions, d_logp, d_entropy, d_values)
     assert torch.allclose(found, expected, atol=2e-6, rtol=1e-5)

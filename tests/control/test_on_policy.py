@@ -12,25 +12,25 @@ from control_worlds import Chain, Counter, Target
 from gymnasium import spaces
 
 from psigrad.config import ControlConfig, Run
+from psigrad.control import builder
 from psigrad.control import methods as control_catalog
-from psigrad.control import training as control
-from psigrad.control.on_policy import shown
+from psigrad.control.on_policy import as_tensors
 from psigrad.errors import UserError
 from psigrad.objective import Evaluation, catalog
 from psigrad.objective.aggregate import sequence_mean, sequence_sum
 
 
 def method(algorithm, env=Chain, **given):
-    made = control.build(control.settings(algorithm, env, {"tuned": False, "n_envs": 3, **given}))
+    made = builder.build(builder.settings(algorithm, env, {"tuned": False, "n_envs": 3, **given}))
     made.restart()
     return made
 
 
 def prepared_of(made):
     rollout = made._collect()
-    seen = shown(rollout, made.algorithm.needs_critic)
+    seen = as_tensors(rollout, made.algorithm.needs_critic)
     recorded = made.network.record(seen.observation)
-    now = made._now(recorded.output, seen.action)
+    now = made._evaluate(recorded.output, seen.action)
     return rollout, seen, recorded, now, made._prepared(made.algorithm, rollout, seen, recorded.output, now, True)
 
 
@@ -53,9 +53,9 @@ def test_negative_control_truncation_taken_for_termination_gives_other_returns()
     rollout, seen, recorded, _now, prepared = prepared_of(made)
     assert rollout.truncated.any()
     ended = replace(rollout, terminated=rollout.terminated | rollout.truncated)
-    seen = shown(ended, True)
+    seen = as_tensors(ended, True)
     recorded = made.network.record(seen.observation)
-    wrong = made._prepared(made.algorithm, ended, seen, recorded.output, made._now(recorded.output, seen.action), True)
+    wrong = made._prepared(made.algorithm, ended, seen, recorded.output, made._evaluate(recorded.output, seen.action), True)
     assert not torch.allclose(wrong.returns, prepared.returns)
 
 
@@ -106,7 +106,7 @@ def test_steps_as_rows_of_their_own_have_the_gradient_of_whole_rows(aggregate):
         made.algorithm.loss(flat.prepared, Evaluation(now.logp[:, None], None, now.learned[0][:, None]), totals, made.state).value
     ).clone()
     recorded = made.network.record(seen.observation)
-    now = made._now(recorded.output, seen.action)
+    now = made._evaluate(recorded.output, seen.action)
     whole = Evaluation(seen.wide(now.logp), None, seen.wide(now.learned[0]))
     second = recorded.backward(made.algorithm.loss(prepared, whole, totals, made.state).value)
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
@@ -126,7 +126,7 @@ def test_minibatches_add_up_to_the_rollout():
     rng, gradients, sizes = np.random.default_rng(0), [], []
     for part in [*whole.shuffled(rng, 4), whole]:
         recorded = made.network.record(part.observation)
-        now, size = made._now(recorded.output, part.action), len(part.action)
+        now, size = made._evaluate(recorded.output, part.action), len(part.action)
         totals = type(made.algorithm.totals(prepared))(size, size, size)
         evaluation = Evaluation(now.logp[:, None], None, now.learned[0][:, None])
         gradients.append(recorded.backward(made.algorithm.loss(part.prepared, evaluation, totals, made.state).value).clone())

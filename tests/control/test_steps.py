@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psigrad.control.flat_optimizer import FlatOptimizer
+from psigrad.control.optimizers import FlatOptimizer
 from psigrad.training.update import NonFiniteError
 
 

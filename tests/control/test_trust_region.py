@@ -7,7 +7,7 @@ import pytest
 import torch
 from control_worlds import Chain, Target
 
-from psigrad.control import training as control
+from psigrad.control import builder
 from psigrad.objective import trust_region
 
 
@@ -54,7 +54,7 @@ def test_the_line_search_shrinks_until_both_promises_hold_or_gives_up():
 
 @pytest.mark.parametrize("env", [Chain, Target], ids=["discrete", "continuous"])
 def test_the_fisher_product_is_the_expected_outer_product_of_scores(env):
-    made = control.build(control.settings("trpo", env, {"tuned": False, "n_envs": 2, "net_arch": (3,), "n_steps": 8}))
+    made = builder.build(builder.settings("trpo", env, {"tuned": False, "n_envs": 2, "net_arch": (3,), "n_steps": 8}))
     network = made.network
     network.towers.double()
     network.towers._viewed = None
@@ -84,7 +84,7 @@ def test_the_fisher_product_is_the_expected_outer_product_of_scores(env):
 
 def test_every_step_of_training_keeps_its_promises():
     given = {"tuned": False, "n_envs": 4, "n_steps": 32, "learning_rate": 1e-2, "total_timesteps": 8_000, "gamma": 0.9}
-    made = control.build(control.settings("trpo", Chain, given))
+    made = builder.build(builder.settings("trpo", Chain, given))
     made.restart()
     accepted = 0
     while made.timesteps < 8_000:

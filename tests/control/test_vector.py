@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from psigrad.control import vector
-from psigrad.control.rollouts import Collector, play
+from psigrad.control.collector import Collector, play
 from psigrad.control.vector import Environments, Normalizer
 from psigrad.errors import UserError
 
@@ -66,7 +66,7 @@ def test_a_window_cuts_rows_and_the_next_one_goes_on(mode):
     assert rows(first) == [(0, 0, [1, 2], True, False, [0, 2]), (1, 0, [1], False, False, [1, 1])]
     assert rows(second)[0] == (1, 1, [2, 3], False, True, [1, 3])
     # the step after the end of episode 1 belongs to the next window in NEXT_STEP, whose last step only begins episode 2
-    assert made.figures.episodes == 2 and list(made.figures.returns) == [3.0, 6.0]
+    assert made.statistics.episodes == 2 and list(made.statistics.returns) == [3.0, 6.0]
 
 
 def test_negative_control_to_take_one_mode_for_another_mixes_episodes_up():
@@ -78,7 +78,7 @@ def test_negative_control_to_take_one_mode_for_another_mixes_episodes_up():
 def test_figures_count_only_steps_that_the_policy_chose():
     made = collector(environments(AutoresetMode.NEXT_STEP))
     made.steps(act, 40)
-    assert set(made.figures.lengths) == {1, 2, 3, 4} and set(made.figures.returns) == {1.0, 3.0, 6.0, 10.0}
+    assert set(made.statistics.lengths) == {1, 2, 3, 4} and set(made.statistics.returns) == {1.0, 3.0, 6.0, 10.0}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
@@ -144,8 +144,8 @@ def test_the_normaliser_tracks_mean_and_deviation_and_changes_between_rollouts_o
     first = made.steps(act, 20)
     np.testing.assert_array_equal(first.observation[:2, 1], [0, 1])  # the first rollout is seen as it is
     raw = first.observation
-    np.testing.assert_allclose(made.normalizer.mean, raw.mean(0), atol=1e-3)
-    np.testing.assert_allclose(made.normalizer.var, raw.var(0), rtol=1e-3)
+    np.testing.assert_allclose(made.normalizer.observation_moments.mean, raw.mean(0), atol=1e-3)
+    np.testing.assert_allclose(made.normalizer.observation_moments.var, raw.var(0), rtol=1e-3)
     second = made.steps(act, 50)
     assert abs(second.observation[:, 1].mean()) < 0.2 and abs(second.observation[:, 1].std() - 1) < 0.2
     again = Normalizer(2, 2, 0.9, True, True)
@@ -159,5 +159,5 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return():
     reward = rng.normal(size=(5000, 1)).astype(np.float32)
     made.learn_rewards(reward, np.zeros((5000, 1), bool))
     # returns are an autoregression of coefficient 1/2: variance 1 / (1 − 1/4)
-    assert made.return_var == pytest.approx(4 / 3, rel=0.1)
-    np.testing.assert_allclose(made.scaled(reward), reward / np.sqrt(made.return_var), rtol=1e-5)
+    assert made.return_moments.var[0] == pytest.approx(4 / 3, rel=0.1)
+    np.testing.assert_allclose(made.scaled(reward), reward / np.sqrt(made.return_moments.var[0]), rtol=1e-5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psigrad.experiments import clip as clips
-from psigrad.experiments.clip import Silence, pushes, silences, surrogates
+from psigrad.experiments.clip import FlatRange, flat_ranges, pushes, surrogates
 from psigrad.objective.surrogate import clip, dual_clip, truncated_weight
 
 NAMED = {one.name: one.surrogate for one in surrogates()}
@@ -17,25 +17,25 @@ DIFFERENTIABLE = [name for name in NAMED if name != "CISPO"]
     ("name", "positive", "negative"),
     [
         ("no clip", [], []),
-        ("clip (PPO)", [Silence(1.2, None)], [Silence(0.0, 0.8)]),
-        ("clip-higher (DAPO)", [Silence(1.28, None)], [Silence(0.0, 0.8)]),
-        ("dual clip", [Silence(1.2, None)], [Silence(0.0, 0.8), Silence(3.0, None)]),
+        ("clip (PPO)", [FlatRange(1.2, None)], [FlatRange(0.0, 0.8)]),
+        ("clip-higher (DAPO)", [FlatRange(1.28, None)], [FlatRange(0.0, 0.8)]),
+        ("dual clip", [FlatRange(1.2, None)], [FlatRange(0.0, 0.8), FlatRange(3.0, None)]),
         ("CISPO", [], []),
     ],
 )
 def test_the_ranges_without_gradient_are_those_of_the_formulas(name, positive, negative):
-    assert silences(NAMED[name], 1) == positive
-    assert silences(NAMED[name], -1) == negative
+    assert flat_ranges(NAMED[name], 1) == positive
+    assert flat_ranges(NAMED[name], -1) == negative
 
 
 def test_other_bounds_move_the_ranges():
-    assert silences(clip(0.35, 0.5), 2.5) == [Silence(1.5, None)]
-    assert silences(clip(0.35, 0.5), -0.1) == [Silence(0.0, 0.65)]
-    assert silences(dual_clip(0.1, 0.1, 7.5), -1)[1] == Silence(7.5, None)
+    assert flat_ranges(clip(0.35, 0.5), 2.5) == [FlatRange(1.5, None)]
+    assert flat_ranges(clip(0.35, 0.5), -0.1) == [FlatRange(0.0, 0.65)]
+    assert flat_ranges(dual_clip(0.1, 0.1, 7.5), -1)[1] == FlatRange(7.5, None)
 
 
 def test_negative_control_a_surrogate_without_gradient_is_silent_everywhere():
-    assert silences(lambda logp, log_ratio, a: 0 * logp - (log_ratio.exp() * a).detach(), 1) == [Silence(0.0, None)]
+    assert flat_ranges(lambda logp, log_ratio, a: 0 * logp - (log_ratio.exp() * a).detach(), 1) == [FlatRange(0.0, None)]
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import pytest
 from psigrad import cli
 from psigrad.config.load import load
 from psigrad.experiments import clip
-from psigrad.experiments import run as experiment
-from psigrad.experiments.settings import BiasSettings, ClipSettings, PsiSettings
+from psigrad.experiments import declarations as experiment
+from psigrad.experiments.declarations import BiasSettings, ClipSettings, PsiSettings
 
 SMALL = {
     "psi": ["--seeds", "2", "--episodes", "64", "--batch", "4"],
@@ -28,10 +29,10 @@ SMALL = {
 def shown(request, tmp_path_factory):
     """(name, folder, printed) of one run of each."""
     folder = tmp_path_factory.mktemp(request.param) / "made" / "here"
-    command = [sys.executable, "-m", "psigrad", "experiment", request.param, *SMALL[request.param], "--out", str(folder)]
-    environment = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return request.param, folder, done.stdout
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("COLUMNS", "80")
+        assert cli.main(["experiment", request.param, *SMALL[request.param], "--out", str(folder)]) == 0
+    return request.param, folder, printed.getvalue()
 
 
 def test_it_prints_a_table_that_fits_and_names_its_files(shown):
@@ -57,7 +58,7 @@ def test_the_same_settings_give_the_same_figures(name, tmp_path):
         {"psi": {"episodes": 64, "batch": 4}, "bias": {"episodes": 500, "world": "grid"}}[name],
     )
     settings = load(cls, flags={"seeds": 2, "out": str(tmp_path), **given})
-    one, two = (asdict(experiment.named(name).run(settings)) for _ in range(2))
+    one, two = (asdict(experiment.named(name).module.run(settings)) for _ in range(2))
     assert one == two
 
 

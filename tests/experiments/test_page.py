@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from psigrad.experiments import bias, clip, problems, psi, tables
-from psigrad.experiments.interval import Interval
-from psigrad.experiments.settings import BiasSettings, ClipSettings, PsiSettings
+from psigrad.experiments import bias, clip, problems, psi
+from psigrad.experiments.declarations import BiasSettings, ClipSettings, PsiSettings
+from psigrad.intervals import Interval
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
@@ -37,35 +37,37 @@ def stored(name: str) -> dict:
     return json.loads((IMAGES / f"{name}.json").read_text())
 
 
-def stored_psi() -> psi.Result:
+def stored_psi() -> psi.PsiResult:
     found = stored("psi")
-    rows = [psi.Row(**row | {key: Interval(*row[key]) for key in ("along", "variance")}) for row in found["rows"]]
-    return psi.Result(PsiSettings(**found["settings"]), found["gradient_length"], tuple(rows))
+    rows = [psi.PsiRow(**row | {key: Interval(*row[key]) for key in ("along", "variance")}) for row in found["rows"]]
+    return psi.PsiResult(PsiSettings(**found["settings"]), found["gradient_length"], tuple(rows))
 
 
-def stored_bias() -> bias.Result:
+def stored_bias() -> bias.BiasResult:
     found = stored("bias")
-    rows = [bias.Row(**row | {key: Interval(*row[key]) for key in ("bias2", "variance")}) for row in found["rows"]]
-    return bias.Result(BiasSettings(**found["settings"]), tuple(rows), tuple(bias.Curve(**curve) for curve in found["curves"]))
+    rows = [bias.BiasRow(**row | {key: Interval(*row[key]) for key in ("bias2", "variance")}) for row in found["rows"]]
+    return bias.BiasResult(
+        BiasSettings(**found["settings"]), tuple(rows), tuple(bias.MSECurve(**curve) for curve in found["curves"])
+    )
 
 
 def test_the_page_shows_what_the_commands_printed():
-    assert block("The policy gradient by") == printed(tables.psi(stored_psi()))[: len(block("The policy gradient by"))]
-    every = printed(tables.bias(stored_bias()))
+    assert block("The policy gradient by") == printed(psi.tables(stored_psi()))[: len(block("The policy gradient by"))]
+    every = printed(bias.tables(stored_bias()))
     shown = block("Targets of a critic")
     assert set(shown) <= set(every) and sum(line.startswith("  ") for line in shown) >= 28
-    fresh = printed(tables.clip(clip.run(ClipSettings())))
+    fresh = printed(clip.tables(clip.run(ClipSettings())))
     assert block("Gradient of the surrogate") == fresh[: len(block("Gradient of the surrogate"))]
 
 
 def test_negative_control_a_changed_figure_is_noticed():
     shown = [line.replace("585.9", "586.9") for line in block("The policy gradient by")]
-    assert shown != printed(tables.psi(stored_psi()))[: len(shown)]
+    assert shown != printed(psi.tables(stored_psi()))[: len(shown)]
 
 
 def test_the_exact_figures_of_the_forms_are_those_of_now():
     found = stored_psi()
-    given = psi.problem(problems.line_walk())
+    given = problems.problem(problems.line_walk())
     assert found.settings == PsiSettings(out=found.settings.out) and found.gradient_length == pytest.approx(
         np.linalg.norm(given.gradient)
     )
@@ -77,7 +79,7 @@ def test_the_exact_figures_of_the_forms_are_those_of_now():
 
 
 def test_a_few_sampled_figures_are_those_of_now():
-    given = psi.problem(problems.line_walk())
+    given = problems.problem(problems.line_walk())
     chosen = [form for form in psi.forms(1.0) if form.name in ("total return R", "TD residual")]
     fresh = psi.rows(given, chosen, seeds=10, episodes=16_000, batch_size=16)
     for row in fresh:
@@ -100,7 +102,7 @@ def test_the_table_of_variants_is_that_of_now():
     rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| Ψ")]
     assert len(rows) >= 12
     cases = [problems.line_walk(), problems.line_walk(at_the_end=True), problems.line_walk(gamma=0.9)]
-    worlds = [(psi.problem(mdp), psi.forms(mdp.gamma)) for mdp in cases]
+    worlds = [(problems.problem(mdp), psi.forms(mdp.gamma)) for mdp in cases]
     for said, *cells in rows:
         name, critic = re.fullmatch(r"\| (.*?)(?:, (exact|rough) critic)?", said).groups(default="")
         for (given, forms), shown in zip(worlds, (cells[0:2], cells[2:4], cells[4:6]), strict=True):

@@ -56,7 +56,7 @@ def by_autograd(method, batch, prepared, theta, sequences) -> np.ndarray:
 
 @pytest.mark.parametrize("form", psi.forms(1.0), ids=lambda f: f"{f.name} {f.critic}")
 def test_gradients_by_counting_are_those_of_autograd(form):
-    given = psi.problem(problems.line_walk())
+    given = problems.problem(problems.line_walk())
     paths = sample_paths(given.mdp, given.policy, 12, seed=2)
     theta = torch.from_numpy(np.log(given.policy)).requires_grad_()
     found = psi.estimates(form, given, paths, 4)
@@ -76,7 +76,7 @@ def test_episodes_of_different_lengths_and_cut_ones_count_their_own_steps():
     policy = np.ones((7, 1))
     paths = sample_paths(mdp, policy, 50, seed=0, max_steps=6)
     value = np.arange(7.0)
-    batch = problems.batch_of(paths, policy, problems.Critic(value, value[:, None]))
+    batch = problems.batch_of(paths, policy, problems.TabularCritic(value, value[:, None]))
     assert batch.mask.sum(1).tolist() == paths.lengths.tolist()
     last = np.where(paths.terminated, 0, value[paths.states[:, -1]])
     assert batch.last_value.tolist() == last.tolist() and 0 < batch.truncated.sum() < 50

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from psigrad.experiments import problems, psi
-from psigrad.experiments.interval import interval
-from psigrad.experiments.psi import Form
+from psigrad.experiments.psi import PsiForm
+from psigrad.intervals import over_seeds
 from psigrad.objective.advantage import batch_mean, leave_one_out, moving_average, reward_to_go
 from psigrad.tabular import all_paths, sample_paths
 
@@ -19,12 +19,12 @@ UNBIASED_IF_ROUGH = "G − V"
 
 @pytest.fixture(scope="module")
 def walk():
-    return psi.problem(problems.line_walk())
+    return problems.problem(problems.line_walk())
 
 
 @pytest.fixture(scope="module")
 def rows(walk):
-    found = psi.rows(walk, FORMS, seeds=8, episodes=4_000, batch_size=8)
+    found = psi.rows(walk, FORMS, seeds=8, episodes=2_000, batch_size=8)
     return {(row.name, row.critic): row for row in found}
 
 
@@ -35,13 +35,13 @@ def mean_of(form, given, batch_size=8):
 @pytest.mark.parametrize("at_the_end", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f.name} {f.critic}")
 def test_which_forms_are_unbiased(form, at_the_end):
-    given = psi.problem(problems.line_walk(at_the_end=at_the_end))
+    given = problems.problem(problems.line_walk(at_the_end=at_the_end))
     off = np.linalg.norm(mean_of(form, given) - given.gradient) / np.linalg.norm(given.gradient)
     if form.psi is batch_mean:
         assert off == pytest.approx(1 / 8, abs=1e-12)
     elif form.psi is psi.minus_action_value:
         assert off == pytest.approx(1, abs=1e-12)
-    elif form.critic == psi.ROUGH and form.name != UNBIASED_IF_ROUGH:
+    elif form.critic == problems.ROUGH and form.name != UNBIASED_IF_ROUGH:
         assert off > 0.01
     else:
         assert off < 1e-12
@@ -49,14 +49,14 @@ def test_which_forms_are_unbiased(form, at_the_end):
 
 def test_one_step_of_a_rough_critic_has_one_expectation_however_it_is_written(walk):
     td, q, advantage = (
-        mean_of(form, walk) for form in FORMS if form.critic == psi.ROUGH and form.name in ("TD residual", "Q", "A = Q − V")
+        mean_of(form, walk) for form in FORMS if form.critic == problems.ROUGH and form.name in ("TD residual", "Q", "A = Q − V")
     )
     np.testing.assert_allclose(td, q, atol=1e-12)
     np.testing.assert_allclose(td, advantage, atol=1e-12)
 
 
 def test_gae_loses_its_bias_as_lambda_grows(walk):
-    by_name = {form.name: form for form in FORMS if form.critic == psi.ROUGH}
+    by_name = {form.name: form for form in FORMS if form.critic == problems.ROUGH}
     off = [
         np.linalg.norm(mean_of(by_name[name], walk) - walk.gradient)
         for name in ("TD residual", "GAE, λ = 0.5", "GAE, λ = 0.9", "G − V")
@@ -66,7 +66,7 @@ def test_gae_loses_its_bias_as_lambda_grows(walk):
 
 def test_a_discount_without_gamma_to_the_t_is_a_bias():
     """The library's reward to go weighs late steps as much as early ones: not the gradient of the discounted return."""
-    given = psi.problem(problems.line_walk(gamma=0.8))
+    given = problems.problem(problems.line_walk(gamma=0.8))
     off = {form.name: np.linalg.norm(mean_of(form, given) - given.gradient) for form in psi.forms(0.8) if not form.critic}
     assert off["total return R"] < 1e-12 < 0.05 < off["reward to go G"]
 
@@ -79,14 +79,14 @@ def arm_gradient(p: float, first: bool) -> np.ndarray:
 @pytest.mark.parametrize("means", [(1.0, 0.0), (3.0, 5.0)])
 def test_two_armed_bandit_by_hand(means):
     mdp = problems.bandit(means)
-    given = psi.problem(mdp)
+    given = problems.problem(mdp)
     p = float(given.policy[0, 0])
     weighted = [(p, means[0], arm_gradient(p, True)), (1 - p, means[1], arm_gradient(p, False))]
     truth = p * (1 - p) * (means[0] - means[1]) * np.array([1, -1])
     np.testing.assert_allclose(given.gradient[:2], truth, atol=1e-14)
     value = p * means[0] + (1 - p) * means[1]
     for name, baseline in (("total return R", 0.0), ("reward to go G", 0.0), ("G − V", value), ("Q", 0.0), ("A = Q − V", value)):
-        form = next(form for form in FORMS if form.name == name and form.critic != psi.ROUGH)
+        form = next(form for form in FORMS if form.name == name and form.critic != problems.ROUGH)
         mean, variance = psi.moments(form, given, 4, 10)
         np.testing.assert_allclose(mean[:2], truth, atol=1e-14)
         second = sum(q * ((r - baseline) ** 2) * (s @ s) for q, r, s in weighted)
@@ -103,28 +103,28 @@ def every_batch(given, size: int):
 @pytest.mark.parametrize("part", [leave_one_out, batch_mean])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_forms_that_look_at_the_batch_have_the_moments_of_all_batches(part, size):
-    given = psi.problem(problems.bandit((1.0, 2.0, 4.0), spread=0.7))
+    given = problems.problem(problems.bandit((1.0, 2.0, 4.0), spread=0.7))
     paths, chosen, p = every_batch(given, size)
-    g = psi.estimates(Form("", part), given, paths.select(chosen.ravel()), size)
-    mean, variance = psi.moments(Form("", part), given, size, 10)
+    g = psi.estimates(PsiForm("", part), given, paths.select(chosen.ravel()), size)
+    mean, variance = psi.moments(PsiForm("", part), given, size, 10)
     np.testing.assert_allclose(p @ g, mean, atol=1e-12)
     assert size * float(p @ ((g - p @ g) ** 2).sum(1)) == pytest.approx(variance, rel=1e-10)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_baseline_for_each_step_has_the_moments_of_all_batches(size):
-    given = psi.problem(problems.line_walk(cells=3, steps=2, gamma=0.9))
-    form = Form("", psi.reward_to_go_minus_others(0.9))
+    given = problems.problem(problems.line_walk(cells=3, steps=2, gamma=0.9))
+    form = PsiForm("", psi.reward_to_go_minus_others(0.9))
     paths, chosen, p = every_batch(given, size)
     g = psi.estimates(form, given, paths.select(chosen.ravel()), size)
     mean, variance = psi.moments(form, given, size, 10)
     np.testing.assert_allclose(p @ g, mean, atol=1e-12)
     assert size * float(p @ ((g - p @ g) ** 2).sum(1)) == pytest.approx(variance, rel=1e-10)
-    np.testing.assert_allclose(mean, mean_of(Form("", reward_to_go(0.9)), given), atol=1e-12)
+    np.testing.assert_allclose(mean, mean_of(PsiForm("", reward_to_go(0.9)), given), atol=1e-12)
 
 
 def test_the_moving_average_has_the_moments_of_all_sequences_of_batches():
-    given, form = psi.problem(problems.bandit((1.0, 2.0), spread=0.7)), Form("", moving_average(0.6))
+    given, form = problems.problem(problems.bandit((1.0, 2.0), spread=0.7)), PsiForm("", moving_average(0.6))
     paths, chosen, p = every_batch(given, 4)  # two batches of two
     g = np.stack([psi.estimates(form, given, paths.select(row), 2) for row in chosen])
     mean, variance = psi.moments(form, given, 2, 2)
@@ -152,14 +152,14 @@ def test_the_order_of_the_variances_on_this_example(rows):
     order = [
         ("total return R", ""),
         ("reward to go G", ""),
-        ("Q", psi.EXACT),
+        ("Q", problems.EXACT),
         ("R − moving average", ""),
         ("G − others' mean", ""),
-        ("G − V", psi.EXACT),
-        ("GAE, λ = 0.9", psi.EXACT),
-        ("GAE, λ = 0.5", psi.EXACT),
-        ("TD residual", psi.EXACT),
-        ("A = Q − V", psi.EXACT),
+        ("G − V", problems.EXACT),
+        ("GAE, λ = 0.9", problems.EXACT),
+        ("GAE, λ = 0.5", problems.EXACT),
+        ("TD residual", problems.EXACT),
+        ("A = Q − V", problems.EXACT),
     ]
     for larger, smaller in itertools.pairwise(order):
         assert rows[larger].exact_variance > rows[smaller].exact_variance
@@ -167,14 +167,14 @@ def test_the_order_of_the_variances_on_this_example(rows):
 
 
 def test_paid_at_the_end_reward_to_go_is_the_total_return():
-    given = psi.problem(problems.line_walk(at_the_end=True))
+    given = problems.problem(problems.line_walk(at_the_end=True))
     variance = {form.name: psi.moments(form, given, 8, 100)[1] for form in FORMS if not form.critic}
     assert variance["reward to go G"] == pytest.approx(variance["total return R"], rel=1e-12)
     assert variance["R − others' mean"] < 0.6 * variance["total return R"]
 
 
 def test_the_error_of_a_batch_is_bias_and_variance_together(walk, rows):
-    row, length = rows["TD residual", psi.ROUGH], np.linalg.norm(walk.gradient)
+    row, length = rows["TD residual", problems.ROUGH], np.linalg.norm(walk.gradient)
     assert row.error**2 == pytest.approx(row.exact_bias**2 + row.exact_variance / 8 / length**2)
 
 
@@ -191,9 +191,9 @@ def test_the_probability_of_no_bias_is_uniform_when_there_is_none():
 
 
 def test_intervals_are_students():
-    found = interval([1.0, 2.0, 3.0, 4.0])
+    found = over_seeds([1.0, 2.0, 3.0, 4.0])
     assert found.mean == 2.5 and found.high - 2.5 == pytest.approx(3.182446 * np.std([1, 2, 3, 4], ddof=1) / 2, rel=1e-6)
-    assert interval([3.0]) == (3.0, 3.0, 3.0)
+    assert over_seeds([3.0]) == (3.0, 3.0, 3.0)
 
 
 def test_a_moving_average_of_several_batches_has_the_weights_of_its_definition():
@@ -209,7 +209,7 @@ def test_a_moving_average_of_several_batches_has_the_weights_of_its_definition()
 
 def test_each_seed_starts_its_moving_average_afresh(walk):
     """Two seeds together are the mean of each by itself."""
-    form = Form("", moving_average())
+    form = PsiForm("", moving_average())
     played = [sample_paths(walk.mdp, walk.policy, 64, seed=s) for s in (0, 1)]
     alone = [float(psi.estimates(form, walk, paths, 8).mean(0) @ walk.gradient) for paths in played]
     both = psi.rows(walk, [form], seeds=2, episodes=64, batch_size=8)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cached import sample
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
 from transformers import LlamaConfig
 
@@ -36,10 +37,10 @@ def steps(monkeypatch):
 
 def drawn(model, *, keep=False, max_batch=256):
     """Completions, and the rows that were kept: of each slab and layer all parts."""
-    model.kept = ActivationCache(float("inf")) if keep else None
-    found = [c for group in EmbeddedSampler(model, max_batch).sample(REQUESTS, LONG) for c in group]
-    slabs = enumerate(model.kept.slabs if keep else [])
-    return found, [x[: model.kept._taken[i]] for i, slab in slabs for layer in slab.layers() for x in layer]
+    cache = ActivationCache(float("inf")) if keep else None
+    found = [c for group in sample(EmbeddedSampler(model, max_batch), REQUESTS, LONG, cache) for c in group]
+    slabs = enumerate(cache.slabs if keep else [])
+    return found, [x[: cache._taken[i]] for i, slab in slabs for layer in slab.layers() for x in layer]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

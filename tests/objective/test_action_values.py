@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from psigrad.objective import Batch, PolicyGradient, aggregate, ratio, resolve
+from psigrad.config.algorithms import resolve
+from psigrad.objective import Batch, PolicyGradient, aggregate, ratio
 from psigrad.objective.advantage import action_advantage, action_value, needs_of
 from psigrad.objective.critic import value_loss
 from psigrad.objective.surrogate import score

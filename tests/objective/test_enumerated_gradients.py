@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from psigrad.objective import Batch, Evaluation, PolicyGradient, resolve
+from psigrad.config.algorithms import resolve
+from psigrad.objective import Batch, Evaluation, PolicyGradient
 from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, ones
 from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.batch import terminal
+from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
 
@@ -395,10 +397,8 @@ def test_expected_gradient_is_that_of_the_stated_formula(world: World, formula: 
 
 
 def test_every_preset_is_held_by_an_enumeration() -> None:
-    from psigrad.objective import names
-
     unbiased = {"reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average"}
-    assert set(names()) == unbiased | {f.__name__ for f in FORMULAS}
+    assert set(PRESETS) == unbiased | {f.__name__ for f in FORMULAS}
 
 
 def test_the_off_policy_world_reaches_every_bound() -> None:

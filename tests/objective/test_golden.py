@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from psigrad.objective import Batch, Evaluation, PolicyGradient, resolve, terminal
+from psigrad.config.algorithms import resolve
+from psigrad.objective import Batch, Evaluation, PolicyGradient, terminal
 from psigrad.objective.advantage import batch_mean, group_mean, leave_one_out, moving_average, whitened
 from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.keep import has_signal

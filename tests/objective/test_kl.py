@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from psigrad.objective import Batch, Evaluation, resolve
+from psigrad.config.algorithms import resolve
+from psigrad.objective import Batch, Evaluation
 from psigrad.objective.kl import KL, adaptive, estimate
 from psigrad.objective.penalty import adapted, kl_penalty
 

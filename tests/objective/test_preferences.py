@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from psigrad.config.algorithms import resolve_loss
 from psigrad.objective.preference import (
     KahnemanTversky,
     Labelled,
@@ -21,10 +22,10 @@ from psigrad.objective.preference import (
     mean_logp,
     robust,
 )
-from psigrad.objective.preference_catalog import names, resolve
+from psigrad.objective.preference_catalog import METHODS as LOSSES
 from psigrad.objective.reward_model import BradleyTerry, calibration, plackett_luce, process_loss
 
-PREFERENCES = [name for name in names() if name != "kto"]
+PREFERENCES = [name for name in LOSSES if name != "kto"]
 
 
 def sigmoid(x: float) -> float:
@@ -71,7 +72,7 @@ def by_hand(name: str, p: Pairs, i: int) -> float:
 
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_a_preset_is_its_formula(name):
-    pairs, loss = some_pairs(), resolve(name)
+    pairs, loss = some_pairs(), resolve_loss(name)
     targets = int(pairs.tokens_chosen.sum())
     expected = sum(by_hand(name, pairs, i) for i in range(7)) / 7
     if name == "orpo":
@@ -81,7 +82,7 @@ def test_a_preset_is_its_formula(name):
 
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_the_gradient_is_that_of_finite_differences(name):
-    pairs, loss = some_pairs(), resolve(name)
+    pairs, loss = some_pairs(), resolve_loss(name)
     targets = int(pairs.tokens_chosen.sum())
     loss.loss(pairs, 7, targets).value.backward()
     for field in ("logp_chosen", "logp_rejected"):
@@ -97,7 +98,7 @@ def test_the_gradient_is_that_of_finite_differences(name):
 
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_terms(name):
-    loss = resolve(name)
+    loss = resolve_loss(name)
     whole = some_pairs(margin=True)
     targets = int(whole.tokens_chosen.sum())
     together = loss.loss(whole, 7, targets)
@@ -120,7 +121,7 @@ def picked(pairs: Pairs, rows: list[int]) -> Pairs:
 
 
 def test_negative_control_means_of_micro_batches_are_not_the_mean():
-    loss, pairs = resolve("dpo"), some_pairs()
+    loss, pairs = resolve_loss("dpo"), some_pairs()
     local = [float(loss.loss(picked(pairs, rows), len(rows), 1).value.detach()) for rows in ([0, 3], [1], [2, 4, 5, 6])]
     assert abs(sum(local) / 3 - float(loss.loss(pairs, 7, 1).value.detach())) > 1e-3
 
@@ -209,9 +210,9 @@ def test_log_odds_keep_their_digits_where_a_completion_is_almost_sure():
 
 
 def test_a_reference_free_score_needs_no_reference():
-    assert not resolve("simpo").needs_reference and not resolve("orpo").needs_reference
-    assert resolve("dpo").needs_reference and resolve("kto").needs_reference
-    assert resolve({"preset": "dpo", "score": "mean_logp"}).score is mean_logp
+    assert not resolve_loss("simpo").needs_reference and not resolve_loss("orpo").needs_reference
+    assert resolve_loss("dpo").needs_reference and resolve_loss("kto").needs_reference
+    assert resolve_loss({"preset": "dpo", "score": "mean_logp"}).score is mean_logp
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_a_reference_free_score_needs_no_reference():
 )
 def test_a_mistake_is_named(spec, said):
     with pytest.raises(ValueError, match=said):
-        resolve(spec)
+        resolve_loss(spec)
 
 
 def test_bradley_terry_is_its_formula():
@@ -276,13 +277,13 @@ def test_the_links_without_a_preset_are_their_formulas():
         "sppo_hard": ((0.7 - 0.5) / 0.1) ** 2 + ((-0.4 + 0.5) / 0.1) ** 2,
     }
     for name, expected in by_hand_of.items():
-        assert float(resolve({"preset": "dpo", "link": name}).link(h, g, 0.1)) == pytest.approx(expected, rel=1e-5)
+        assert float(resolve_loss({"preset": "dpo", "link": name}).link(h, g, 0.1)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_sure_completion_has_a_finite_odds_ratio():
     pairs = some_pairs()
     sure = replace(pairs, logp_chosen=torch.zeros(7, dtype=torch.float64, requires_grad=True))
-    loss = resolve("orpo").loss(sure, 7, 10)
+    loss = resolve_loss("orpo").loss(sure, 7, 10)
     loss.value.backward()
     assert torch.isfinite(loss.value) and torch.isfinite(sure.logp_chosen.grad).all()
 
@@ -294,4 +295,4 @@ def test_what_would_broadcast_unseen_or_divide_by_nothing_is_refused():
     with pytest.raises(ValueError, match="no tokens"):
         replace(pairs, tokens_chosen=torch.zeros_like(pairs.tokens_chosen))
     with pytest.raises(ValueError, match="weights"):
-        replace(resolve("dpo"), preference=0.0)
+        replace(resolve_loss("dpo"), preference=0.0)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from psigrad.config.algorithms import resolve
 from psigrad.control import methods as control_catalog
-from psigrad.objective import Batch, Evaluation, resolve
+from psigrad.objective import Batch, Evaluation
 from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus

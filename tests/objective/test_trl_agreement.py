@@ -16,7 +16,8 @@ import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from psigrad.objective import Batch, Evaluation, PolicyGradient, resolve, terminal
+from psigrad.config.algorithms import resolve
+from psigrad.objective import Batch, Evaluation, PolicyGradient, terminal
 from psigrad.objective.aggregate import fixed_length, token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance
 from psigrad.objective.entropy import bonus

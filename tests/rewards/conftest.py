@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_scorer import InlineScorer, results
 
-from psigrad.rewards import InlineScorer, RewardPool, RewardSpec, Samples, resolve
+from psigrad.rewards import RewardPool, RewardSpec, Samples, resolve
 
 ZOO = Path(__file__).with_name("zoo.py")
 
@@ -24,9 +25,12 @@ def score() -> Callable[..., Any]:
     """Score completions; groups of `size`, other keywords are columns."""
 
     def score(scorer: Any, completions: Sequence[Any], size: int = 4, **columns: list[Any]) -> Any:
-        groups = [i // size for i in range(len(completions))]
-        samples = Samples(["question"] * len(completions), completions, [[1]] * len(completions), columns)
-        return scorer.score(samples, groups)
+        parts = [slice(start, start + size) for start in range(0, len(completions), size)]
+        return results(scorer, *(group_of(completions, part, columns) for part in parts))
+
+    def group_of(completions: Sequence[Any], part: slice, columns: dict[str, list[Any]]) -> Samples:
+        own, count = completions[part], len(completions[part])
+        return Samples(["question"] * count, own, [[1]] * count, {name: values[part] for name, values in columns.items()})
 
     return score
 

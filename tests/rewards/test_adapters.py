@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from inline_scorer import results as scored
 
 from psigrad.errors import UserError
 from psigrad.rewards import RewardPool, Samples, Scored, resolve
@@ -52,7 +53,7 @@ def test_rubric_functions_get_what_they_name(module):
 def test_an_adapter_runs_in_a_worker_by_its_settings(module):
     spec = resolve({"reward": "verl", "function": f"{module}:compute_score"})
     with RewardPool([spec]) as pool:
-        results = pool.score(Samples(["p"], ["a"], [[1]], {"ground_truth": ["a"]}))
+        results = scored(pool, Samples(["p"], ["a"], [[1]], {"ground_truth": ["a"]}))
     assert results == [Scored(1.0, {"verl": 1.0})]
 
 

@@ -6,9 +6,10 @@ import json
 from math import inf, nan
 
 import pytest
+from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
-from psigrad.rewards import Failed, InlineScorer, RewardError, RewardSpec, Samples, Scored, Unscored, check_unscored
+from psigrad.rewards import Failed, RewardError, RewardSpec, Scored, Unscored, check_unscored
 
 ONES = ("list", "tuple", "ints", "bools", "fraction", "array", "array int", "array bool", "numpy scalars")
 ONES = (*ONES, "tensor", "tensor on graph", "tensor scalars")
@@ -92,13 +93,6 @@ def test_a_group_is_shown_together_and_only_a_group(scorer_of, zoo, score):
     assert [r.value for r in score(scorer, texts, size=4)] == [1, 0, 3, 2]
     assert [r.value for r in score(scorer, texts, size=2)] == [1, 0, 1, 0]
     assert [r.value for r in score(scorer, texts, size=1)] == [0, 0, 0, 0]
-
-
-def test_without_groups_sixteen_are_shown_together(scorer_of, zoo):
-    scorer = scorer_of(zoo("rank_in_group"))
-    texts = [chr(ord("a") + i) for i in range(20)]
-    values = [r.value for r in scorer.score(Samples(texts, texts, [[1]] * 20))]
-    assert values == [*range(16), *range(4)]
 
 
 def test_functions_get_the_arguments_they_name(scorer_of, zoo, score):

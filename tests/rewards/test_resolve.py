@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
-from psigrad.rewards import InlineScorer, RewardSpec, builtin, resolve
+from psigrad.rewards import RewardSpec, builtin, resolve
 
 ZOO = Path(__file__).with_name("zoo.py")
 SCRIPT = """
@@ -42,7 +43,10 @@ def reward(completions, **columns):
 if __name__ == "__main__":
     fixed = lambda completions, **columns: [SCALE] * len(completions)
     with RewardPool([resolve(f) for f in (reward, Scaled(2.0), fixed)]) as pool:
-        print(pool.score(Samples(["q"] * 2, ["ab", "bad"], [[1]] * 2), [0, 1]))
+        scoring = pool.begin()
+        for text in ("ab", "bad"):
+            scoring.add(Samples(["q"], [text], [[1]]))
+        print(scoring.results())
 """
 
 

@@ -6,9 +6,9 @@ import random
 import time
 
 import pytest
+from inline_scorer import InlineScorer
 
-from psigrad.rewards import InlineScorer, Samples, Scored, Streaming, Unscored, begin, pool
-from psigrad.rewards.types import AtOnce
+from psigrad.rewards import Samples, Scored, Scoring, Unscored, pool
 
 
 def add(scoring, texts, **columns):
@@ -21,7 +21,7 @@ def test_results_are_those_of_all_at_once(pool_of, zoo, score, workers):
     texts = [rng.choice(["ok", "half", "os._exit", "nonsense", "ok", "half"]) for _ in range(40)]
     specs = (zoo("act"), zoo("rank_in_group"))
     whole = score(pool_of(*specs, timeout=30.0), texts)
-    streaming = begin(pool_of(*specs, timeout=30.0, workers=workers))
+    streaming = pool_of(*specs, timeout=30.0, workers=workers).begin()
     for start in range(0, len(texts), 4):
         add(streaming, texts[start : start + 4])
         streaming.turn()
@@ -31,14 +31,13 @@ def test_results_are_those_of_all_at_once(pool_of, zoo, score, workers):
 
 def test_a_scorer_without_a_beginning_is_asked_at_the_end(zoo, score):
     scorer = InlineScorer([zoo("rank_in_group")])
-    assert not isinstance(scorer, Streaming)
-    scoring = begin(scorer)
-    assert isinstance(scoring, AtOnce)
+    scoring = scorer.begin()
+    assert type(scoring) is Scoring
     texts = ["a", "ccc", "bb", "d", "eee", "ff"]
     for start in (0, 3):
         add(scoring, texts[start : start + 3])
     assert scoring.results() == score(scorer, texts, size=3)
-    assert begin(scorer).results() == []
+    assert scorer.begin().results() == []
 
 
 def test_work_is_done_before_the_results_are_asked_for(pool_of, zoo, score):

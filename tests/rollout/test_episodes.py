@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inline_scorer import InlineScorer
 
 from psigrad.data.rows import Row
 from psigrad.data.templates import CHATML, decode, prompt_ids
@@ -14,7 +15,6 @@ from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
-from psigrad.rewards import InlineScorer
 from psigrad.rewards import resolve as reward
 from psigrad.rollout import games
 from psigrad.rollout.embedded import EmbeddedSampler
@@ -23,7 +23,8 @@ from psigrad.rollout.episodes import Episodes, play, returns
 from psigrad.rollout.games import Calculator, GuessNumber, TextGrid, calculate
 from psigrad.rollout.tools import ToolBox, calls, schemas
 from psigrad.rollout.types import SamplingParams
-from psigrad.training.collect import score, to_batch
+from psigrad.training.collate import to_batch
+from psigrad.training.generation import score
 
 
 def judged(trajectories, row):

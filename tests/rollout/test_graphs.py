@@ -11,8 +11,7 @@ from psigrad.config import Sampling
 from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
-from psigrad.recipes.setup import sampler_for
-from psigrad.rollout import embedded
+from psigrad.rollout import embedded, samplers
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.graphs import Recorded
 from psigrad.rollout.types import Request, SamplingParams
@@ -91,4 +90,4 @@ def test_negative_control_a_recording_that_reads_nothing_new_differs(model, requ
 
 def test_recording_is_refused_where_there_is_no_gpu(model):
     with pytest.raises(UserError, match="cuda_graphs is for GPUs and the model is on cpu"):
-        sampler_for(Sampling(cuda_graphs=True), model)
+        samplers.make(Sampling(cuda_graphs=True), model)

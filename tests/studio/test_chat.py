@@ -27,13 +27,13 @@ from psigrad.errors import UserError
 from psigrad.models import language_model
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
-from psigrad_studio import duels, serve
-from psigrad_studio.checkpoints import find
+from psigrad_studio import comparisons, serve
+from psigrad_studio.chat_answers import ChatAnswer, ChatQuestion, abilities, converse
+from psigrad_studio.checkpoint_list import find
 from psigrad_studio.labels import export, people, projects
 from psigrad_studio.labels.database import connect
-from psigrad_studio.models import LONGEST_LINE, Models
+from psigrad_studio.model_cache import LONGEST_LINE, ModelCache
 from psigrad_studio.security import Refused
-from psigrad_studio.talk import Answer, Question, abilities, converse
 
 torch.set_num_threads(1)
 PLAIN, TALKING, SILENT = "chat/plain, final model", "chat/talking, step 7", "chat/silent, final model"
@@ -203,11 +203,11 @@ def test_stop_ends_the_answer_and_keeps_what_was_written(studio):
 
 
 def test_who_goes_away_stops_the_answer_and_the_next_one_has_the_model():
-    models, stop, said = Models(10**9, lambda c: pytest.fail("loaded for nobody")), threading.Event(), []
+    models, stop, said = ModelCache(10**9, lambda c: pytest.fail("loaded for nobody")), threading.Event(), []
     checkpoint = next(iter(find(Path("nowhere"), []).values()), None) or _fake("a")
     stop.set()
     turn = models.join([checkpoint])
-    converse(models, turn, Question(({"role": "user", "content": "x"},)), [Answer(checkpoint)], (0,), stop, said.append)
+    converse(models, turn, ChatQuestion(({"role": "user", "content": "x"},)), [ChatAnswer(checkpoint)], (0,), stop, said.append)
     assert said[-1]["reason"] == "stopped" and models.join([checkpoint]).ahead() == 0
 
 
@@ -236,13 +236,13 @@ def test_the_studio_answers_others_while_a_model_writes(studio):
 
 
 def _fake(name: str, size: int = 10):
-    from psigrad_studio.checkpoints import Checkpoint
+    from psigrad_studio.checkpoint_list import Checkpoint
 
     return Checkpoint(id=name, name=name, folder=Path(name), bytes=size, stamp=0)
 
 
 def test_turns_come_in_order_and_only_where_models_are_shared():
-    models, (a, b, c) = Models(100), (_fake(n) for n in "abc")
+    models, (a, b, c) = ModelCache(100), (_fake(n) for n in "abc")
     first, second, third, fourth = (models.join(wanted) for wanted in ([a], [b], [a, b], [c]))
     assert [turn.ahead() for turn in (first, second, third, fourth)] == [0, 0, 2, 0]
     second.leave()
@@ -258,7 +258,7 @@ def test_turns_come_in_order_and_only_where_models_are_shared():
 
 def test_the_model_used_longest_ago_is_freed_and_those_in_use_stay():
     loaded: list[str] = []
-    models = Models(25, lambda checkpoint: loaded.append(checkpoint.name) or checkpoint.name)
+    models = ModelCache(25, lambda checkpoint: loaded.append(checkpoint.name) or checkpoint.name)
     a, b, c, big = _fake("a"), _fake("b"), _fake("c"), _fake("big", 26)
     for wanted in (a, b, a):
         turn = models.join([wanted])
@@ -281,7 +281,7 @@ def test_a_model_that_does_not_load_leaves_no_trace():
     def broken(checkpoint):
         raise UserError("no such model")
 
-    models = Models(25, broken)
+    models = ModelCache(25, broken)
     turn = models.join([_fake("a", 20)])
     for _ in range(2):
         with pytest.raises(UserError, match="no such model"):
@@ -296,7 +296,7 @@ def test_nothing_that_is_sent_tells_the_models_apart(studio, monkeypatch):
     """The order is drawn; with both orders forced, the events are the same but for the texts that change places."""
     seen = {}
     for left in (0, 1):
-        monkeypatch.setattr(duels.secrets, "randbelow", lambda n, left=left: left)
+        monkeypatch.setattr(comparisons.secrets, "randbelow", lambda n, left=left: left)
         seen[left] = asked(studio, PLAIN, TALKING, max_tokens=8)
     monkeypatch.undo()
     assert PLAIN not in json.dumps(seen) and TALKING not in json.dumps(seen)
@@ -313,7 +313,7 @@ def test_nothing_that_is_sent_tells_the_models_apart(studio, monkeypatch):
 
 
 def test_the_order_is_drawn(studio):
-    orders = {duels.Duels(None).begin(Answer(_fake("a")), Answer(_fake("b"))).sides for _ in range(40)}
+    orders = {comparisons.ChatComparisons(None).begin(ChatAnswer(_fake("a")), ChatAnswer(_fake("b"))).sides for _ in range(40)}
     assert orders == {(0, 1), (1, 0)}
 
 

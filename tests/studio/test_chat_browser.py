@@ -12,7 +12,7 @@ from chat_runs import make_runs
 from live_studio import live_studio
 from playwright.sync_api import Page, expect
 
-from psigrad_studio import talk
+from psigrad_studio import chat_answers
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e{{7*7}}"
 
@@ -157,7 +157,7 @@ def test_the_better_answer_goes_on_and_two_bad_ones_do_not(opened):
 
 
 def test_escape_stops_a_long_answer(opened, monkeypatch):
-    gate = talk._Writer.step
+    gate = chat_answers._Writer.step
 
     def slow(self):
         import time
@@ -165,7 +165,7 @@ def test_escape_stops_a_long_answer(opened, monkeypatch):
         time.sleep(0.02)
         return gate(self)
 
-    monkeypatch.setattr(talk._Writer, "step", slow)
+    monkeypatch.setattr(chat_answers._Writer, "step", slow)
     page = opened()
     choose(page, "chat/talking, step 7")
     page.fill("#tokens", "200")
@@ -179,7 +179,7 @@ def test_escape_stops_a_long_answer(opened, monkeypatch):
 
 
 def test_what_a_model_writes_stays_text(opened, monkeypatch):
-    monkeypatch.setattr(talk, "decode", lambda tokenizer, ids: HOSTILE[: 8 * len(ids)])
+    monkeypatch.setattr(chat_answers, "decode", lambda tokenizer, ids: HOSTILE[: 8 * len(ids)])
     page = opened()
     choose(page, "chat/plain, final model")
     page.fill("#tokens", "12")

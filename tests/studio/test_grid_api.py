@@ -13,7 +13,7 @@ from live_studio import live_studio
 from psigrad import tabular
 from psigrad.tabular import GridWorld
 from psigrad_studio.backups import replay
-from psigrad_studio.films import ALGORITHMS, EPISODE_STEPS, Films, Options, Recipe
+from psigrad_studio.playback import ALGORITHMS, EPISODE_STEPS, PlaybackCache, PlaybackOptions, PlaybackSpec
 
 WORLDS = {
     "default": GridWorld(),
@@ -44,12 +44,12 @@ def form(world: GridWorld) -> dict:
     }
 
 
-def film_of(world: GridWorld, algorithm: str, **more) -> dict:
+def playback_of(world: GridWorld, algorithm: str, **more) -> dict:
     return {"world": form(world), "algorithm": algorithm, "options": OPTIONS, **more}
 
 
 def library(world: GridWorld, algorithm: str, value=None, q=None) -> list[np.ndarray]:
-    """[S] after each step, straight from psigrad.tabular: written apart from psigrad_studio.films."""
+    """[S] after each step, straight from psigrad.tabular: written apart from psigrad_studio.playback."""
     mdp, o = world.mdp(), OPTIONS
     sweeping = {
         "policy_iteration": tabular.policy_iteration,
@@ -88,7 +88,7 @@ def test_the_page_offers_exactly_the_algorithms_that_are_compared_here(studio):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_values_equal_the_librarys(studio, world, algorithm):
-    reply = studio.post("/api/grid/frames", film_of(WORLDS[world], algorithm, count=FRAMES + 1))
+    reply = studio.post("/api/grid/frames", playback_of(WORLDS[world], algorithm, count=FRAMES + 1))
     assert reply.status == 200, reply.body
     frames, expected = reply.json["frames"], library(WORLDS[world], algorithm)
     assert [frame["index"] for frame in frames] == list(range(len(frames)))
@@ -101,7 +101,7 @@ def test_values_equal_the_librarys(studio, world, algorithm):
 
 
 def test_negative_control_another_seed_gives_other_values(studio):
-    other = {**film_of(WORLDS["default"], "q_learning", count=FRAMES + 1), "options": {**OPTIONS, "seed": 8}}
+    other = {**playback_of(WORLDS["default"], "q_learning", count=FRAMES + 1), "options": {**OPTIONS, "seed": 8}}
     frames = studio.post("/api/grid/frames", other).json["frames"]
     assert np.abs(np.array(frames[-1]["value"]) - library(WORLDS["default"], "q_learning")[-1]).max() > 1e-3
 
@@ -113,13 +113,13 @@ def test_a_warm_start_goes_on_from_the_values_given(studio, algorithm):
     q = np.linspace(-0.5, 0.9, 256).reshape(64, 4)
     mdp = world.mdp()
     warm = {"value": value.tolist()} | ({"q": q.tolist()} if ALGORITHMS[algorithm].family == "control" else {})
-    reply = studio.post("/api/grid/frames", film_of(world, algorithm, count=FRAMES + 1, **warm))
+    reply = studio.post("/api/grid/frames", playback_of(world, algorithm, count=FRAMES + 1, **warm))
     assert reply.status == 200, reply.body
     start = np.where(mdp.is_terminal, 0.0, value)
     expected = library(world, algorithm, value=start, q=np.where(mdp.is_terminal[:, None], 0.0, q))
     for frame, exact in zip(reply.json["frames"][1:], expected, strict=False):
         assert np.abs(np.array(frame["value"]) - exact).max() <= 1e-9
-    cold = studio.post("/api/grid/frames", film_of(world, algorithm, count=2)).json["frames"]
+    cold = studio.post("/api/grid/frames", playback_of(world, algorithm, count=2)).json["frames"]
     assert cold[1]["value"] != reply.json["frames"][1]["value"] or algorithm == "policy_iteration"
 
 
@@ -127,8 +127,8 @@ def test_a_warm_start_after_a_small_change_needs_fewer_sweeps(studio):
     world = GridWorld(slip=0.1)
     solved = tabular.solve(world.mdp()).value
     moved = replace(world, gamma=0.901)
-    cold = studio.post("/api/grid/frames", film_of(moved, "value_iteration", count=300)).json
-    warm = studio.post("/api/grid/frames", film_of(moved, "value_iteration", count=300, value=solved.tolist())).json
+    cold = studio.post("/api/grid/frames", playback_of(moved, "value_iteration", count=300)).json
+    warm = studio.post("/api/grid/frames", playback_of(moved, "value_iteration", count=300, value=solved.tolist())).json
     assert cold["ended"] and warm["ended"] and warm["known"] < cold["known"]
     assert np.allclose(cold["frames"][-1]["value"], warm["frames"][-1]["value"], atol=2e-8)
 
@@ -139,7 +139,7 @@ def test_films_of_planners_end_at_the_exact_values_with_a_true_bound(studio, wor
     exact = tabular.solve(WORLDS[world].mdp()).value
     frames, answer = [], {"ended": False}
     while not (answer["ended"] and len(frames) == answer["known"]):
-        answer = studio.post("/api/grid/frames", film_of(WORLDS[world], algorithm, first=len(frames), count=400)).json
+        answer = studio.post("/api/grid/frames", playback_of(WORLDS[world], algorithm, first=len(frames), count=400)).json
         frames += answer["frames"]
     assert answer["length"] == len(frames) and answer["note"] == ""
     assert np.abs(np.array(frames[-1]["value"]) - exact).max() < 1e-6
@@ -153,9 +153,9 @@ def test_films_of_planners_end_at_the_exact_values_with_a_true_bound(studio, wor
 def test_arrows_are_the_policy(studio):
     world = WORLDS["walls"]
     solution = tabular.solve(world.mdp())
-    last = studio.post("/api/grid/frames", film_of(world, "policy_iteration", count=50)).json["frames"][-1]
+    last = studio.post("/api/grid/frames", playback_of(world, "policy_iteration", count=50)).json["frames"][-1]
     assert [a.bit_length() - 1 for a in last["actions"]] == solution.policy.tolist()
-    last = studio.post("/api/grid/frames", film_of(world, "value_iteration", count=300)).json["frames"][-1]
+    last = studio.post("/api/grid/frames", playback_of(world, "value_iteration", count=300)).json["frames"][-1]
     best = solution.q >= solution.q.max(axis=1, keepdims=True) - 1e-7
     close = (best @ [1, 2, 4, 8]).tolist()
     alive = ~world.mdp().is_terminal
@@ -167,43 +167,45 @@ def test_prediction_is_measured_against_the_policys_own_value(studio):
     mdp = world.mdp()
     for evaluated, policy in (("random", tabular.uniform_policy(mdp)), ("best", tabular.solve(mdp).policy)):
         options = {**OPTIONS, "evaluated": evaluated, "episodes": 20}
-        answer = studio.post("/api/grid/frames", {**film_of(world, "monte_carlo_evaluation", count=100), "options": options}).json
+        answer = studio.post(
+            "/api/grid/frames", {**playback_of(world, "monte_carlo_evaluation", count=100), "options": options}
+        ).json
         assert np.abs(np.array(answer["target"]) - tabular.evaluate(mdp, policy)).max() <= 1e-9
         assert answer["frames"][-1]["error"] < 0.2 * answer["frames"][0]["error"]
 
 
 @pytest.mark.parametrize("first", [0, 7, 29])
 def test_frames_are_the_same_in_whatever_order_they_are_asked_for(studio, first):
-    recipe = film_of(WORLDS["walls"], "sarsa")
-    whole = studio.post("/api/grid/frames", {**recipe, "count": 40}).json["frames"]
-    piece = studio.post("/api/grid/frames", {**recipe, "first": first, "count": 5}).json["frames"]
+    spec = playback_of(WORLDS["walls"], "sarsa")
+    whole = studio.post("/api/grid/frames", {**spec, "count": 40}).json["frames"]
+    piece = studio.post("/api/grid/frames", {**spec, "first": first, "count": 5}).json["frames"]
     assert piece == whole[first : first + 5]
 
 
 def test_films_that_were_dropped_are_computed_again_to_the_same_frames():
-    small, roomy = Films(1), Films(64 * 2**20)
-    recipes = [Recipe(world, "q_learning", Options(episodes=3)) for world in WORLDS.values()]
-    for films in (small, roomy):
-        for recipe in recipes:
-            films.film(recipe, 10, 60)
-    assert len(small._films) == 1 and len(roomy._films) == len(recipes)
-    again, kept = (films.film(recipes[0], 10, 60).frames for films in (small, roomy))
+    small, roomy = PlaybackCache(1), PlaybackCache(64 * 2**20)
+    specs = [PlaybackSpec(world, "q_learning", PlaybackOptions(episodes=3)) for world in WORLDS.values()]
+    for playbacks in (small, roomy):
+        for spec in specs:
+            playbacks.playback(spec, 10, 60)
+    assert len(small._playbacks) == 1 and len(roomy._playbacks) == len(specs)
+    again, kept = (playbacks.playback(specs[0], 10, 60).frames for playbacks in (small, roomy))
     assert all((a.value == b.value).all() for a, b in zip(again, kept, strict=True))
 
 
 def test_the_digest_tells_apart_whatever_changes_a_film():
-    base = Recipe(WORLDS["default"], "td")
+    base = PlaybackSpec(WORLDS["default"], "td")
     others = [
-        Recipe(WORLDS["slippery"], "td"),
-        Recipe(WORLDS["default"].moved((3, 4), (3, 5)), "td"),
-        Recipe(WORLDS["default"], "sarsa"),
-        Recipe(WORLDS["default"], "td", Options(seed=1)),
-        Recipe(WORLDS["default"], "td", value=np.ones(64)),
-        Recipe(WORLDS["default"], "td", value=np.zeros(64)),
-        Recipe(WORLDS["default"], "td", q=np.zeros((64, 4))),
+        PlaybackSpec(WORLDS["slippery"], "td"),
+        PlaybackSpec(WORLDS["default"].moved((3, 4), (3, 5)), "td"),
+        PlaybackSpec(WORLDS["default"], "sarsa"),
+        PlaybackSpec(WORLDS["default"], "td", PlaybackOptions(seed=1)),
+        PlaybackSpec(WORLDS["default"], "td", value=np.ones(64)),
+        PlaybackSpec(WORLDS["default"], "td", value=np.zeros(64)),
+        PlaybackSpec(WORLDS["default"], "td", q=np.zeros((64, 4))),
     ]
-    assert len({recipe.digest for recipe in [base, *others]}) == len(others) + 1
-    assert Recipe(GridWorld(), "td").digest == base.digest
+    assert len({spec.digest for spec in [base, *others]}) == len(others) + 1
+    assert PlaybackSpec(GridWorld(), "td").digest == base.digest
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -212,11 +214,11 @@ def test_the_backup_of_a_cell_is_q_and_its_terms_add_up_to_it(studio, world, alg
     grid = WORLDS[world]
     mdp = grid.mdp()
     for index in (0, 3):
-        recipe = film_of(grid, algorithm)
-        value = np.array(studio.post("/api/grid/frames", {**recipe, "count": 4}).json["frames"][index]["value"])
+        spec = playback_of(grid, algorithm)
+        value = np.array(studio.post("/api/grid/frames", {**spec, "count": 4}).json["frames"][index]["value"])
         q = tabular.q_values(mdp, value)
         for state in range(0, mdp.n_states, 5):
-            answer = studio.post("/api/grid/backup", {**recipe, "frame": index, "cell": list(grid.cell(state))}).json
+            answer = studio.post("/api/grid/backup", {**spec, "frame": index, "cell": list(grid.cell(state))}).json
             assert answer["terminal"] == bool(mdp.is_terminal[state])
             for action in answer["actions"]:
                 terms = sum(
@@ -232,19 +234,19 @@ def test_the_backup_of_prediction_is_the_mean_over_its_policy(studio, evaluated)
     world = WORLDS["slippery"]
     mdp = world.mdp()
     policy = tabular.uniform_policy(mdp) if evaluated == "random" else np.eye(4)[tabular.solve(mdp).policy]
-    recipe = {**film_of(world, "td"), "options": {**OPTIONS, "evaluated": evaluated}}
-    value = np.array(studio.post("/api/grid/frames", {**recipe, "count": 6}).json["frames"][5]["value"])
+    spec = {**playback_of(world, "td"), "options": {**OPTIONS, "evaluated": evaluated}}
+    value = np.array(studio.post("/api/grid/frames", {**spec, "count": 6}).json["frames"][5]["value"])
     exact = (policy * tabular.q_values(mdp, value)).sum(axis=1)
     for state in range(0, 64, 7):
-        answer = studio.post("/api/grid/backup", {**recipe, "frame": 5, "cell": divmod(state, 8)}).json
+        answer = studio.post("/api/grid/backup", {**spec, "frame": 5, "cell": divmod(state, 8)}).json
         assert answer["expected"] == pytest.approx(exact[state], abs=1e-12)
 
 
 def test_the_next_sweep_of_value_iteration_is_the_backup_that_is_shown(studio):
-    recipe = film_of(WORLDS["slippery"], "value_iteration")
-    frames = studio.post("/api/grid/frames", {**recipe, "count": 9}).json["frames"]
+    spec = playback_of(WORLDS["slippery"], "value_iteration")
+    frames = studio.post("/api/grid/frames", {**spec, "count": 9}).json["frames"]
     for state in range(0, 64, 7):
-        answer = studio.post("/api/grid/backup", {**recipe, "frame": 7, "cell": divmod(state, 8)}).json
+        answer = studio.post("/api/grid/backup", {**spec, "frame": 7, "cell": divmod(state, 8)}).json
         shown = max((a["q"] for a in answer["actions"]), default=0.0)
         assert shown == pytest.approx(frames[8]["value"][state], abs=1e-12)
 
@@ -252,11 +254,11 @@ def test_the_next_sweep_of_value_iteration_is_the_backup_that_is_shown(studio):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("algorithm", [name for name, a in ALGORITHMS.items() if a.family != "planning"])
 def test_the_updates_shown_lead_from_the_table_before_the_episode_to_the_one_after(world, algorithm):
-    film = Films(2**26).film(Recipe(WORLDS[world], algorithm, Options(**OPTIONS)), 12, 60)
-    for frame in film.frames[1:]:
+    playback = PlaybackCache(2**26).playback(PlaybackSpec(WORLDS[world], algorithm, PlaybackOptions(**OPTIONS)), 12, 60)
+    for frame in playback.frames[1:]:
         table, seen = frame.before.copy(), 0
         after = frame.value if frame.q is None else frame.q
-        for state, update in replay(film, frame):
+        for state, update in replay(playback, frame):
             where = state if table.ndim == 1 else (state, update.action)
             assert update.before == pytest.approx(table[where], abs=1e-12)
             table[where], seen = update.after, seen + 1
@@ -266,9 +268,9 @@ def test_the_updates_shown_lead_from_the_table_before_the_episode_to_the_one_aft
 
 @pytest.mark.parametrize("algorithm", ["monte_carlo", "monte_carlo_evaluation"])
 def test_monte_carlo_moves_towards_the_return_that_is_shown(algorithm):
-    film = Films(2**26).film(Recipe(WORLDS["slippery"], algorithm, Options(**OPTIONS)), 12, 60)
-    for frame in film.frames[1:]:
-        for _, update in replay(film, frame):
+    playback = PlaybackCache(2**26).playback(PlaybackSpec(WORLDS["slippery"], algorithm, PlaybackOptions(**OPTIONS)), 12, 60)
+    for frame in playback.frames[1:]:
+        for _, update in replay(playback, frame):
             if abs(update.target - update.before) > 1e-12:
                 step = (update.after - update.before) / (update.target - update.before)
                 assert 0 < step <= 1 and 1 / step == pytest.approx(round(1 / step), rel=1e-6)  # 1/n: the mean of n returns
@@ -294,7 +296,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_sentences(studio, name):
     given, said = MISTAKES[name]
-    content = film_of(WORLDS["default"], "value_iteration")
+    content = playback_of(WORLDS["default"], "value_iteration")
     world = {**content["world"], **given.get("world", {})}
     reply = studio.post("/api/grid/frames", {**content, **given, "world": world})
     assert reply.status == 422 and said in reply.json["error"]["message"], reply.body
@@ -302,13 +304,13 @@ def test_mistakes_are_sentences(studio, name):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_map_is_one_that_the_library_reads(studio, world):
-    text = studio.post("/api/grid/frames", film_of(WORLDS[world], "value_iteration", count=1)).json["map"]
+    text = studio.post("/api/grid/frames", playback_of(WORLDS[world], "value_iteration", count=1)).json["map"]
     read = GridWorld.from_text(text)
     assert (read.prizes, read.walls, read.start) == (WORLDS[world].prizes, WORLDS[world].walls, WORLDS[world].start)
 
 
 def test_a_frame_that_is_not_there_is_said_so(studio):
-    content = {**film_of(WORLDS["default"], "value_iteration"), "frame": 5000, "cell": [0, 0]}
+    content = {**playback_of(WORLDS["default"], "value_iteration"), "frame": 5000, "cell": [0, 0]}
     reply = studio.post("/api/grid/backup", content)
     assert reply.status == 422 and "none of number 5000" in reply.json["error"]["message"]
 
@@ -316,14 +318,14 @@ def test_a_frame_that_is_not_there_is_said_so(studio):
 def test_every_cell_a_wall_or_an_end_is_no_crash(studio):
     walls = GridWorld(2, 2, {(0, 0): 1.0}, frozenset({(0, 1), (1, 0), (1, 1)}))
     for algorithm in ALGORITHMS:
-        reply = studio.post("/api/grid/frames", film_of(walls, algorithm, count=5))
+        reply = studio.post("/api/grid/frames", playback_of(walls, algorithm, count=5))
         assert reply.status in (200, 422), (algorithm, reply.body)
 
 
 def test_the_cache_keeps_to_its_bytes_also_when_films_grow_later():
-    films = Films(12 * 2**20)
-    recipes = [Recipe(GridWorld(20, 20, slip=0.01 * n), "q_learning", Options(episodes=1)) for n in range(4)]
+    playbacks = PlaybackCache(12 * 2**20)
+    specs = [PlaybackSpec(GridWorld(20, 20, slip=0.01 * n), "q_learning", PlaybackOptions(episodes=1)) for n in range(4)]
     for count in (1, 200, 400):
-        for recipe in recipes:
-            films.film(recipe, count, 60)
-            assert len(films._films) == 1 or films.size <= 12 * 2**20
+        for spec in specs:
+            playbacks.playback(spec, count, 60)
+            assert len(playbacks._playbacks) == 1 or playbacks.size <= 12 * 2**20

@@ -11,7 +11,7 @@ from hostile import routes
 from live_desk import PASSWORD, Guest, bring, entered, guest, invite, key, project, stranger, told
 from live_studio import live_studio
 
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.studio_settings import StudioSettings
 
 UNLIMITED = {"requests_per_second": 1e9, "burst": 10**9, "strangers_per_second": 1e9, "strangers_burst": 10**9}
 

@@ -12,7 +12,7 @@ from live_desk import PASSWORD, Guest, bring, guest, invite, project, told
 from live_studio import live_studio, until
 from playwright.sync_api import Page, expect
 
-from psigrad_studio.desk import sampling
+from psigrad_studio.label_api import sample_routes
 
 NASTY = [
     "<img src=x onerror=\"document.title='broken'\">",
@@ -449,11 +449,13 @@ def test_a_run_and_a_model_are_brought_in(opened, studio, monkeypatch):
     page.get_by_label("Compare completions of different steps, too").check()
     page.get_by_role("button", name="Bring the run in").click()
     expect(page.locator(".said")).to_contain_text("grpo: 4 new tasks from 0 new prompts")
-    monkeypatch.setattr(sampling, "_command", lambda form, chosen: [sys.executable, "-c", ANSWERS])
+    monkeypatch.setattr(sample_routes, "_command", lambda form, chosen: [sys.executable, "-c", ANSWERS])
     page.get_by_role("textbox", name="Prompts", exact=True).fill("one\ntwo\nthree")
     page.get_by_role("button", name="Sample and bring in").click()
     expect(page.locator(".said")).to_contain_text("grpo, final model: 3 new tasks from 3 new prompts")
-    monkeypatch.setattr(sampling, "_command", lambda form, chosen: [sys.executable, "-c", "import sys; sys.exit('psigrad: No.')"])
+    monkeypatch.setattr(
+        sample_routes, "_command", lambda form, chosen: [sys.executable, "-c", "import sys; sys.exit('psigrad: No.')"]
+    )
     page.get_by_role("button", name="Sample and bring in").click()
     expect(page.locator(".failure:visible")).to_have_text("No.")
 

@@ -21,8 +21,8 @@ import private_postgres
 import pytest
 from sqlalchemy import select
 
-from psigrad_studio.labels import checks, database, intake, invites, people, projects, secret
-from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels import checks, database, intake, invites, passwords, people, projects
+from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.schema import Vote
 
 CHOICES = ("left", "right", "tie", "both_bad")
@@ -66,7 +66,7 @@ class Labeller:
     def ask(self, path: str, content: dict) -> tuple[int, dict]:
         headers = {
             "Cookie": f"psigrad-desk-{self.server.port}={self.token}",
-            "X-Psigrad-CSRF": secret.csrf(self.token),
+            "X-Psigrad-CSRF": passwords.csrf(self.token),
             "Origin": f"http://127.0.0.1:{self.server.port}",
             "Content-Type": "application/json",
         }
@@ -114,7 +114,7 @@ def storm(where: str, folder: Path, labellers: int, tasks: int, kills: int) -> t
     """(rows stored, submissions that broke off in the middle and were sent again)."""
     db = database.connect(where)
     owner = people.local(db)
-    project = projects.create(db, owner, Settings("chaos", overlap=2, lease_s=10))
+    project = projects.create(db, owner, ProjectSettings("chaos", overlap=2, lease_s=10))
     intake.add_rows(db, owner, project, [{"prompt": f"question {i}", "completions": ["x", "y"]} for i in range(tasks)])
     logins = [
         invites.accept(db, invites.invite(db, owner, project, "labeller"), f"p{n}", "a long password") for n in range(labellers)
@@ -167,7 +167,7 @@ def check(db: database.Database, project: int, crowd: list[Labeller]) -> int:
 
 @pytest.fixture(autouse=True)
 def cheap_hashes(monkeypatch):
-    monkeypatch.setattr(secret, "COST", secret.Cost(log_n=4, r=1, p=1))
+    monkeypatch.setattr(passwords, "COST", passwords.ScryptCost(log_n=4, r=1, p=1))
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def postgres() -> Iterator[str]:
 
 
 def test_eight_labellers_and_a_server_that_is_killed(tmp_path):
-    rows, broken = storm(str(tmp_path / "labels.db"), tmp_path, labellers=8, tasks=40, kills=2)
+    rows, broken = storm(str(tmp_path / "labels.db"), tmp_path, labellers=8, tasks=20, kills=1)
     print(f"\n{rows} rows; {broken} submissions broke off and were sent again")
     assert broken >= 1
 
@@ -201,13 +201,15 @@ def test_labellers_on_postgresql(postgres, tmp_path, labellers):
 def test_negative_control_a_lost_and_an_unknown_answer_are_noticed(tmp_path):
     db = database.connect(tmp_path / "labels.db")
     owner = people.local(db)
-    project = projects.create(db, owner, Settings("control"))
+    project = projects.create(db, owner, ProjectSettings("control"))
     with pytest.raises(AssertionError, match="is gone"):
         check(db, project, [Labeller(None, project, "", 0, {"k": "vote"}, {"k": 1})])
-    from psigrad_studio.labels import desk
+    from psigrad_studio.labels import assignments
 
     intake.add_rows(db, owner, project, [{"prompt": "q", "completions": ["x", "y"]}])
-    desk.vote(db, owner, desk.next_task(db, owner, project).assignment, desk.Answer(choice="left"), "a key for it")
+    assignments.vote(
+        db, owner, assignments.next_task(db, owner, project).assignment, assignments.LabelAnswer(choice="left"), "a key for it"
+    )
     with pytest.raises(AssertionError, match="nobody was told"):
         check(db, project, [])
     db.close()

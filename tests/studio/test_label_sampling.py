@@ -13,8 +13,8 @@ from live_studio import live_studio, until
 from psigrad.cli import flags
 from psigrad.config import SampleConfig
 from psigrad.errors import UserError
-from psigrad_studio.checkpoints import Checkpoint
-from psigrad_studio.desk.sampling import Job, SampleForm, Sampling, _command, _prompts
+from psigrad_studio.checkpoint_list import Checkpoint
+from psigrad_studio.label_api.sample_routes import SampleForm, SampleJob, SampleJobs, _command, _prompts
 from psigrad_studio.labels.intake import Added
 from psigrad_studio.labels.refusals import Conflict
 
@@ -22,13 +22,13 @@ ECHO = "import sys; a = sys.argv; open(a[a.index('--output') + 1], 'w').write(op
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
 
 
-def begun(code: str, finish=lambda text: Added(completions=len(text.splitlines()))) -> Sampling:
-    sampling = Sampling()
-    sampling.begin(Job(1, "a model", 2), [sys.executable, "-c", code], ROWS, finish)
+def begun(code: str, finish=lambda text: Added(completions=len(text.splitlines()))) -> SampleJobs:
+    sampling = SampleJobs()
+    sampling.begin(SampleJob(1, "a model", 2), [sys.executable, "-c", code], ROWS, finish)
     return sampling
 
 
-def ended(sampling: Sampling) -> Job:
+def ended(sampling: SampleJobs) -> SampleJob:
     until(lambda: sampling.job.state != "sampling")
     return sampling.job
 
@@ -55,13 +55,13 @@ def test_a_refusal_of_what_comes_in_is_said():
 def test_one_at_a_time_until_it_is_stopped():
     sampling = begun("import time; time.sleep(60)")
     with pytest.raises(Conflict, match="a model is being sampled"):
-        sampling.begin(Job(1, "another", 1), [], ROWS, None)
+        sampling.begin(SampleJob(1, "another", 1), [], ROWS, None)
     until(lambda: sampling._process is not None)
     started = time.monotonic()
     sampling.stop()
     sampling._process.wait(10)
     assert time.monotonic() - started < 5 and sampling.job.state == "stopped"
-    sampling.begin(Job(1, "another", 1), [sys.executable, "-c", ECHO], ROWS, lambda text: Added())
+    sampling.begin(SampleJob(1, "another", 1), [sys.executable, "-c", ECHO], ROWS, lambda text: Added())
     assert ended(sampling).state == "done"
 
 

@@ -17,7 +17,7 @@ from run_folders import GIF, TOKENS, append, figures, make_run, rollout
 
 from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.labels import people, projects
-from psigrad_studio.runs import catalogue
+from psigrad_studio.runs import run_finder
 
 FORMS = {
     "/api/runs/curves": {"runs": []},
@@ -47,7 +47,7 @@ def root(tmp_path_factory):
 def studio(root):
     unlimited = {"requests_per_second": 1e6, "burst": 10**6, "strangers_per_second": 1e6, "strangers_burst": 10**6}
     with pytest.MonkeyPatch.context() as patch, live_studio(runs=root, **unlimited) as running:
-        patch.setattr(catalogue, "SCAN_SECONDS", 0.0)  # a run is found at once
+        patch.setattr(run_finder, "SCAN_SECONDS", 0.0)  # a run is found at once
         yield running
 
 

@@ -53,8 +53,11 @@ def opened(studio, browser):
     """opened(fragment, …) -> a page that is ready; what it logged and asked for is looked at in the end."""
     visits = Visits(browser)
 
-    def visit(fragment: str = "", size: str = "laptop", scheme: str = "light", at=studio, touch: bool = False) -> Page:
+    def visit(
+        fragment: str = "", size: str = "laptop", scheme: str = "light", at=studio, touch: bool = False, script: str = ""
+    ) -> Page:
         page = visits.page(size, scheme, touch=touch)
+        page.add_init_script(script)
         page.goto(f"{at.base}/enter?key={at.settings.key}")
         page.goto("about:blank")
         page.goto(f"{at.base}/runs#{fragment}")
@@ -171,10 +174,14 @@ def test_the_page_follows_a_run_that_is_being_written(opened, root, studio):
     page.goto("about:blank")
 
 
+# What a page would do after seconds it does after a tenth of them.
+IMPATIENT = "{ const later = window.setTimeout; window.setTimeout = (what, ms, ...rest) => later(what, ms / 10, ...rest); }"
+
+
 def test_the_first_run_appears_by_itself(opened, tmp_path):
     (tmp_path / "runs").mkdir()
     with live_studio(runs=tmp_path / "runs") as studio:
-        page = opened(at=studio)
+        page = opened(at=studio, script=IMPATIENT)
         expect(page.locator("#empty")).to_contain_text("no runs here yet")
         make_run(tmp_path / "runs" / "first", 5)
         expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.25", timeout=15_000)

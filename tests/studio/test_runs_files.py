@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import append, figures, make_run, rollout, words
+from run_folders import TOKENS, append, figures, make_run, rollout, words
 
 from psigrad.records.run_folder import RunFolder, to_line
-from psigrad_studio.runs.catalogue import Catalogue
+from psigrad_studio.runs.advantage_notes import explained
 from psigrad_studio.runs.curves import thinned
 from psigrad_studio.runs.files import Tail, opened
 from psigrad_studio.runs.history import History
-from psigrad_studio.runs.rollouts import Rollouts, Wanted, _parsed_brief, brief_of
-from psigrad_studio.runs.shelf import Shelf
+from psigrad_studio.runs.rollout_index import RolloutIndex, RolloutQuery
+from psigrad_studio.runs.run_cache import RunCache
+from psigrad_studio.runs.run_finder import RunFinder
 from psigrad_studio.runs.tokens import texts_of, token_table, tokenizer_of
-from psigrad_studio.runs.why import explained
 
 
 def lines(tail: Tail) -> list[bytes]:
@@ -119,7 +119,7 @@ HARM = {
 def test_damaged_runs_are_listed(tmp_path, name):
     run = make_run(tmp_path / "run")
     HARM[name](run)
-    (entry,), whole = Shelf(tmp_path).entries(5.0)
+    (entry,), whole = RunCache(tmp_path).entries(5.0)
     assert whole and entry["name"] == "run"
     assert entry["step"] in ((0, 20) if "metrics" in name or "a f" in name or "a l" in name else (20, 21))
     json.dumps(entry["alerts"])
@@ -127,7 +127,7 @@ def test_damaged_runs_are_listed(tmp_path, name):
 
 def test_rows_that_are_no_numbers_raise_the_alert(tmp_path):
     HARM["odd values"](make_run(tmp_path / "run"))
-    (entry,), _ = Shelf(tmp_path).entries(5.0)
+    (entry,), _ = RunCache(tmp_path).entries(5.0)
     assert [(a["rule"], a["step"]) for a in entry["alerts"]] == [("not_finite", 21)]
 
 
@@ -141,10 +141,10 @@ def test_runs_are_found_wherever_they_lie_and_links_are_not_followed(tmp_path):
     (root / "base").mkdir()
     (root / "base" / "config.json").write_text("{}")  # a model is no run
     (root / "link").symlink_to(tmp_path / "outside")
-    found = Catalogue(root).places()
+    found = RunFinder(root).places()
     assert [place.name for place in found.values()] == ["a", "compare/grpo-0", "compare/grpo-1", "x/y/z"]
-    assert [p.name for p in Catalogue(root / "a").places().values()] == ["a"]
-    assert Catalogue(tmp_path / "none").places() == {}
+    assert [p.name for p in RunFinder(root / "a").places().values()] == ["a"]
+    assert RunFinder(tmp_path / "none").places() == {}
 
 
 def test_the_state_of_a_run_is_its_last_word_and_the_life_of_its_process(tmp_path):
@@ -218,26 +218,27 @@ def test_thinning_keeps_what_a_picture_shows():
 # ---- completions
 
 
-def test_the_quick_reading_of_a_line_is_the_whole_reading(tmp_path):
-    odd = [
-        rollout(1, 0, 0, reward=None, status="unscored", reason='the "status": "scored", "reason": ', advantage=None),
-        rollout(2, 1, 3, reward=float("nan"), finish_reason="length", parts={"reward": 1.0, "a": None}),
-        rollout(3, 2, 1, prompt=[{"role": "user", "content": '], "reward": 5, "parts": {'}], completion='"advantage": 3, "'),
-        rollout(4, 2, 1, kind="eval", reason="x", reward=-1e-9, turns=2, mask=[1, 0, 1, 1], step_rewards=[[0, 0.5]]),
-        {"step": 5, "kind": "episode", "episode": 3, "reward": 200.0, "length": 17},
-        {"step": 6},
-        {"step": 7, "kind": ["x"], "row": "a", "k": None, "reward": "many"},
-    ]
-    for row in odd:
-        assert repr(brief_of(to_line(row))) == repr(_parsed_brief(to_line(row))), row
-    assert all(brief_of(line) is None for line in (b"\n", b"[]\n", b'{"step": -1}\n', b'{"step": "1"}\n', b'{"st'))
+def test_an_index_does_not_depend_on_the_order_of_keys(tmp_path):
+    rng = random.Random(0)
+    rows = [rollout(s, r, k, reward=rng.random(), **TOKENS) for s in range(1, 4) for r in range(3) for k in range(4)]
+    rows += [{"step": 4, "kind": "episode", "episode": i, "reward": float(i), "length": 3} for i in range(3)]
+    found = []
+    for name, order in (("written", list), ("shuffled", lambda items: rng.sample(items, len(items)))):
+        (tmp_path / name).mkdir()
+        append(tmp_path / name / "rollouts.jsonl", *(dict(order(list(row.items()))) for row in rows))
+        index = RolloutIndex(tmp_path / name)
+        assert index.read()
+        numbers, _ = index.find(RolloutQuery(order="best", kind="train"))
+        groups = [index.group(n) for n in range(len(index))]
+        found.append((index.overview(), numbers, groups, index.dead(2.0), index.worst(2.0, "reward")))
+    assert found[0] == found[1] and len(found[0][1]) == 36
 
 
 def test_groups_are_prompts_of_a_step_also_when_a_prompt_comes_twice(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     append(path, *(rollout(1, 4, k) for k in (0, 1, 2, 0, 1, 2)), *(rollout(2, 4, k) for k in (0, 1)))
     append(path, *({"step": 2, "kind": "episode", "episode": i, "reward": 1.0, "length": 3} for i in range(3)))
-    index = Rollouts(tmp_path)
+    index = RolloutIndex(tmp_path)
     assert index.read()
     assert [index.group_of(n) for n in (0, 4, 7, 9, 99)] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9, 10], []]
 
@@ -249,9 +250,9 @@ def test_searching_filtering_and_order(tmp_path):
         rollout(11, 0, 0, completion="Größe “A”\n", reward=7.0),
         rollout(11, 0, 1, reward=None, status="unscored", advantage=None),
     )
-    index = Rollouts(run)
+    index = RolloutIndex(run)
     index.read()
-    rows = lambda **wanted: [row for _, row in index.rows(index.find(Wanted(**wanted))[0])]  # noqa: E731
+    rows = lambda **wanted: [row for _, row in index.rows(index.find(RolloutQuery(**wanted))[0])]  # noqa: E731
     assert len(rows()) == 42 and rows()[0]["step"] == 11 and rows(order="oldest")[0]["step"] == 1
     assert {row["step"] for row in rows(step=3.0)} == {3} and len(rows(step=3.0)) == 4
     assert len(rows(text="GRÖSSE")) == 1 and rows(text="grosse") == [] and len(rows(text="größe “a”")) == 1
@@ -265,7 +266,7 @@ def test_searching_filtering_and_order(tmp_path):
 def test_an_index_follows_a_run_that_goes_back(tmp_path):
     with RunFolder.open(tmp_path / "run", {}) as folder:
         folder.rollouts([rollout(s, s, k) for s in range(1, 5) for k in range(2)])
-        index = Rollouts(tmp_path / "run")
+        index = RolloutIndex(tmp_path / "run")
         index.read()
         assert len(index) == 8
         folder.rewind(2)
@@ -280,9 +281,9 @@ def test_ten_thousand_rollouts_are_listed_within_200_ms(tmp_path):
         tmp_path / "rollouts.jsonl",
         *(rollout(n // 64, n // 8, n % 8, completion="word " * 60, completion_ids=list(range(100))) for n in range(10_000)),
     )
-    index = Rollouts(tmp_path)
+    index = RolloutIndex(tmp_path)
     cold = _seconds(lambda: index.read())
-    again = min(_seconds(lambda: (index.read(), index.rows(index.find(Wanted(order="worst"))[0][:50]))) for _ in range(3))
+    again = min(_seconds(lambda: (index.read(), index.rows(index.find(RolloutQuery(order="worst"))[0][:50]))) for _ in range(3))
     print(f"\n10,000 rollouts: {1000 * cold:.0f} ms to index, {1000 * again:.0f} ms to list")
     assert len(index) == 10_000 and cold + again < 0.2
 

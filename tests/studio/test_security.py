@@ -21,8 +21,8 @@ import pytest
 from hostile import METHODS, corpus, honest, routes
 from live_studio import LiveStudio, live_studio, until
 
-from psigrad_studio.door import ONE_TIME_SECONDS, Door
 from psigrad_studio.security import HEADERS, Bucket, Guard, Refused
+from psigrad_studio.sessions import ONE_TIME_SECONDS, Sessions
 
 STATIC = Path(__file__).parents[2] / "psigrad_studio" / "static"
 WORLD = {
@@ -122,9 +122,9 @@ OPENED = {
     "host": (Guard, "_check_source", lambda self, scope: None),
     "origin": (Guard, "_check_source", lambda self, scope: None),
     "site": (Guard, "_check_source", lambda self, scope: None),
-    "session": (Door, "session_of", lambda self, cookie: "anyone"),
-    "csrf": (Door, "csrf_holds", lambda self, session, token: True),
-    "key": (Door, "admits", lambda self, key: True),
+    "session": (Sessions, "session_of", lambda self, cookie: "anyone"),
+    "csrf": (Sessions, "csrf_holds", lambda self, session, token: True),
+    "key": (Sessions, "admits", lambda self, key: True),
     "body": (Guard, "_limited", lambda self, scope, receive: receive),
 }
 
@@ -139,8 +139,10 @@ def test_negative_control_without_a_check_its_attacks_get_through(monkeypatch, f
             if family in ("body", "key")
             else [a for a in attacks if " /api/grid/frames" in a.what or "GET /grid " in a.what]
         )
-        answers = [(attack, studio.raw(attack.request, 1)) for attack in mine]
-        through = [attack for attack, answer in answers if answer and _code(parsed(answer)[2]) not in attack.codes]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda attack: studio.raw(attack.request, 1), mine))
+        pairs = zip(mine, answers, strict=True)
+        through = [attack for attack, answer in pairs if answer and _code(parsed(answer)[2]) not in attack.codes]
         assert len(through) >= 5, (len(through), len(mine))
 
 
@@ -213,29 +215,31 @@ def test_static_files_are_a_table_in_memory(studio):
 
 def test_keys_and_sessions():
     clock = [1000.0]
-    door, other = (Door("the key", 60.0, lambda: clock[0]) for _ in range(2))
+    sessions, other = (Sessions("the key", 60.0, lambda: clock[0]) for _ in range(2))
     assert (
-        door.admits("the key")
-        and door.admits("the key")
-        and not door.admits("the keY")
-        and not door.admits("")
-        and not door.admits("ключ")
+        sessions.admits("the key")
+        and sessions.admits("the key")
+        and not sessions.admits("the keY")
+        and not sessions.admits("")
+        and not sessions.admits("ключ")
     )
-    once = door.one_time_key()
-    assert door.admits(once) and not door.admits(once)
-    late = door.one_time_key()
+    once = sessions.one_time_key()
+    assert sessions.admits(once) and not sessions.admits(once)
+    late = sessions.one_time_key()
     clock[0] += ONE_TIME_SECONDS + 1
-    assert not door.admits(late)
-    cookie = door.new_session()
-    session = door.session_of(cookie)
-    assert session and cookie != door.new_session() and other.session_of(cookie) is None
-    assert door.csrf_holds(session, door.csrf_token(session)) and not door.csrf_holds(session, other.csrf_token(session))
+    assert not sessions.admits(late)
+    cookie = sessions.new_session()
+    session = sessions.session_of(cookie)
+    assert session and cookie != sessions.new_session() and other.session_of(cookie) is None
+    assert sessions.csrf_holds(session, sessions.csrf_token(session)) and not sessions.csrf_holds(
+        session, other.csrf_token(session)
+    )
     clock[0] += 59
-    assert door.session_of(cookie)
+    assert sessions.session_of(cookie)
     clock[0] += 2
-    assert door.session_of(cookie) is None
+    assert sessions.session_of(cookie) is None
     for malformed in ("", ".", "..", "a.b.c", "é.é.é", "\udcff.x.y"):
-        assert door.session_of(malformed) is None
+        assert sessions.session_of(malformed) is None
 
 
 def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(studio):
@@ -337,11 +341,11 @@ def test_under_abuse_memory_stays_and_honest_requests_are_quick():
             for _ in range(5):
                 assert studio.post("/api/grid/frames", FILM).status == 200
             before = measured.memory_info().rss
-            alone, abused, sent = _p99s(studio, blocks=5, visits=30)
+            alone, abused, sent = _p99s(studio, blocks=3, visits=25)
             growth = (measured.memory_info().rss - before) / 2**20
             said = f"honest p99 {alone * 1000:.0f} ms alone, {abused * 1000:.0f} ms among {sent} abusive requests"
             print(f"\n{said}; memory grew by {growth:.1f} MB")
-            assert sent >= 300 and growth < 64 and abused < bearable(alone), said
+            assert sent >= 150 and growth < 64 and abused < bearable(alone), said
         finally:
             process.terminate()
 
@@ -362,7 +366,7 @@ def test_negative_control_a_server_that_abuse_holds_up_is_not_quick(monkeypatch)
         alone, _, _ = _p99s(studio, blocks=1, visits=10)
         hold[0] = bearable(alone) * 0.6
         try:
-            _, abused, sent = _p99s(studio, blocks=1, visits=6)
+            _, abused, sent = _p99s(studio, blocks=1, visits=3)
         except TimeoutError:  # on a machine that is busy with other things a visitor may give up, after 30 s
             abused, sent = 30.0, 4
         assert sent >= 4 and abused > bearable(alone)
@@ -403,9 +407,9 @@ def _seconds_of_a_visit(studio: LiveStudio) -> float:
 
 
 def _elsewhere(port: int, key: str) -> LiveStudio:
-    from psigrad_studio.settings import StudioSettings
+    from psigrad_studio.studio_settings import StudioSettings
 
-    studio = LiveStudio(StudioSettings(port=port, key=key), Door(key, 1.0), None)
+    studio = LiveStudio(StudioSettings(port=port, key=key), Sessions(key, 1.0), None)
     studio.enter()
     return studio
 

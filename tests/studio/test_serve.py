@@ -16,7 +16,7 @@ import pytest
 from psigrad import cli
 from psigrad.errors import UserError
 from psigrad_studio import serve
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.studio_settings import StudioSettings
 
 
 def test_it_prints_an_address_that_opens_and_stops_on_ctrl_c(tmp_path):

@@ -190,6 +190,7 @@ def right(model: Path, rows: list[dict]) -> float:
 
 def margin(policy: Path, reference: Path, rows: list[dict]) -> float:
     """Mean of β log π(chosen)/π_ref(chosen) − β log π(rejected)/π_ref(rejected), by transformers and not by psigrad."""
+    torch.set_num_threads(1)  # scoring set another number, and threads wait long for one another over a model this small
     tokenizer = AutoTokenizer.from_pretrained(policy)
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (policy, reference)]
 
@@ -207,7 +208,7 @@ def margin(policy: Path, reference: Path, rows: list[dict]) -> float:
 
 def train(place: Path, name: str, dataset: Path) -> SimpleNamespace:
     """Folders of a reward model and of a policy that were trained on a file of preferences."""
-    common = f"--model {place}/runs/parrot/sft/model --dataset {dataset} --batch-size 8 --max-steps 30"
+    common = f"--model {place}/runs/parrot/sft/model --dataset {dataset} --batch-size 8 --max-steps 16"
     psigrad(f"reward {common} --learning-rate 1e-2 --output-dir {place}/runs/parrot/rm-{name}")
     psigrad(f"dpo {common} --learning-rate 3e-3 --no-cache-reference --output-dir {place}/runs/parrot/dpo-{name}")
     return SimpleNamespace(rm=place / f"runs/parrot/rm-{name}/model", dpo=place / f"runs/parrot/dpo-{name}/model")

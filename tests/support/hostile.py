@@ -87,7 +87,7 @@ def routes(studio: LiveStudio) -> list[str]:
 def corpus(studio: LiveStudio) -> Iterator[Attack]:
     """All attacks on all routes by all methods, and those that need no route.
 
-    The first routes get every variant of every family by every method; each further one a quarter of them, another quarter each time.
+    The first routes get every variant of every family by every method; each further one an eighth of them, another eighth each time.
     """
     turn = itertools.count()
     for path in routes(studio):
@@ -99,7 +99,7 @@ def corpus(studio: LiveStudio) -> Iterator[Attack]:
             if not path.startswith(OPEN) and method in CHANGING:
                 families.append(_forged(studio, base))
             for family in families:
-                yield from family if path in WHOLE else itertools.islice(family, next(turn) % 4, None, 4)
+                yield from family if path in WHOLE else itertools.islice(family, next(turn) % 8, None, 8)
         for method in ("OPTIONS", "TRACE", "CONNECT", "PROPFIND", "DEBUG"):
             yield Attack("method", f"{method} {path}", honest(studio, method, path).data, frozenset({"method", "http", "path"}))
     yield from _paths(studio)
@@ -186,7 +186,7 @@ def _sessions(studio: LiveStudio, base: Request) -> Iterator[Attack]:
 
 
 def _forged(studio: LiveStudio, base: Request) -> Iterator[Attack]:
-    other = studio.door.csrf_token(studio.door.new_session())
+    other = studio.sessions.csrf_token(studio.sessions.new_session())
     for token in ("", "x", other, studio.csrf[:-1], studio.csrf.upper(), studio.settings.key, "0" * 64, "undefined", "null"):
         request = base.having("X-Psigrad-CSRF", token)
         yield Attack("csrf", f"{_label(base)} with {token[:12]!r}", request.data, frozenset({"csrf"}))
@@ -215,8 +215,8 @@ def _paths(studio: LiveStudio) -> Iterator[Attack]:
 
 def _keys(studio: LiveStudio) -> Iterator[Attack]:
     key = studio.settings.key
-    used = studio.door.one_time_key()
-    assert studio.door.admits(used)
+    used = studio.sessions.one_time_key()
+    assert studio.sessions.admits(used)
     for query in (
         "", "?", "?key", "?key=", "?key=x", f"?key={key[:-1]}", f"?key={key}x", f"?key={key.swapcase()}", f"?key={used}", f"?KEY={key}",
         f"?key=x&key={key}", f"?key={key}&key={key}", f"?key[]={key}", "?key=null", "?key=' OR 1=1 --".replace(" ", "+"), "?key=%00",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
+from inline_scorer import InlineScorer
 from tiny_rewards import early_letters
 
 from psigrad.config import OnlineConfig, Optim, Run
+from psigrad.config.algorithms import resolve
 from psigrad.data.rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
-from psigrad.objective import resolve
-from psigrad.rewards import InlineScorer
 from psigrad.rewards import resolve as reward
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
-from psigrad.training.collect import Prompt
-from psigrad.training.loop import Online
+from psigrad.training.ledger import Prompt
+from psigrad.training.online import Online
 from psigrad.training.update import Optimizer
 
 
@@ -63,5 +63,4 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
         params=SamplingParams(max_tokens=6),
         total_steps=steps,
         journal=Silent(),
-        exact_sampling=dtype == torch.float32,
     )

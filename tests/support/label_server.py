@@ -15,8 +15,8 @@ import threading
 import uuid
 from pathlib import Path
 
-from psigrad_studio.labels import database, desk
-from psigrad_studio.labels.desk import Answer
+from psigrad_studio.labels import assignments, database
+from psigrad_studio.labels.assignments import LabelAnswer
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Busy, Conflict
 
@@ -54,11 +54,11 @@ def submit(db: database.Database, person: Person, project: int, ledger: Ledger, 
     while True:
         try:
             if row["action"] == "undo":
-                receipt = desk.undo(db, person, project, row["key"])
+                receipt = assignments.undo(db, person, project, row["key"])
             elif row["action"] == "skip":
-                receipt = desk.skip(db, person, row["assignment"], row["key"])
+                receipt = assignments.skip(db, person, row["assignment"], row["key"])
             else:
-                receipt = desk.vote(db, person, row["assignment"], Answer(choice=row["choice"]), row["key"])
+                receipt = assignments.vote(db, person, row["assignment"], LabelAnswer(choice=row["choice"]), row["key"])
         except Busy:
             continue
         except Conflict as error:
@@ -73,14 +73,14 @@ def label(db: database.Database, person: Person, project: int, ledger: Ledger) -
         submit(db, person, project, ledger, row)
     while True:
         try:
-            shown = desk.next_task(db, person, project)
+            shown = assignments.next_task(db, person, project)
         except Busy:
             continue
         if shown is None:
             return
         action = draw.choices(("vote", "skip", "undo"), (90, 4, 6))[0]
         row = {"action": action, "key": str(uuid.uuid4()), "assignment": shown.assignment}
-        row |= {"choice": draw.choice(desk.CHOICES)} if action == "vote" else {}
+        row |= {"choice": draw.choice(assignments.CHOICES)} if action == "vote" else {}
         ledger.write(what="sent", **row)
         submit(db, person, project, ledger, row)
 

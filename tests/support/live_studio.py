@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scratch import MEMORY
+
 from psigrad_studio.app import create_app
-from psigrad_studio.door import Door
-from psigrad_studio.http import server
 from psigrad_studio.serve import listen
-from psigrad_studio.settings import StudioSettings
+from psigrad_studio.sessions import Sessions
+from psigrad_studio.studio_settings import StudioSettings
+from psigrad_studio.web_server import server
 
 
 @dataclass
@@ -44,7 +46,7 @@ class LiveStudio:
     """A running studio and a session in it."""
 
     settings: StudioSettings
-    door: Door
+    sessions: Sessions
     app: Any
     cookie: str = ""
     csrf: str = ""
@@ -122,17 +124,17 @@ def _complete(answer: bytes) -> bool:
 @contextmanager
 def live_studio(**limits: Any) -> Iterator[LiveStudio]:
     """A studio with a session, on a port of its own. Its labels are gone afterwards unless `database` names a place for them."""
-    listening, folder = listen(), tempfile.mkdtemp(prefix="psigrad-studio-")
+    listening, folder = listen(), tempfile.mkdtemp(prefix="psigrad-studio-", dir=MEMORY)
     settings = StudioSettings(port=listening.getsockname()[1], database=f"{folder}/labels.db")
     settings = replace(settings, **limits)
-    door = Door(settings.key, settings.session_seconds)
-    app = create_app(settings, door)
+    sessions = Sessions(settings.key, settings.session_seconds)
+    app = create_app(settings, sessions)
     ready = threading.Event()
     serving = server(app, settings, ready.set)
     thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     assert ready.wait(20)
-    studio = LiveStudio(settings, door, app)
+    studio = LiveStudio(settings, sessions, app)
     studio.enter()
     try:
         yield studio

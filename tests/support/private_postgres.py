@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from scratch import MEMORY
+
 
 def binary(name: str) -> str | None:
     """Where a program of the server is: on the path, or where Debian puts it."""
@@ -23,7 +25,7 @@ def server() -> Iterator[str]:
     """The start of a URL for databases of a running server: add a name. It is gone with its data afterwards."""
     initdb, postgres = binary("initdb"), binary("postgres")
     assert initdb and postgres, "no initdb: install PostgreSQL, or leave it out with PSIGRAD_TEST_DATABASES=sqlite"
-    folder = Path(tempfile.mkdtemp(prefix="psigrad-pg-", dir="/tmp"))  # a socket's path is at most 107 characters long
+    folder = Path(tempfile.mkdtemp(prefix="psigrad-pg-", dir=MEMORY or "/tmp"))  # a socket's path is at most 107 characters long
     user = None if os.getuid() else _unprivileged(folder)
     common = {"user": user, "cwd": folder, "stdout": subprocess.DEVNULL, "env": {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}}
     data = folder / "data"

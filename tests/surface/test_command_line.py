@@ -142,7 +142,7 @@ MISTAKES = {
         ["rloo", "--reward", "exact", "--config", str(ROOT / "examples" / "grpo.yaml")],
         "The command is rloo and the settings name the algorithm grpo; type `psigrad grpo`",
     ),
-    "unknown preset": (["explain", "grop"], "There is no algorithm 'grop'.*did you mean 'grpo'"),
+    "unknown preset": (["explain", "grop"], "There is no method 'grop'.*did you mean 'grpo'"),
 }
 
 
@@ -219,11 +219,10 @@ def test_parts_of_the_algorithm_are_overridden_by_dotted_name():
     assert config.algorithm == {"preset": "grpo", "kl": None, "surrogate": {"high": 0.28}}
 
 
-def test_a_preset_without_a_command_may_be_named_by_an_override():
-    name = "reinforce_moving_average"
-    config = flags.parse(OnlineConfig, "reinforce", [f"algorithm={name}"], defaults={"algorithm": "reinforce"})
+def test_an_algorithm_of_the_users_own_may_be_named_by_an_override():
+    config = flags.parse(OnlineConfig, "reinforce", ["algorithm=mine.py:METHOD"], defaults={"algorithm": "reinforce"})
     language.agree("reinforce", config.algorithm)
-    assert config.algorithm == name
+    assert config.algorithm == "mine.py:METHOD"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import tomllib
@@ -14,10 +15,12 @@ from packaging.requirements import Requirement
 from psigrad import cli
 from psigrad.cli import flags
 from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.config.load import flat_names
-from psigrad.objective import preference_catalog
-from psigrad.objective.catalog import names, resolve
+from psigrad.config.methods import declared
+from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.explain import label
+from psigrad.objective.preference_catalog import METHODS as LOSSES
 from psigrad.rewards import builtin
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +48,7 @@ def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():
     assert "| `sampling.top_p` | `--top-p` | number > 0, ≤ 1 | `1.0` |" in page
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_page_of_a_preset_names_each_of_its_parts(name):
     page, preset = (ROOT / "docs" / "methods" / f"{name}.md").read_text(), resolve(name)
     for part in (preset.psi, preset.ratio, preset.surrogate, preset.aggregate, preset.kl, *preset.keep):
@@ -53,20 +56,20 @@ def test_the_page_of_a_preset_names_each_of_its_parts(name):
         assert part is None or f"`{called}" in page or f"| {called} |" in page
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_a_page_that_is_up_to_date_and_a_measured_curve(name, maker):
     assert (ROOT / "docs" / "methods" / f"{name}.md").read_text() == maker.page(name), "run: python docs/make_methods.py pages"
     assert (ROOT / "docs" / "images" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text()
 
 
-@pytest.mark.parametrize("name", preference_catalog.names())
+@pytest.mark.parametrize("name", LOSSES)
 def test_every_preference_loss_has_a_page_that_is_up_to_date_and_a_measured_curve(name, maker):
     text = maker.preference_page(name)
     assert (ROOT / "docs" / "methods" / f"{name}.md").read_text() == text, "run: python docs/make_methods.py pages"
     assert (ROOT / "docs" / "images" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text()
-    assert label(getattr(preference_catalog.resolve(name), "link", preference_catalog.resolve(name))) in text
+    assert label(getattr(resolve_loss(name), "link", resolve_loss(name))) in text
 
 
 def test_every_link_between_documents_leads_somewhere():
@@ -76,27 +79,39 @@ def test_every_link_between_documents_leads_somewhere():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_what_a_page_imports_and_the_files_it_names_are_there(page):
+    text = page.read_text()
+    for module, names in re.findall(r"^\s*from (psigrad[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+        for name in names.split(","):
+            name = name.split(" as ")[0].strip()
+            assert hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}"), name
+    for file in re.findall(r"`((?:psigrad|psigrad_studio|tests|docs|benchmarks|examples)/[\w/.]+)`", text):
+        assert (ROOT / file).exists() or "NAME" in file, f"{page.name}: {file}"
+
+
 def test_every_built_in_reward_is_documented():
     text = (ROOT / "docs" / "rewards.md").read_text()
     assert all(f"`{name}`" in text for name in builtin.NAMES)
 
 
-def test_every_online_command_is_a_preset_and_every_room_is_in_the_readme():
-    assert set(cli.COMMANDS) & set(names()) >= {
-        "grpo",
-        "rloo",
-        "dapo",
-        "dr_grpo",
-        "gspo",
-        "cispo",
-        "reinforce",
-        "reinforce_pp",
-        "raft",
-    }
-    readme = (ROOT / "README.md").read_text()
-    assert all(
-        f"{room}/" in readme for room in ("objective", "data", "models", "rewards", "rollout", "training", "recipes", "report")
-    )
+def test_every_method_is_a_command():
+    assert {*PRESETS, *LOSSES, "online_dpo", "sft", "reward"} <= set(cli.COMMANDS)
+
+
+def test_every_command_of_the_readme_exists_with_its_flags():
+    text = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/walkthrough.md", "docs/preferences.md"))
+    commands = re.findall(r"^psigrad (\w+)((?:.*\\\n)*.*)", text, re.MULTILINE)
+    assert len(commands) > 15
+    for name, rest in commands:
+        assert name in cli.COMMANDS, name
+        method = declared().get(name)
+        known = {flags.flag_of(n) for _, n in flat_names(method.settings)} if method else None
+        for flag in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]):
+            assert known is None or flag in known, f"psigrad {name} {flag}"
 
 
 def test_constraints_pin_everything_that_is_installed_with_psigrad():
@@ -121,3 +136,45 @@ def test_the_architecture_page_names_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = {p.name for p in (ROOT / "psigrad").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     assert all(f"{room}/" in text for room in rooms)
+
+
+def test_the_site_has_every_page_once_and_in_the_order_of_the_index():
+    text = script("conf").contents((ROOT / "docs" / "index.md").read_text())
+    listed = re.findall(r"<([^>]+)>", text)
+    pages = {p.relative_to(ROOT / "docs").with_suffix("").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {p for p in pages if not p.startswith("api/")} - {"index"} | {"api/index"}
+    assert listed.index("walkthrough") < listed.index("control") < listed.index("methods/grpo") < listed.index("settings")
+
+
+def test_docstrings_become_restructured_text():
+    given = ["The `x` of a_t * b; see `f`s.", "", "    A_t = R_t * `b`", "    V", "", "Items:", "- one `y`", "  goes on", "- two"]
+    assert script("conf").docstring(given) == [
+        r"The ``x`` of a\_t \* b; see ``f``\ s.",
+        "",
+        "",
+        ".. code-block:: text",
+        "",
+        "        A_t = R_t * `b`",
+        "        V",
+        "    ",
+        "",
+        "Items:",
+        "",
+        "- one ``y``",
+        "  goes on",
+        "- two",
+    ]
+
+
+def test_links_that_leave_the_documents_are_words_and_a_path():
+    page = "[a](data.md) [b](../psigrad/config/) [`tools/size.py`](../tools/size.py) ![p](images/x.png) [w](https://x.org)"
+    expected = "[a](data.md) b (`psigrad/config`) `tools/size.py` ![p](images/x.png) [w](https://x.org)"
+    assert script("conf").inside(page, ROOT / "docs") == expected
+
+
+def test_every_public_module_of_the_api_pages_is_there():
+    modules = [re.search(r"automodule:: (\S+)", p.read_text()) for p in (ROOT / "docs" / "api").glob("*.md") if p.stem != "index"]
+    assert len(modules) == 8
+    for found in modules:
+        assert importlib.util.find_spec(found[1])

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from psigrad import cli
 from psigrad.cli import grid
-from psigrad.cli.grid import METHODS, GridSettings
+from psigrad.cli.grid import GridSettings
 from psigrad.errors import UserError
 from psigrad.tabular import evaluate, solve
+from psigrad.tabular.solvers import SOLVERS
 
 
 def shown(**settings) -> tuple[str, object]:
@@ -21,7 +22,7 @@ def shown(**settings) -> tuple[str, object]:
     return console.file.getvalue(), last
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SOLVERS)
 def test_every_method_ends_at_the_exact_values_and_shows_them(method):
     text, last = shown(method=method, slip=0.2, step_reward=-0.01)
     world = grid.grid_of(GridSettings(slip=0.2, step_reward=-0.01))

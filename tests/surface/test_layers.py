@@ -11,10 +11,23 @@ import pytest
 import psigrad
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "psigrad"
+PACKAGE, STUDIO = ROOT / "psigrad", ROOT / "psigrad_studio"
 # From top to bottom: a room may import from those behind it.
 ROOMS = (
-    *("cli", "bench", "experiments", "planning", "recipes", "control", "report", "training", "records", "rollout", "rewards"),
+    *(
+        "cli",
+        "bench",
+        "experiments",
+        "planning",
+        "recipes",
+        "control",
+        "report",
+        "training",
+        "records",
+        "rollout",
+        "rewards",
+        "sandbox",
+    ),
     *("models", "native", "data", "config", "objective", "tabular"),
 )
 LEAVES = ("errors", "importing", "intervals", "seeds")
@@ -30,12 +43,15 @@ ALLOWED |= {
     "config": {"config", "objective", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},
-    "rewards": {"rewards", "config", *LEAVES},
+    "rewards": {"rewards", "sandbox", "config", *LEAVES},
+    "sandbox": {"sandbox", *LEAVES},
 }
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}}
 
-MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES, STUDIO_MODULES = sorted(PACKAGE.rglob("*.py")), sorted(STUDIO.rglob("*.py"))
+# The command that starts the studio: nothing else of the library may import it.
+STARTS_STUDIO = "cli/worlds.py"
 
 
 def room_of(path: Path) -> str:
@@ -53,12 +69,13 @@ def imports_of(source: str) -> set[str]:
             assert not node.level, "imports name the whole module: from psigrad.x import y"
             assert node.module
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name == "psigrad" or name.startswith("psigrad.")}
+    return {name for name in found if name.split(".")[0] in ("psigrad", "psigrad_studio")}
 
 
 def rooms_imported(source: str) -> set[str]:
     """Rooms of the imported modules; what `psigrad` itself offers, as `psigrad.__version__`, is in the room ""."""
-    rooms = {name.split(".")[1] if "." in name else "" for name in imports_of(source)} - set(psigrad.__all__)
+    ours = [name for name in imports_of(source) if name.split(".")[0] == "psigrad"]
+    rooms = {name.split(".")[1] if "." in name else "" for name in ours} - set(psigrad.__all__)
     return rooms - {""}
 
 
@@ -74,6 +91,26 @@ def test_negative_control_an_import_upwards_is_noticed():
     assert rooms_imported("def f():\n    from psigrad import seeds") - ALLOWED["objective"] == {"seeds"}
     assert rooms_imported("import psigrad.recipes.sft as s") - ALLOWED["report"] == {"recipes"}
     assert not rooms_imported("from psigrad.models import tiny") - ALLOWED["training"]
+
+
+def imports_studio(source: str) -> bool:
+    return any(name.split(".")[0] == "psigrad_studio" for name in imports_of(source))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_one_command_imports_the_studio(path):
+    assert imports_studio(path.read_text()) == (str(path.relative_to(PACKAGE)) == STARTS_STUDIO)
+
+
+@pytest.mark.parametrize("path", STUDIO_MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_studio_imports_the_library_and_not_its_commands(path):
+    assert "cli" not in rooms_imported(path.read_text())
+
+
+def test_negative_control_an_import_of_the_studio_is_noticed_wherever_it_stands():
+    assert imports_studio("def f():\n    from psigrad_studio import serve") and imports_studio("import psigrad_studio.serve as s")
+    assert not imports_studio("import psigrad.records.rows")
+    assert rooms_imported("from psigrad_studio import grid\nfrom psigrad.cli.grid import run") == {"cli"}
 
 
 def edges_of(sources: dict[str, str]) -> dict[str, set[str]]:
@@ -107,10 +144,10 @@ def _targets(name: str, source: str, modules: set[str]) -> set[str]:
 
 def test_no_modules_import_one_another_in_a_circle():
     sources = {}
-    for path in MODULES:
-        parts = ("psigrad", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in [*MODULES, *STUDIO_MODULES]:
+        parts = path.relative_to(ROOT).with_suffix("").parts
         sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    assert len(sources) == len(MODULES)
+    assert len(sources) == len(MODULES) + len(STUDIO_MODULES)
     edges = edges_of(sources)
     assert not (found := cycle_in(edges)), " -> ".join(found)
 
@@ -147,7 +184,7 @@ def test_the_order_is_the_one_that_the_architecture_page_shows():
     assert names == [*ROOMS, *LEAVES]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", [*MODULES, *STUDIO_MODULES], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_functions_and_classes_stay_small_and_documented(path):
     source = path.read_text()
     tree = ast.parse(source)

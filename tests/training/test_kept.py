@@ -15,7 +15,7 @@ from psigrad.models import tiny
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.training import learn, loop
+from psigrad.training import online as training
 
 
 def weights(folder):
@@ -55,18 +55,18 @@ def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatche
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_some_completions_run_forward_again_now_and_then_others_each_time(job, tmp_path, monkeypatch, minibatches):
-    monkeypatch.setattr(learn, "COMPARED", 4)
-    monkeypatch.setattr(learn, "COMPARE_EVERY", 2)
-    seen, log_probs = [], learn.log_probs
+    monkeypatch.setattr(training, "COMPARED", 4)
+    monkeypatch.setattr(training, "COMPARE_EVERY", 2)
+    seen, log_probs = [], training.log_probs
 
-    def watched(run, model, batch, groups, *, wanted=None, **rest):
-        again = log_probs(run, model, batch, groups, wanted=wanted, **rest)
+    def watched(model, batch, *rest, cache=None, wanted=None):
+        again = log_probs(model, batch, *rest, cache=cache, wanted=wanted)
         if wanted is not None:
-            assert run.model.kept is None, "else they would be the sampler's own"
+            assert cache is None, "else they would be the sampler's own"
             seen.extend(wanted.nonzero()[:, 0].tolist())
         return again
 
-    monkeypatch.setattr(learn, "log_probs", watched)
+    monkeypatch.setattr(training, "log_probs", watched)
     online.run(replace(online_config(job, tmp_path / "run", max_steps=8), num_minibatches=minibatches))
     assert sorted(seen) == list(range(16)), "a quarter of the completions each time, all of them in four times"
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -81,9 +81,9 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
 def test_a_sampler_that_says_other_log_probs_stops_the_run_at_once(job, tmp_path, monkeypatch, found, step):
     steps, calls = EmbeddedSampler.steps, []
 
-    def shifted(self, requests, params):
+    def shifted(self, requests, params, cache=None):
         calls.append(requests)
-        for part in steps(self, requests, params):
+        for part in steps(self, requests, params, cache):
             off = 0.01 * (len(calls) > step)  # the first call is an evaluation's
             yield [(i, [replace(c, logprobs=tuple(x + off for x in c.logprobs)) for c in group]) for i, group in part]
 
@@ -102,5 +102,4 @@ def test_who_recomputes_activations_keeps_none():
     run = make(tiny.tokenizer(["say a: b"], 270))
     recomputing = replace(run, config=replace(run.config, model=replace(run.config.model, gradient_checkpointing=True)))
     for job, keeps in ((run, True), (recomputing, False)):
-        with loop._keeping(job):
-            assert (job.model.kept is not None) == keeps
+        assert (training.activation_cache(job) is not None) == keeps

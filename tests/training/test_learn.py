@@ -11,20 +11,22 @@ import torch
 from in_memory import make
 
 from psigrad.config import Optim
+from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.language_model import LanguageModel, Lora, prepare
-from psigrad.objective import names, resolve
+from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
-from psigrad.training import learn, loop
-from psigrad.training.collect import prompts_from, scored_groups, to_batch
+from psigrad.training import online as training
+from psigrad.training.collate import minibatches, scored_groups, to_batch
 from psigrad.training.journal import Clock
-from psigrad.training.loop import Online
+from psigrad.training.ledger import prompts_from
+from psigrad.training.online import Online
 from psigrad.training.state import State
 
-ONLINE = [n for n in names() if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
+ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def weights(model: LanguageModel) -> torch.Tensor:
 def after(run: Online, steps: int = 1) -> torch.Tensor:
     state = State(algorithm=run.algorithm.initial_state())
     for _ in range(steps):
-        state, _ = loop.step(run, state)
+        state, _ = training.step(run, state)
     return weights(run.model)
 
 
@@ -67,12 +69,14 @@ def test_negative_control_totals_of_each_micro_batch_give_another_gradient(token
         return torch.cat([p.grad.flatten() for p in run.model.trainable().values()])
 
     whole = gradient(1 << 20)
-    original = learn._loss
+    original = training.losses
     monkeypatch.setattr(
-        learn,
-        "_loss",
-        lambda run, algorithm, prepared, micro, totals, *rest: original(
-            run, algorithm, prepared, micro, algorithm.totals(prepared, micro.rows), *rest
+        training,
+        "losses",
+        lambda run, algorithm, prepared, micros, totals, *rest: (
+            loss
+            for micro in micros
+            for loss in original(run, algorithm, prepared, [micro], algorithm.totals(prepared, micro.rows), *rest)
         ),
     )
     assert far(gradient(33), whole) > 1e-2 * float(whole.abs().max())
@@ -136,13 +140,21 @@ def test_several_passes_clip_against_the_policy_that_sampled(iterations, minibat
 
 
 def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
-    run = make(tokenizer, num_minibatches=3)
-    parts = learn._minibatches(run, torch.arange(4).repeat_interleave(4), 0, 0)
-    assert sorted(int(p.sum()) for p in parts) == [4, 4, 8]
-    assert torch.equal(torch.stack(parts).sum(0), torch.ones(16, dtype=torch.long))
-    assert all(len(set(p.view(4, 4)[g].tolist())) == 1 for p in parts for g in range(4))
-    others = [learn._minibatches(run, torch.arange(4).repeat_interleave(4), step, 0) for step in range(1, 6)]
+    parts = minibatches(4, 3, 0, 0, 0)
+    assert sorted(map(len, parts)) == [1, 1, 2] and sorted(torch.cat(parts).tolist()) == [0, 1, 2, 3]
+    others = [minibatches(4, 3, 0, step, 0) for step in range(1, 6)]
     assert any(not torch.equal(a, b) for other in others for a, b in zip(parts, other, strict=True))
+    assert minibatches(0, 3, 0, 0, 0) == []
+
+
+def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
+    run, seen, original = make(tokenizer, num_minibatches=3), [], training.micro_batches
+    monkeypatch.setattr(
+        training, "micro_batches", lambda batch, wanted, budget: seen.append(wanted) or original(batch, wanted, budget)
+    )
+    after(run)
+    assert len(seen) == 3 and torch.equal(torch.stack(seen).sum(0), torch.ones(16, dtype=torch.long))
+    assert all(len(set(part.view(4, 4)[g].tolist())) == 1 for part in seen for g in range(4))
 
 
 def equal(completions, **columns):
@@ -182,13 +194,13 @@ def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end
         return [float("a" < p[4] < "d" and len(c) % 2) for c, p in zip(completions, prompts, strict=True)]
 
     run = make(tokenizer, "dapo", function=only_some, num_generations=8, prompts_per_step=2, max_refills=6)
-    collected = loop.collect(run, State(), Clock())
+    collected = training.collect(run, State(), Clock())
     assert len(collected.groups) == 2 and collected.cursor == collected.prompts > 2
     assert all(len({t.reward for t in g}) > 1 for g in collected.groups)
     assert len({t.completion.seed for t in collected.trajectories}) == 8 * collected.prompts
     never = make(tokenizer, "dapo", function=equal, max_refills=2)
-    assert loop.collect(never, State(), Clock()).groups == []
-    assert loop.collect(never, State(), Clock()).prompts == 3 * 4
+    assert training.collect(never, State(), Clock()).groups == []
+    assert training.collect(never, State(), Clock()).prompts == 3 * 4
 
 
 def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
@@ -223,7 +235,7 @@ def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
 
 def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
     run = make(tokenizer)
-    collected = loop.collect(run, State(), Clock())
+    collected = training.collect(run, State(), Clock())
     groups = list(scored_groups(collected.trajectories, 4, 2))
     batch = to_batch(groups)
     for n, t in enumerate(t for g in groups for t in g):
@@ -264,11 +276,11 @@ def test_a_gradient_that_is_not_finite_is_a_logged_no_op(tokenizer, monkeypatch)
         return replace(out, logp=out.logp * math.nan) if torch.is_grad_enabled() else out
 
     monkeypatch.setattr(LanguageModel, "evaluate", poisoned)
-    monkeypatch.setattr(learn, "_check_gap", lambda *a: None)
-    state, _ = loop.step(run, State(algorithm=run.algorithm.initial_state()))
+    monkeypatch.setattr(training, "check_gap", lambda *a: None)
+    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
     assert torch.equal(weights(run.model), before)
     assert state.nonfinite == 1 and run.journal.rows[-1]["updates"] == 0
-    state, _ = loop.step(run, state)
+    state, _ = training.step(run, state)
     with pytest.raises(UserError, match="not finite for 3 steps in a row"):
-        loop.step(run, state)
+        training.step(run, state)
     assert torch.equal(weights(run.model), before)

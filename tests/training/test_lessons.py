@@ -13,13 +13,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from psigrad import cli
 from psigrad.config import Data, Evaluation, Optim, RewardConfig
+from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.rows import validate
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.packing import Rows
-from psigrad.objective.preference_catalog import names, resolve
+from psigrad.objective.preference_catalog import METHODS as LOSSES
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.recipes import preference, reward
 from psigrad.training.tasks import preference as task_module
@@ -69,14 +70,14 @@ def task_of(kind: str, job, model, apart: float = 0.0):
     if kind == "kto":
         rows = [pairs.judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")[:7]]
         answers = [[row.answer, mismatched(rows, i)] for i, row in enumerate(rows)]
-        return KTOTask(model, resolve("kto"), rows, reference_logps(model, [r.prompt for r in rows], answers, 64)), model
+        return KTOTask(model, resolve_loss("kto"), rows, reference_logps(model, [r.prompt for r in rows], answers, 64)), model
     made = made_pairs(job, model.tokenizer)
     known = reference_logps(model, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 64)
     known = [[chosen - apart * (-1) ** i, rejected] for i, (chosen, rejected) in enumerate(known)]
-    return PreferenceTask(model, resolve(kind), made, known), model
+    return PreferenceTask(model, resolve_loss(kind), made, known), model
 
 
-@pytest.mark.parametrize("kind", [*names(), "reward", "process"])
+@pytest.mark.parametrize("kind", [*LOSSES, "reward", "process"])
 def test_any_split_into_forward_passes_is_the_same_step(kind, job, model):
     task, learner = task_of(kind, job, model, apart=0.1)
     parameters = list(learner.trainable().values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from psigrad.models.packing import Groups
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Completion, Trajectory
-from psigrad.training.collect import to_batch
-from psigrad.training.learn import log_probs
+from psigrad.training.collate import to_batch
+from psigrad.training.forward import log_probs, reference_log_probs
 
 
 def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_adapter():
@@ -35,16 +34,13 @@ def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_ad
         for k, ids in enumerate(texts)
     ]
     batch = to_batch([group])
-    run = SimpleNamespace(
-        reference=model, config=SimpleNamespace(micro_batch_tokens=4096), params=SimpleNamespace(temperature=1.0)
-    )
     with torch.no_grad():
         policy = model.evaluate(Groups([(5, 6)], [texts])).logp
         with model.without_adapter():
             base = model.evaluate(Groups([(5, 6)], [texts])).logp
     assert float((policy - base).abs().max()) > 0.01, "negative control: the adapter matters"
-    assert torch.equal(log_probs(run, model, batch, [group]), policy)
-    assert torch.equal(log_probs(run, model, batch, [group], reference=True), base)
+    assert torch.equal(log_probs(model, batch, 1000, 1.0), policy)
+    assert torch.equal(reference_log_probs(model, batch, 1000, 1.0), base)
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])
@@ -53,8 +49,8 @@ def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_a
     """bfloat16 with several passes: the old log-probs are the trainer's own, and the gap is that of the sampler's even so."""
     steps = EmbeddedSampler.steps
 
-    def shifted(self, requests, params):
-        for step in steps(self, requests, params):
+    def shifted(self, requests, params, cache=None):
+        for step in steps(self, requests, params, cache):
             yield [(i, [replace(c, logprobs=tuple(x + shift for x in c.logprobs)) for c in group]) for i, group in step]
 
     monkeypatch.setattr(EmbeddedSampler, "steps", shifted)

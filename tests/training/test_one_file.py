@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from psigrad.config.algorithms import resolve
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
-from psigrad.objective import Batch, resolve, terminal
+from psigrad.objective import Batch, terminal
 
 PATH = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"
 

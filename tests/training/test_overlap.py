@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inline_scorer import InlineScorer
 
 from psigrad.data.rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
-from psigrad.rewards import InlineScorer, RewardPool, RewardSpec, resolve
+from psigrad.rewards import RewardPool, RewardSpec, resolve
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import Completion, SamplingParams
-from psigrad.training.collect import Prompt, rollout
+from psigrad.rollout.types import Completion, Sampler, SamplingParams
+from psigrad.training.generation import rollout
+from psigrad.training.ledger import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +60,13 @@ def test_every_completion_gets_its_own_reward(model, max_batch):
         assert [t.reward for t in taking(model, EmbeddedSampler(model, max_batch), pool, given)] == [t.reward for t in found]
 
 
-class Patient:
+class Patient(Sampler):
     """Writes one request per step, and before the last waits until the scorer has been at work."""
 
     def __init__(self, tokens, scored, patience):
         self.tokens, self.scored, self.patience, self.gave_up = tokens, scored, patience, False
 
-    def sample(self, requests, params):
-        done = dict(complete for step in self.steps(requests, params) for complete in step)
-        return [done[i] for i in range(len(requests))]
-
-    def steps(self, requests, params):
+    def steps(self, requests, params, cache=None):
         for place, request in enumerate(requests):
             end = time.monotonic() + self.patience
             while place == len(requests) - 1 and not self.scored.exists() and not self.gave_up:
@@ -77,6 +74,14 @@ class Patient:
                 self.gave_up = time.monotonic() > end
                 yield []
             yield [(place, [Completion((self.tokens[0],), (0.0,), (0.0,), "stop", s) for s in request.seeds])]
+
+
+class AllAtOnce(Sampler):
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def steps(self, requests, params, cache=None):
+        yield list(enumerate(self.sampler.sample(requests, params)))
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -90,7 +95,7 @@ def test_the_first_group_is_scored_before_the_last_is_written(model, tmp_path, s
         "    return [1.0] * len(completions)\n"
     )
     sampler = Patient(model.tokenizer("hello").input_ids, scored, patience=60.0 if streaming else 1.0)
-    shown = sampler if streaming else SimpleNamespace(sample=sampler.sample)
+    shown = sampler if streaming else AllAtOnce(sampler)
     with RewardPool([resolve(f"{tmp_path}/touching.py:reward")], timeout=60.0) as pool:
         found = taking(model, shown, pool, prompts(model, 4))
     assert [t.reward for t in found] == [1.0] * 12

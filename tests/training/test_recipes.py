@@ -20,6 +20,7 @@ from psigrad.config import EvalConfig, Evaluation, Model
 from psigrad.errors import UserError
 from psigrad.recipes import evaluate, online, sft
 from psigrad.records import checkpoint
+from psigrad.records.rows import EventRow, RolloutRow, TimingsRow
 
 
 def lines(path: Path) -> list[dict]:
@@ -37,6 +38,9 @@ def test_a_run_leaves_its_folder(job, tmp_path):
     assert [row["step"] for row in lines(result.folder / "metrics.jsonl") if "eval/prompts" in row] == [0, 3, 6]
     rollouts = lines(result.folder / "rollouts.jsonl")
     assert sum(row["kind"] == "train" for row in rollouts) == 6 * 16 and sum(row["kind"] == "eval" for row in rollouts) == 3 * 4
+    for name, schema in (("rollouts", RolloutRow), ("timings", TimingsRow), ("events", EventRow)):
+        written = {key for row in lines(result.folder / f"{name}.jsonl") for key in row if not key.startswith("time/")}
+        assert written <= schema.__annotations__.keys(), "a key that psigrad/records/rows.py does not document"
     opened = AutoModelForCausalLM.from_pretrained(result.model)
     tokenizer = AutoTokenizer.from_pretrained(result.model)
     assert opened(input_ids=torch.tensor([tokenizer("say a:").input_ids])).logits.isfinite().all()

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from tiny_jobs import forked
 
-from psigrad.records import checkpoint, run_folder
+from psigrad.errors import UserError
+from psigrad.records import checkpoint, pins, read
+from psigrad.records.rows import FORMAT
 from psigrad.records.run_folder import RunFolder, RunFolderError, to_line
 
 CONFIG = {
@@ -102,7 +104,9 @@ def test_another_setting_is_refused_by_name_with_both_values(name, value, said, 
         pass
     with pytest.raises(RunFolderError, match=said), RunFolder.open(tmp_path / "run", changed(name, value)):
         pass
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == CONFIG, "a refused run changes nothing"
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"format": FORMAT, **CONFIG}, (
+        "a refused run changes nothing"
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("run.max_steps", 9), ("run.output_dir", "b"), ("reward_timeout", 1.0)])
@@ -110,7 +114,7 @@ def test_settings_that_change_no_figure_may_change_and_are_recorded(name, value,
     for config in (CONFIG, changed(name, value)):
         with RunFolder.open(tmp_path / "run", config):
             pass
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == changed(name, value)
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"format": FORMAT, **changed(name, value)}
 
 
 def test_what_may_change_are_settings_that_exist():
@@ -118,7 +122,49 @@ def test_what_may_change_are_settings_that_exist():
 
     fields = {f"run.{name}" for name in Run.__dataclass_fields__} | set(OnlineConfig.__dataclass_fields__)
     fields |= {f"optim.{name}" for name in Optim.__dataclass_fields__}
-    assert fields >= run_folder.MAY_CHANGE
+    assert fields | {"format"} >= pins.MAY_CHANGE
+
+
+def test_a_setting_that_an_older_psigrad_did_not_have_is_as_it_is_by_default(tmp_path):
+    old = {name: value for name, value in CONFIG.items() if name != "reward_timeout"}
+    usual = {"optim": {"fused": False}, "run": {"seed": 0}}
+    for given, refused in ((False, False), (True, True)):
+        path = tmp_path / str(given)
+        with RunFolder.open(path, old, usual=usual):
+            pass
+        now = {**old, "optim": {**old["optim"], "fused": given}}
+        expected = (
+            pytest.raises(RunFolderError, match=r"optim\.fused was False and is True") if refused else contextlib.nullcontext()
+        )
+        with expected, RunFolder.open(path, now, usual=usual):
+            pass
+
+
+def test_a_folder_without_a_format_goes_on_and_one_of_a_newer_psigrad_is_refused(tmp_path):
+    path = tmp_path / "run"
+    with RunFolder.open(path, CONFIG):
+        with_checkpoint(path)
+    (path / "config.json").write_text(json.dumps(CONFIG))  # as before there were formats
+    with RunFolder.open(path, CONFIG):
+        pass
+    assert json.loads((path / "config.json").read_text())["format"] == FORMAT
+    for number in (FORMAT + 1, "2"):
+        (path / "config.json").write_text(json.dumps({**CONFIG, "format": number}))
+        with pytest.raises(UserError, match="update psigrad"), RunFolder.open(path, CONFIG):
+            pass
+        with pytest.raises(UserError, match="update psigrad"):
+            read.load(path)
+
+
+def test_a_checkpoint_of_a_newer_psigrad_is_not_passed_over_but_refused(tmp_path, monkeypatch):
+    with_checkpoint(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "FORMAT", FORMAT + 1)
+    with_checkpoint(tmp_path, 2)
+    with pytest.raises(UserError, match="step-00000002 has format"):
+        checkpoint.latest(tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint, "FORMAT", 0)
+    with_checkpoint(tmp_path, 2)
+    assert checkpoint.latest(tmp_path / "checkpoints").step == 2
 
 
 def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):

@@ -13,15 +13,19 @@ from tiny_rewards import early_letters
 
 from psigrad import cli
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Optim, Run, SampleConfig, Sampling
+from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.data import preferences
 from psigrad.errors import UserError
 from psigrad.models import scalar_model, tiny
-from psigrad.objective.preference_catalog import OnlinePreference, resolve, resolve_online
+from psigrad.objective.catalog import GRPO
+from psigrad.objective.online_preference import OnlinePreference
 from psigrad.recipes import evaluate, online, reward, sample
 from psigrad.recipes.online import method
-from psigrad.rewards import Failed, Samples, Scored, Unscored
+from psigrad.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.rollout.types import SamplingParams
-from psigrad.training import loop, prefer
+from psigrad.training import best_and_worst
+from psigrad.training import online as training
+from psigrad.training.journal import Clock
 from psigrad.training.scoring import Mixture, ModelScorer, step_ends
 from psigrad.training.state import State
 from psigrad.training.tasks.reward import step_values
@@ -34,7 +38,7 @@ def tokenizer():
 
 def preferring(tokenizer, loss="dpo", **settings):
     run = make(tokenizer, "grpo", **settings)
-    return replace(run, algorithm=OnlinePreference(resolve(loss)), reference=run.model.frozen_copy())
+    return replace(run, algorithm=OnlinePreference(resolve_loss(loss)), reference=run.model.frozen_copy())
 
 
 def begins_with_a_letter(completions, **columns):
@@ -48,17 +52,17 @@ def test_online_dpo_finds_the_optimum(seed, tokenizer):
     run = replace(run, params=SamplingParams(max_tokens=6, stop_token_ids=tuple(range(132, 264))))
     state, shares = State(), []
     for _ in range(80):
-        state, _ = loop.step(run, state)
+        state, _ = training.step(run, state)
         shares.append(next(row["reward"] for row in run.journal.rows if row["step"] == state.step))
     assert shares[0] < 0.4 and sum(shares[-5:]) / 5 > 0.9
 
 
 def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
     run = preferring(tokenizer, steps=1)
-    collected = loop.collect(run, State(), loop.Clock())
+    collected = training.collect(run, State(), Clock())
     groups = [[replace(t, reward=r) for t, r in zip(g, (0.2, 0.9, 0.1, 0.9), strict=True)] for g in collected.groups[:2]]
     groups.append([replace(t, reward=0.5) for t in collected.groups[2]])
-    found = prefer.pick(groups)
+    found = best_and_worst.pick(groups)
     assert found.chosen == [1, 5] and found.rejected == [2, 6] and found.rows == 12 and len(found.pairs) == 2
     assert found.pairs[0].chosen.ids == list(groups[0][1].completion.ids) and all(found.pairs[0].chosen.mask)
 
@@ -66,13 +70,13 @@ def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
 def test_a_step_of_equal_rewards_moves_no_weight(tokenizer):
     run = preferring(tokenizer, function=lambda completions, **c: [1.0] * len(completions), steps=1)
     before = [p.detach().clone() for p in run.model.trainable().values()]
-    loop.step(run, State())
+    training.step(run, State())
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.trainable().values(), strict=True))
     assert run.journal.rows[-1]["pairs"] == 0 and run.journal.rows[-1]["updates"] == 0
 
 
 def test_online_dpo_by_name_with_another_loss():
-    assert resolve_online("grpo") is None and resolve_online("online_dpo").loss.name == "dpo"
+    assert resolve_online("grpo") is GRPO and resolve_online("online_dpo").loss.name == "dpo"
     assert resolve_online({"preset": "online_dpo", "loss": "ipo"}).name == "online_ipo"
     for wrong in ({"preset": "online_dpo", "loss": "kto"}, {"preset": "online_dpo", "psi": "gae"}):
         with pytest.raises(ValueError, match="expected a loss on pairs"):
@@ -133,15 +137,15 @@ class Fixed:
     def __init__(self, *results):
         self.results = list(results)
 
-    def score(self, samples, groups=None):
-        return self.results
+    def begin(self):
+        return Scoring(lambda groups: self.results)
 
 
 def test_a_mixture_adds_by_weight_and_keeps_every_fault():
     good = Scored(1.0, {"a": 1.0}, ((0, 0.5),))
     first = Fixed(good, good, good, Failed(-1.0, "bad"))
     second = Fixed(Scored(2.0, {"b": 2.0}, ((3, 1.0),)), Unscored("late"), Failed(-9.0, "wrong", {"b": None}), good)
-    results = Mixture([first, second], [1.0, 0.25]).score(Samples([""] * 4, [""] * 4, [[]] * 4))
+    results = Mixture([first, second], [1.0, 0.25]).begin().results()
     assert results[0] == Scored(1.5, {"a": 1.0, "b": 2.0}, ((0, 0.5), (3, 0.25)))
     assert results[1] == Unscored("late")
     assert isinstance(results[2], Failed) and results[2].value == -9.0

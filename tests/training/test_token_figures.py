@@ -10,7 +10,7 @@ from in_memory import make
 
 from psigrad.models import tiny
 from psigrad.models.packing import Groups
-from psigrad.training import loop
+from psigrad.training import online as training
 from psigrad.training.state import State
 
 
@@ -23,7 +23,7 @@ def lines(tokenizer, algorithm="grpo", **settings):
     run = make(tokenizer, algorithm, **settings)
     before = {(r.index): r.ids for r in run.prompts}
     policy = run.model.frozen_copy()
-    loop.step(run, State(algorithm=run.algorithm.initial_state()))
+    training.step(run, State(algorithm=run.algorithm.initial_state()))
     return run, policy, before, run.journal.lines
 
 

@@ -10,11 +10,11 @@ import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
+from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.rows import validate
 from psigrad.data.templates import CHATML
 from psigrad.models import language_model, scalar_model, tiny
-from psigrad.objective.preference_catalog import resolve
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.training.tasks.preference import KTOTask, PreferenceTask, mismatched, reference_logps
 from psigrad.training.tasks.reward import RewardTask
@@ -142,7 +142,7 @@ def test_preference_losses_and_gradients_are_trls(name, conversational, tokenize
         # TRL counts the line break that the template writes behind the turn; the policy never chose it
         made = [pairs.Pair(p.prompt, *(pairs.Answer(a.ids, [True] * len(a.ids)) for a in (p.chosen, p.rejected))) for p in made]
         known = reference_logps(reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 100)
-    loss = resolve({"preset": "dpo", "link": name} if name in LINKS else name)
+    loss = resolve_loss({"preset": "dpo", "link": name} if name in LINKS else name)
     close(our_loss(PreferenceTask(model, loss, made, known), hf, budget=60), peer)
 
 
@@ -158,7 +158,7 @@ def test_negative_control_another_beta_is_noticed(tokenizer, hf, tmp_path):
     peer = peer_loss(trainer, moved(hf))
     made = [pairs.pair(tokenizer, validate(row, "preference", "row")) for row in rows()]
     known = reference_logps(reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 100)
-    ours = our_loss(PreferenceTask(language_model.prepare(hf, tokenizer), resolve("dpo"), made, known), hf, budget=60)
+    ours = our_loss(PreferenceTask(language_model.prepare(hf, tokenizer), resolve_loss("dpo"), made, known), hf, budget=60)
     with pytest.raises(AssertionError):
         close(ours, peer)
 
@@ -201,5 +201,5 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
     made = [pairs.judged(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
     answers = [[row.answer, mismatched(made, i)] for i, row in enumerate(made)]
     known = reference_logps(reference, [row.prompt for row in made], answers, 100)
-    loss = resolve({"preset": "kto", "desirable_weight": 1.5})
+    loss = resolve_loss({"preset": "kto", "desirable_weight": 1.5})
     close(our_loss(KTOTask(language_model.prepare(hf, tokenizer), loss, made, known), hf, budget=60), peer)

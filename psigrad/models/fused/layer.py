@@ -155,8 +155,8 @@ class Layer:
 
     def __init__(self, index: int, module: Any, heads: Heads, native: Kernels) -> None:
         attention, mlp = module.self_attn, module.mlp
-        linear = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
-        linear, adapters = zip(*map(_taken_apart, linear), strict=True)
+        modules = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
+        linear, adapters = zip(*map(_taken_apart, modules), strict=True)
         if any(child.bias is not None for child in linear[4:]):
             raise Unsupported("its feed-forward layers have biases")
         self.index, self.heads, self.native = index, heads, native
@@ -311,7 +311,8 @@ class Layer:
 
     def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
         wide, narrow = self.heads.queries * self.heads.dim, self.heads.keys * self.heads.dim
-        return qkv.split([wide, narrow, narrow], dim=1)
+        parts: tuple[Tensor, ...] = qkv.split([wide, narrow, narrow], dim=1)
+        return parts
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,8 @@ _POSITIONS = 256
 class Rotary(nn.Module):
     """Angles p · θ^(−2i/d) of position p, for i = 0 … d/2 − 1 and once more (Su et al. 2021, arXiv:2104.09864)."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: Any, size: int) -> None:
         super().__init__()
         steps = torch.arange(0, size, 2, dtype=torch.float, device="cpu") / size
@@ -172,9 +174,10 @@ class Backbone(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList([BareLayer(config, layer) for layer in range(config.num_hidden_layers)])
+        layers = [BareLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = Rotary(config, self.layers[0].self_attn.head_dim)
+        self.rotary_emb = Rotary(config, layers[0].self_attn.head_dim)
 
 
 class WeightsOnly(nn.Module):
@@ -257,7 +260,8 @@ class WeightsOnly(nn.Module):
             hf.generation_config = self.generation_config
         for name, p in hf.named_parameters():
             p.requires_grad_(learns[name])
-        return hf.train(self.training)
+        whole: PreTrainedModel = hf.train(self.training)
+        return whole
 
 
 def load(path: str, dtype: torch.dtype, *, scalar: bool = False) -> tuple[WeightsOnly, list[str]] | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from psigrad.data.batches import pack_by_tokens
 from psigrad.data.pairs import Answer, Judged, Pair
 from psigrad.intervals import mean_interval
+from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, Ids
 from psigrad.objective import Loss
@@ -20,9 +21,11 @@ from psigrad.training.tasks import Share
 from psigrad.training.tasks.supervised import summed
 
 
-def answer_logps(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> tuple[Tensor, Tensor]:
+def answer_logps(
+    model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
+) -> tuple[Tensor, Tensor]:
     """([N] log π of every answer, summed over the tokens of its mask; [N] number of those tokens)."""
-    logp = model.evaluate(Groups(prompts, [[a.ids for a in group] for group in answers])).logp
+    logp = model.evaluate(Groups(prompts, [[a.ids for a in group] for group in answers]), cache=cache).logp
     flat = [a for group in answers for a in group]
     mask = torch.zeros(logp.shape, dtype=torch.bool)
     for n, answer in enumerate(flat):
@@ -49,12 +52,16 @@ def reference_logps(
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """A `Preference` loss on pairs; `reference` holds (chosen, rejected) log-probs where the loss reads them."""
+    """A `Preference` loss on pairs; `reference` holds (chosen, rejected) log-probs where the loss reads them.
+
+    `cache` holds what sampling has computed of them, where the model itself wrote them.
+    """
 
     model: LanguageModel
     loss: Preference
     pairs: Sequence[Pair]
     reference: Sequence[Sequence[float]] | None = None
+    cache: ActivationCache | None = None
 
     @property
     def name(self) -> str:
@@ -77,7 +84,8 @@ class PreferenceTask:
     def evaluated(self, rows: Sequence[int]) -> Pairs:
         """These pairs under the model as it is now."""
         picked = [self.pairs[i] for i in rows]
-        logp, tokens = answer_logps(self.model, [p.prompt for p in picked], [[p.chosen, p.rejected] for p in picked])
+        answers = [[p.chosen, p.rejected] for p in picked]
+        logp, tokens = answer_logps(self.model, [p.prompt for p in picked], answers, self.cache)
         margins = [p.margin for p in picked]
         ref = None if self.reference is None else torch.tensor([self.reference[i] for i in rows]).to(logp)
         return Pairs(

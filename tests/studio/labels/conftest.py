@@ -9,17 +9,20 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import private_postgres
 import pytest
+from scratch import MEMORY
 from sqlalchemy import create_engine, text
 
-from psigrad_studio.labels import database, desk, intake, people, projects, secret
-from psigrad_studio.labels.desk import Answer
+from psigrad_studio.labels import assignments, database, intake, passwords, people, projects
+from psigrad_studio.labels.assignments import LabelAnswer
 from psigrad_studio.labels.invites import accept, invite
 from psigrad_studio.labels.people import Person
-from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.projects import ProjectSettings
 
 DATABASES = os.environ.get("PSIGRAD_TEST_DATABASES", "sqlite,postgresql").split(",")
 _numbers = itertools.count()
@@ -40,7 +43,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def cheap_hashes(monkeypatch):
-    monkeypatch.setattr(secret, "COST", secret.Cost(log_n=4, r=1, p=1))
+    monkeypatch.setattr(passwords, "COST", passwords.ScryptCost(log_n=4, r=1, p=1))
 
 
 @pytest.fixture(scope="session")
@@ -76,11 +79,18 @@ def _administrate(server: str, statement: str) -> None:
     engine.dispose()
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for a database."""
+    with tempfile.TemporaryDirectory(prefix="psigrad-labels-", dir=MEMORY) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(params=DATABASES)
-def empty(request, tmp_path):
+def empty(request, scratch):
     """A path or URL of a database with nothing in it."""
     if request.param == "sqlite":
-        yield str(tmp_path / "new.db")
+        yield str(scratch / "new.db")
         return
     server, name = request.getfixturevalue("postgres_server"), f"psigrad_test_{os.getpid()}_{next(_numbers)}"
     _administrate(server, f"CREATE DATABASE {name}")
@@ -89,10 +99,10 @@ def empty(request, tmp_path):
 
 
 @pytest.fixture(params=DATABASES)
-def where(request, tmp_path):
+def where(request, scratch):
     """A path or URL of a migrated database."""
     if request.param == "sqlite":
-        path = Path(shutil.copy(request.getfixturevalue("migrated"), tmp_path / "labels.db"))
+        path = Path(shutil.copy(request.getfixturevalue("migrated"), scratch / "labels.db"))
         yield str(path)
         return
     server, template = request.getfixturevalue("postgres_server"), request.getfixturevalue("postgres_template")
@@ -122,7 +132,7 @@ def owner(db):
 class Desk:
     """A project with people in it, and short ways to label."""
 
-    def __init__(self, db, owner: Person, settings: Settings) -> None:
+    def __init__(self, db, owner: Person, settings: ProjectSettings) -> None:
         self.db, self.owner, self.settings = db, owner, settings
         self.project = projects.create(db, owner, settings)
         self.keys = (f"{self.project}-key-{n:08}" for n in itertools.count())
@@ -132,23 +142,23 @@ class Desk:
         return accept(self.db, token, name, f"{name} has a long password").person
 
     def add(self, rows, **making):
-        return intake.add_rows(self.db, self.owner, self.project, rows, intake.Making(**{"shuffle": False} | making))
+        return intake.add_rows(self.db, self.owner, self.project, rows, intake.TaskOptions(**{"shuffle": False} | making))
 
     def next(self, person):
-        return desk.next_task(self.db, person, self.project)
+        return assignments.next_task(self.db, person, self.project)
 
     def vote(self, person, shown, choice=None, key=None, **answer):
-        return desk.vote(self.db, person, shown.assignment, Answer(choice=choice, **answer), key or next(self.keys))
+        return assignments.vote(self.db, person, shown.assignment, LabelAnswer(choice=choice, **answer), key or next(self.keys))
 
     def prefer(self, person, shown, text):
         """Choose the side that shows `text`."""
         return self.vote(person, shown, ("left", "right")[shown.completions.index(text)])
 
     def skip(self, person, shown, key=None):
-        return desk.skip(self.db, person, shown.assignment, key or next(self.keys))
+        return assignments.skip(self.db, person, shown.assignment, key or next(self.keys))
 
     def undo(self, person, key=None):
-        return desk.undo(self.db, person, self.project, key or next(self.keys))
+        return assignments.undo(self.db, person, self.project, key or next(self.keys))
 
     def pairs(self, n, **making):
         return self.add([{"prompt": f"question {i}", "completions": [f"good {i}", f"bad {i}"]} for i in range(n)], **making)
@@ -160,6 +170,6 @@ def desks(db, owner):
     numbers = itertools.count(1)
 
     def make(**settings) -> Desk:
-        return Desk(db, owner, Settings(**{"name": f"project {next(numbers)}", "seed": 7} | settings))
+        return Desk(db, owner, ProjectSettings(**{"name": f"project {next(numbers)}", "seed": 7} | settings))
 
     return make

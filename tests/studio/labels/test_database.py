@@ -12,7 +12,7 @@ from sqlalchemy import select, text
 from sqlalchemy.exc import IntegrityError
 
 from psigrad_studio.labels import database, people, projects
-from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.refusals import Busy
 from psigrad_studio.labels.schema import LoginFailure, Project
 
@@ -46,10 +46,10 @@ def test_a_lock_that_stays_is_said_and_nothing_is_changed(file):
     me = people.local(db)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(Busy, match="same key"):
-        projects.create(db, me, Settings("one"))
+        projects.create(db, me, ProjectSettings("one"))
     assert projects.mine(db, me) == []  # who reads is not kept waiting
     other.execute("ROLLBACK")
-    projects.create(db, me, Settings("one"))
+    projects.create(db, me, ProjectSettings("one"))
 
 
 def test_opening_does_not_wait_for_who_is_writing(file):

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from psigrad.data import preferences
 from psigrad.data.rows import validate
-from psigrad_studio.labels import export, intake, material
+from psigrad_studio.labels import completion_groups, export, intake
 from psigrad_studio.labels.refusals import Refusal
 
 TALK = [{"role": "user", "content": "hello"}]
@@ -70,7 +70,7 @@ def test_lineage_leads_to_run_step_rollout_and_votes(labelled, db):
     for side, sampler in (("chosen", "one"), ("rejected", "two")):
         (origin,) = lineage[side]
         expected = {"run": "a run", "step": 0, "row": 0, "k": 0, "reward": 0.5, "sampler": sampler, "source": "rows:1"}
-        assert expected.items() <= origin.items() and set(origin) == set(material.LINEAGE)
+        assert expected.items() <= origin.items() and set(origin) == set(completion_groups.LINEAGE)
     dumped = {line["vote"]: line for line in export.dump(db, labelled.owner, labelled.project)}
     assert all(dumped[vote]["prompt"] == "q0" and dumped[vote]["stands"] for vote in lineage["votes"])
 
@@ -222,7 +222,7 @@ def test_what_was_exported_can_be_brought_in_again(labelled, desks, db, tmp_path
     rows = export.preference(db, labelled.owner, labelled.project, "each").rows
     export.write(tmp_path / "pairs.jsonl", rows)
     again = desks(overlap=1)
-    added = intake.add_file(db, again.owner, again.project, tmp_path / "pairs.jsonl", intake.Making(gold=True))
+    added = intake.add_file(db, again.owner, again.project, tmp_path / "pairs.jsonl", intake.TaskOptions(gold=True))
     assert (added.prompts, added.tasks) == (2, 2)
 
 

@@ -10,10 +10,10 @@ from sqlalchemy import func, select
 from psigrad.data.rows import RowError
 from psigrad.errors import UserError
 from psigrad.records.run_folder import RunFolder, to_line
-from psigrad_studio.labels import intake, material
-from psigrad_studio.labels.intake import Added, Making
+from psigrad_studio.labels import completion_groups, intake
+from psigrad_studio.labels.intake import Added, TaskOptions
 from psigrad_studio.labels.refusals import Forbidden, Refusal
-from psigrad_studio.labels.schema import Completion, Item, Origin, Prompt, Seat, Task
+from psigrad_studio.labels.schema import LabelTask, Origin, Seat, StoredCompletion, StoredPrompt, TaskItem
 
 TALK = [{"role": "user", "content": "hello"}]
 
@@ -57,7 +57,7 @@ def test_every_form_gives_the_same_tasks(desks, db, rows):
 def test_six_completions_make_these_tasks(desks, db, kind, tasks, items):
     made = desks(kind=kind)
     made.add([{"prompt": "p", "completions": list("abcdef")}])
-    assert counted(db, Task) == tasks and counted(db, Item) == tasks * items and counted(db, Seat) == tasks
+    assert counted(db, LabelTask) == tasks and counted(db, TaskItem) == tasks * items and counted(db, Seat) == tasks
 
 
 @pytest.mark.parametrize("k", range(2, 14))
@@ -65,7 +65,7 @@ def test_a_ranking_has_two_or_more_and_at_most_so_many(desks, db, k):
     made = desks(kind="ranking")
     made.add([{"prompt": "p", "completions": [f"answer {n}" for n in range(k)]}], ranked=4)
     with db.session(write=False) as session:
-        sizes = session.scalars(select(func.count()).select_from(Item).group_by(Item.task_id)).all()
+        sizes = session.scalars(select(func.count()).select_from(TaskItem).group_by(TaskItem.task_id)).all()
     assert all(2 <= size <= 4 for size in sizes) and sum(sizes) == k
 
 
@@ -73,8 +73,8 @@ def test_so_many_pairs_of_a_prompt_are_drawn(desks, db):
     made = desks()
     made.add([{"prompt": f"p{n}", "completions": list("abcdef")} for n in range(20)], per_prompt=3)
     with db.session(write=False) as session:
-        assert set(session.scalars(select(func.count()).select_from(Task).group_by(Task.prompt_id))) == {3}
-        drawn = session.execute(select(Task.prompt_id, Task.hash)).all()
+        assert set(session.scalars(select(func.count()).select_from(LabelTask).group_by(LabelTask.prompt_id))) == {3}
+        drawn = session.execute(select(LabelTask.prompt_id, LabelTask.hash)).all()
     assert len({h for _, h in drawn}) == 60
 
 
@@ -83,7 +83,7 @@ def test_so_many_prompts_are_drawn_and_the_same_ones_again(desks, db, shuffle):
     made = desks()
     assert made.pairs(40, prompts=10, shuffle=shuffle).prompts == 10
     assert made.pairs(40, prompts=10, shuffle=shuffle) == Added(known=10)
-    numbers = [int(p.split()[1]) for p in contents(db, Prompt.content)]
+    numbers = [int(p.split()[1]) for p in contents(db, StoredPrompt.content)]
     assert (numbers == sorted(numbers)) != shuffle and numbers != list(range(10))
 
 
@@ -91,7 +91,7 @@ def test_bringing_in_twice_adds_nothing_and_a_new_completion_only_its_pairs(desk
     made = desks(overlap=2)
     rows = [{"prompt": f"p{n}", "completions": ["x", "y"]} for n in range(5)]
     made.add(rows)
-    before = {t: counted(db, t) for t in (Prompt, Completion, Origin, Task, Item, Seat)}
+    before = {t: counted(db, t) for t in (StoredPrompt, StoredCompletion, Origin, LabelTask, TaskItem, Seat)}
     assert made.add(rows) == Added(known=5)
     assert {t: counted(db, t) for t in before} == before
     assert made.add([{"prompt": "p0", "completions": ["x", "y", "new"]}]) == Added(completions=1, tasks=2, known=1)
@@ -110,7 +110,7 @@ def test_large_imports_are_stored_in_parts_and_all_of_them(desks, db):
     made = desks()
     n = 2 * intake.CHUNK + 17
     assert made.pairs(n, shuffle=True) == Added(prompts=n, completions=2 * n, tasks=n)
-    order = contents(db, Prompt.content)
+    order = contents(db, StoredPrompt.content)
     assert order != sorted(order, key=lambda p: int(p.split()[1])) and len(set(order)) == n
 
 
@@ -118,10 +118,10 @@ def test_places_tell_nothing_about_which_came_first(desks, db):
     made = desks()
     made.add([{"prompt": f"p{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(400)], gold=True)
     with db.session(write=False) as session:
-        gold = session.scalars(select(Task.gold)).all()
+        gold = session.scalars(select(LabelTask.gold)).all()
         wrong = [
-            session.get_one(Completion, session.get_one(Item, (task.id, task.gold)).completion_id).content
-            for task in session.scalars(select(Task).limit(50))
+            session.get_one(StoredCompletion, session.get_one(TaskItem, (task.id, task.gold)).completion_id).content
+            for task in session.scalars(select(LabelTask).limit(50))
         ]
     assert 150 < sum(gold) < 250
     assert all(text.startswith("good") for text in wrong)
@@ -162,7 +162,7 @@ def test_a_bad_row_is_named_and_nothing_is_stored(desks, db, row, place, said):
     with pytest.raises(RowError, match=said) as error:
         made.add([{"prompt": "fine", "completions": ["x", "y"]}, row])
     assert place in str(error.value)
-    assert counted(db, Prompt) == 0
+    assert counted(db, StoredPrompt) == 0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_bad_row_is_named_and_nothing_is_stored(desks, db, row, place, said):
 )
 def test_a_making_that_makes_no_sense_is_refused(making):
     with pytest.raises(Refusal, match=next(iter(making))):
-        Making(**making)
+        TaskOptions(**making)
 
 
 # Files
@@ -186,7 +186,7 @@ def test_what_psigrad_sample_wrote_keeps_reward_and_columns(desks, db, tmp_path)
     made = desks()
     added = intake.add_file(db, made.owner, made.project, path, sampler="model one")
     assert added == Added(prompts=1, completions=2, tasks=1)
-    assert contents(db, Prompt.columns) == [{"difficulty": 3}]
+    assert contents(db, StoredPrompt.columns) == [{"difficulty": 3}]
     about = contents(db, Origin.about)
     assert sorted(a["reward"] for a in about) == [0.5, 1.0]
     assert {a["source"] for a in about} == {f"{path}:1", f"{path}:2"} and {a["sampler"] for a in about} == {"model one"}
@@ -197,7 +197,7 @@ def test_columns_that_rows_of_a_prompt_do_not_share_are_dropped():
         ("f:1", {"prompt": "p", "completion": "x", "level": 1, "seen": 1}),
         ("f:2", {"prompt": "p", "completion": "y", "level": 1, "seen": 2}),
     ]
-    (group,) = material.gather(rows).groups.values()
+    (group,) = completion_groups.gather(rows).groups.values()
     assert group.columns == {"level": 1}
 
 
@@ -268,12 +268,14 @@ def test_completions_of_a_step_are_compared_with_one_another(desks, db, run):
                     {
                         o.step
                         for o in session.scalars(
-                            select(Origin).join(Item, Item.completion_id == Origin.completion_id).where(Item.task_id == t)
+                            select(Origin)
+                            .join(TaskItem, TaskItem.completion_id == Origin.completion_id)
+                            .where(TaskItem.task_id == t)
                         )
                     }
                 )
             )
-            for t in session.scalars(select(Task.id))
+            for t in session.scalars(select(LabelTask.id))
         }
     assert steps == {(1,), (1, 3), (2,)}  # one text was sampled in steps 1 and 3
 
@@ -286,7 +288,7 @@ def test_the_lineage_of_a_rollout_is_kept(desks, db, run):
         ("my-run", 1, 7, k, "step 1") for k in range(3)
     }
     assert {a["seed"] for a in about} == {2**62 + k for k in range(3)}
-    assert contents(db, Prompt.columns) == [{}]
+    assert contents(db, StoredPrompt.columns) == [{}]
 
 
 def test_steps_and_kinds_can_be_chosen_and_compared_across(desks, db, run):
@@ -295,7 +297,7 @@ def test_steps_and_kinds_can_be_chosen_and_compared_across(desks, db, run):
     assert intake.add_run(db, made.owner, made.project, run / "rollouts.jsonl", kind="eval").completions == 1
     talk = desks()
     assert intake.add_run(db, talk.owner, talk.project, run, kind=None, steps=range(3, 4)).unusable == 1
-    assert said("talk") in contents(db, Completion.content)
+    assert said("talk") in contents(db, StoredCompletion.content)
 
 
 def test_a_folder_that_is_no_online_run_is_refused(desks, db, tmp_path):
@@ -321,7 +323,7 @@ def test_a_pair_from_another_page_keeps_its_lineage_and_comes_first(desks, db):
     assert sorted((a["run"], a["step"], a["row"], a["k"], a["sampler"]) for a in found) == [
         ("my-run", 5, 2, k, "step 5") for k in range(2)
     ]
-    assert not any("secret" in columns for columns in contents(db, Prompt.columns))
+    assert not any("secret" in columns for columns in contents(db, StoredPrompt.columns))
 
 
 def test_pairs_go_to_projects_of_pairs_and_have_two_texts(desks, db):

@@ -9,7 +9,7 @@ from tiny_jobs import make_job, online_config, preference_config, reward_config
 
 from psigrad.config import Data
 from psigrad.recipes import online, preference, reward
-from psigrad_studio.labels import desk, export, intake
+from psigrad_studio.labels import assignments, export, intake
 
 
 def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
@@ -22,7 +22,7 @@ def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
         lengths = [len(c) for c in shown.completions]
         choice = "tie" if lengths[0] == lengths[1] else ("left", "right")[lengths.index(max(lengths))]
         made.vote(made.owner, shown, choice, strength=None if choice == "tie" else 2)
-    assert desk.mine(db, made.owner, made.project)["answered"] == added.tasks
+    assert assignments.mine(db, made.owner, made.project)["answered"] == added.tasks
     pairs = export.preference(db, made.owner, made.project, margin=True)
     thumbs = export.unpaired(db, made.owner, made.project)
     assert len(pairs.rows) + pairs.left_out["tie"] == added.tasks and len(thumbs.rows) == 2 * len(pairs.rows)

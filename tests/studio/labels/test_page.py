@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from psigrad_studio.labels import desk
+from psigrad_studio.labels import assignments
 from psigrad_studio.labels.schema import Base
 
 PAGE = (Path(__file__).parents[3] / "docs" / "labelling.md").read_text()
@@ -27,10 +27,12 @@ def test_the_example_runs(tmp_path, monkeypatch):
     exec(before, names)
     sides = itertools.cycle(("left", "right"))
     for n in itertools.count():
-        shown = desk.next_task(names["db"], names["me"], names["project"])
+        shown = assignments.next_task(names["db"], names["me"], names["project"])
         if shown is None:
             break
-        desk.vote(names["db"], names["me"], shown.assignment, desk.Answer(choice=next(sides)), key=f"number {n:06}")
+        assignments.vote(
+            names["db"], names["me"], shown.assignment, assignments.LabelAnswer(choice=next(sides)), key=f"number {n:06}"
+        )
     exec("results.agreement" + after, names)
     assert len((tmp_path / "pairs.jsonl").read_text().splitlines()) == 40
 

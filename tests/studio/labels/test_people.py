@@ -8,9 +8,9 @@ import threading
 import pytest
 from sqlalchemy import select, text
 
-from psigrad_studio.labels import desk, export, intake, invites, people, projects, results, secret
+from psigrad_studio.labels import assignments, export, intake, invites, passwords, people, projects, results
 from psigrad_studio.labels.people import HOUR, Person
-from psigrad_studio.labels.projects import Settings
+from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal, TooMany, Unknown
 from psigrad_studio.labels.schema import Audit
 
@@ -19,7 +19,7 @@ PASSWORD = "correct horse battery"
 
 @pytest.fixture
 def project(db, owner):
-    return projects.create(db, owner, Settings("one", seed=1))
+    return projects.create(db, owner, ProjectSettings("one", seed=1))
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_the_first_link_makes_an_administrator_once(db):
     assert invites.look(db, token).role == "admin"
     admin = invites.accept(db, token, "Ada", PASSWORD).person
     assert admin.admin and not people.empty(db)
-    projects.create(db, admin, Settings("hers"))
+    projects.create(db, admin, ProjectSettings("hers"))
     for call in (lambda: invites.accept(db, token, "Eve", PASSWORD), lambda: invites.look(db, token)):
         with pytest.raises(Missing, match="ask for a new one"):
             call()
@@ -83,7 +83,7 @@ def test_links_run_out_and_can_be_revoked(db, owner, project, clock):
 
 
 def test_a_member_can_join_another_project_and_keeps_the_higher_role(db, owner, project, ann):
-    second = projects.create(db, owner, Settings("two"))
+    second = projects.create(db, owner, ProjectSettings("two"))
     assert invites.join(db, ann.person, invites.invite(db, owner, second, "admin")) == second
     invites.join(db, ann.person, invites.invite(db, owner, second, "viewer"))
     assert {p.settings.name: p.may for p in projects.mine(db, ann.person)} == {
@@ -117,7 +117,7 @@ def test_a_password_of_the_wrong_length_is_refused_and_the_link_stays_good(db, o
 
 def test_logging_in_and_out(db, ann):
     login = people.log_in(db, "ann", PASSWORD)
-    assert login.token != ann.token and login.csrf == secret.csrf(login.token) and login.csrf not in login.token
+    assert login.token != ann.token and login.csrf == passwords.csrf(login.token) and login.csrf not in login.token
     assert people.who(db, login.token) == Person(ann.person.id, "Ann")
     people.log_out(db, login.token)
     with pytest.raises(Unknown):
@@ -167,8 +167,8 @@ def test_a_name_that_is_none_is_a_wrong_name(db, ann, name):
 def test_a_number_of_nothing_is_missing_however_large(db, owner, project, number):
     for call in (
         lambda: projects.info(db, owner, number),
-        lambda: desk.next_task(db, owner, number),
-        lambda: desk.skip(db, owner, number, "a key of mine"),
+        lambda: assignments.next_task(db, owner, number),
+        lambda: assignments.skip(db, owner, number, "a key of mine"),
         lambda: invites.revoke(db, owner, number),
         lambda: people.revoke_token(db, owner, number),
         lambda: people.disable(db, owner, number),
@@ -216,7 +216,7 @@ def test_who_is_disabled_is_out_at_once(db, owner, ann, project):
     with pytest.raises(Unknown):
         people.log_in(db, "Ann", PASSWORD)
     with pytest.raises(Missing):
-        desk.next_task(db, ann.person, project)
+        assignments.next_task(db, ann.person, project)
     with pytest.raises(Conflict, match="yourself"):
         people.disable(db, owner, owner.id)
 
@@ -225,14 +225,14 @@ def test_who_is_disabled_is_out_at_once(db, owner, ann, project):
 
 
 def test_an_api_token_does_no_more_than_its_role_and_only_where_it_may(db, owner, project):
-    other = projects.create(db, owner, Settings("other"))
+    other = projects.create(db, owner, ProjectSettings("other"))
     _, viewer = people.make_token(db, owner, "reader", "viewer", project_id=project)
     program = people.who(db, viewer)
     assert projects.progress(db, program, project).tasks == 0
     for call in (
-        lambda: desk.next_task(db, program, project),
+        lambda: assignments.next_task(db, program, project),
         lambda: projects.close(db, program, project),
-        lambda: projects.create(db, program, Settings("more")),
+        lambda: projects.create(db, program, ProjectSettings("more")),
         lambda: invites.invite(db, program, project, "admin"),
         lambda: people.make_token(db, program, "more"),
         lambda: people.disable(db, program, 1),
@@ -281,14 +281,14 @@ def test_nothing_that_is_stored_can_be_used_to_log_in(db, where, owner, project,
 
 def test_passwords_are_hashed_at_full_cost_and_salted(monkeypatch):
     monkeypatch.undo()
-    one, two = secret.hash_password(PASSWORD), secret.hash_password(PASSWORD)
+    one, two = passwords.hash_password(PASSWORD), passwords.hash_password(PASSWORD)
     assert one != two and one.startswith("scrypt$15$8$3$")
-    assert secret.check_password(PASSWORD, one) and not secret.check_password(PASSWORD + "x", one)
-    assert not secret.check_password(PASSWORD, None)
+    assert passwords.check_password(PASSWORD, one) and not passwords.check_password(PASSWORD + "x", one)
+    assert not passwords.check_password(PASSWORD, None)
 
 
 def test_a_password_is_the_same_however_its_letters_were_typed():
-    assert secret.check_password("passwo\u0308rter", secret.hash_password("passw\u00f6rter"))
+    assert passwords.check_password("passwo\u0308rter", passwords.hash_password("passw\u00f6rter"))
 
 
 # Roles
@@ -299,9 +299,9 @@ def everything(db, person, project, user):
     return {
         "see": [lambda: projects.info(db, person, project)],
         "label": [
-            lambda: desk.next_task(db, person, project),
-            lambda: desk.mine(db, person, project),
-            lambda: desk.undo(db, person, project, "undo-undo"),
+            lambda: assignments.next_task(db, person, project),
+            lambda: assignments.mine(db, person, project),
+            lambda: assignments.undo(db, person, project, "undo-undo"),
         ],
         "results": [
             lambda: projects.progress(db, person, project),
@@ -323,7 +323,7 @@ def everything(db, person, project, user):
             lambda: intake.add_run(db, person, project, "/etc"),
         ],
         "administer": [
-            lambda: projects.create(db, person, Settings(f"of {person.name}")),
+            lambda: projects.create(db, person, ProjectSettings(f"of {person.name}")),
             lambda: invites.invite(db, person, None, "admin"),
             lambda: people.disable(db, person, user),
         ],
@@ -361,10 +361,10 @@ def test_a_role_is_looked_up_each_time_and_not_believed(db, owner, project, ann)
     with pytest.raises(Forbidden):
         projects.close(db, forged, project)
     with pytest.raises(Forbidden):
-        projects.create(db, forged, Settings("mine"))
+        projects.create(db, forged, ProjectSettings("mine"))
     projects.set_role(db, owner, project, ann.person.id, "viewer")
     with pytest.raises(Forbidden):
-        desk.next_task(db, ann.person, project)
+        assignments.next_task(db, ann.person, project)
 
 
 def test_what_was_done_is_in_the_audit(db, owner, project, ann):
@@ -387,15 +387,15 @@ def test_what_was_done_is_in_the_audit(db, owner, project, ann):
 )
 def test_settings_that_make_no_sense_are_refused(settings, said):
     with pytest.raises(Refusal, match=said):
-        Settings(**{"name": "p"} | settings)
+        ProjectSettings(**{"name": "p"} | settings)
 
 
 def test_changing_what_cannot_change_is_refused(db, owner, project):
     for changes in ({"kind": "ranking"}, {"seed": 5}, {"colour": "red"}):
         with pytest.raises(Refusal, match="can't be changed"):
             projects.change(db, owner, project, changes)
-    projects.create(db, owner, Settings("two"))
+    projects.create(db, owner, ProjectSettings("two"))
     with pytest.raises(Conflict, match="There is a project 'two'"):
         projects.change(db, owner, project, {"name": "two"})
     with pytest.raises(Conflict, match="There is a project 'two'"):
-        projects.create(db, owner, Settings(" two "))
+        projects.create(db, owner, ProjectSettings(" two "))

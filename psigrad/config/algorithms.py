@@ -1,0 +1,220 @@
+"""Algorithms and losses as settings: a preset's name, "module:object" or a mapping of parts -> the object of `psigrad.objective`.
+
+Imports torch with objective/: what must be quick, as help, imports `psigrad.config.methods` in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from psigrad import objective
+from psigrad.errors import UserError, nearest
+from psigrad.importing import imported
+from psigrad.objective import (
+    PolicyGradient,
+    advantage,
+    aggregate,
+    catalog,
+    correction,
+    critic,
+    entropy,
+    keep,
+    kl,
+    online_preference,
+    penalty,
+    preference_catalog,
+    ratio,
+    surrogate,
+)
+from psigrad.objective.online_preference import OnlinePreference
+from psigrad.objective.preference import KahnemanTversky, Preference
+
+T = TypeVar("T")
+Spec = str | Mapping[str, Any] | PolicyGradient
+LossSpec = str | Mapping[str, Any] | Preference | KahnemanTversky
+
+# slot -> the modules whose public names may fill it
+SLOTS = {
+    "psi": (advantage,),
+    "ratio": (ratio,),
+    "surrogate": (surrogate, penalty),
+    "aggregate": (aggregate,),
+    "kl": (kl,),
+    "keep": (keep,),
+    "critic": (critic,),
+    "entropy": (entropy,),
+    "correction": (correction,),
+}
+_PARTS = {slot: {name: getattr(module, name) for module in modules for name in module.__all__} for slot, modules in SLOTS.items()}
+_PARTS |= {slot: {part.__name__: part for part in parts} for slot, parts in preference_catalog.PARTS.items()}
+_DEFAULT_PART = {"kl": kl.KL, "critic": critic.value_loss, "entropy": entropy.bonus}
+_OPTIONAL = ("kl", "critic", "entropy", "correction")
+
+
+def resolve(spec: Spec) -> PolicyGradient:
+    """The policy gradient that a setting means.
+
+    A string is a preset's name, "module:object" or "file.py:object". A mapping starts from a `preset` (or states psi, ratio,
+    surrogate and aggregate) and replaces slots: a name, "module:object", {"part": name, parameter: value, …}, or a mapping
+    without "part", which changes parameters of the part that is there. `null` empties a slot; `keep` takes a list.
+    Errors: `UserError` for an unknown name (with the nearest one), parameter or combination.
+    """
+    if isinstance(spec, PolicyGradient):
+        return spec
+    if isinstance(spec, str):
+        return _preset(spec)
+    if not isinstance(spec, Mapping):
+        raise UserError(f"The algorithm is a {type(spec).__name__}; expected a preset's name, a mapping or a PolicyGradient.")
+    changes = dict(spec)
+    return changed(_preset(changes.pop("preset")) if "preset" in changes else None, changes)
+
+
+def changed(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
+    """`start` with other parts, each as `resolve` describes a slot's value; without a start, all four that must be there."""
+    parts: dict[str, Any] = {"name": f"{start.name} (changed)" if start and changes else start.name if start else ""}
+    for slot, value in changes.items():
+        if slot == "name":
+            parts["name"] = str(value)
+        elif slot not in SLOTS:
+            hint = nearest(slot, SLOTS) or "."
+            raise UserError(f"The algorithm has an unknown slot {slot!r}; expected preset, name or {', '.join(SLOTS)}{hint}")
+        elif slot == "keep":
+            parts[slot] = tuple(_part("keep", item, None) for item in value or ())
+        else:
+            parts[slot] = _part(slot, value, None if start is None else getattr(start, slot))
+    if start is not None:
+        return replace(start, **parts)
+    missing = [slot for slot in ("psi", "ratio", "surrogate", "aggregate") if slot not in parts]
+    if missing:
+        raise UserError(
+            f"The algorithm has no preset and no {', '.join(missing)}; expected a preset to start from or all four slots."
+        )
+    return PolicyGradient(**parts)
+
+
+def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
+    """The preference loss that a setting means: a preset's name, {"preset": name, field: value, …}, or the object itself.
+
+    `score` and `link` are names of `psigrad.objective.preference`, "module:object", or {"part": name, parameter: value}.
+    Errors: `UserError` with the nearest name.
+    """
+    if isinstance(spec, Preference | KahnemanTversky):
+        return spec
+    if not isinstance(spec, str | Mapping):
+        raise UserError(f"The preference loss is a {type(spec).__name__}; expected a name, a mapping or a Preference.")
+    changes = {"preset": spec} if isinstance(spec, str) else dict(spec)
+    start: Any = _known(changes.pop("preset", "dpo"), preference_catalog.METHODS, "preference loss").algorithm
+    names = {f.name for f in fields(start)}
+    for name, value in changes.items():
+        if name not in names:
+            raise UserError(f"{start.name} has no {name!r}; expected preset or one of {', '.join(sorted(names))}.")
+        if name in preference_catalog.PARTS:
+            changes[name] = _part(name, value, getattr(start, name))
+    found: Preference | KahnemanTversky = replace(
+        start, **{"name": f"{start.name} (changed)" if changes else start.name, **changes}
+    )
+    return found
+
+
+def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePreference:
+    """What an online run trains by: a policy gradient, or a preference loss on its own samples.
+
+    The latter is "online_dpo" or {"preset": "online_dpo", "loss": …}.
+    """
+    if isinstance(spec, OnlinePreference):
+        return spec
+    changes = {"preset": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
+    if changes.pop("preset", "") not in online_preference.METHODS:
+        return resolve(spec)
+    loss = resolve_loss(changes.pop("loss", "dpo"))
+    if changes or isinstance(loss, KahnemanTversky):
+        known = ", ".join(name for name in preference_catalog.METHODS if name != "kto")
+        raise UserError(f"online_dpo got {', '.join(changes) or 'the loss kto'}; expected a loss on pairs: {known}.")
+    return OnlinePreference(loss, f"online_{loss.name}")
+
+
+def explain(spec: Spec | LossSpec | OnlinePreference, other: Spec | LossSpec | None = None) -> str:
+    """The formula that a method minimises, part by part; with two methods, what differs between them.
+
+    Both may be names, mappings as in the settings, or objects.
+    """
+    return objective.explain(_any(spec), None if other is None else _any(other))
+
+
+def _any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | KahnemanTversky:
+    name = spec.get("preset") if isinstance(spec, Mapping) else spec
+    losses = preference_catalog.METHODS
+    if isinstance(spec, Preference | KahnemanTversky) or (isinstance(name, str) and name in losses):
+        return resolve_loss(spec)
+    if isinstance(name, str) and ":" not in name:
+        _known(name, {**catalog.METHODS, **online_preference.METHODS, **losses}, "method")
+    return resolve_online(spec)
+
+
+def _preset(name: str) -> PolicyGradient:
+    if ":" not in name:
+        if name not in catalog.METHODS:
+            known, hint = ", ".join(catalog.METHODS), nearest(str(name), catalog.METHODS) or "."
+            raise UserError(f"There is no algorithm {name!r}; expected one of {known} or module:object{hint}")
+        return catalog.METHODS[name].algorithm
+    found = imported(name, "algorithm")
+    if not isinstance(found, PolicyGradient):
+        raise UserError(f"{name} is a {type(found).__name__}; expected a PolicyGradient.")
+    return found
+
+
+def _part(slot: str, value: Any, current: Any) -> Any:
+    """The part that a slot's value means; `current` is what the preset has there."""
+    if value is None and slot in _OPTIONAL:
+        return None
+    if isinstance(value, str):
+        found = _named(slot, value)
+        return _built(found, {}) if isinstance(found, type) else found
+    if isinstance(value, Mapping):
+        parameters = {key: _part("psi", item, None) if key == "psi" else item for key, item in value.items() if key != "part"}
+        if "part" in value:
+            return _built(_named(slot, value["part"]), parameters)
+        if is_dataclass(current) and not isinstance(current, type):
+            return _built(type(current), {f.name: getattr(current, f.name) for f in fields(current)} | parameters)
+        if slot in _DEFAULT_PART:
+            return _built(_DEFAULT_PART[slot], parameters)
+    elif callable(value) or isinstance(value, tuple(_DEFAULT_PART.values())):
+        return value
+    raise UserError(
+        f"Slot {slot} is {value!r}; expected a name, module:object, or a mapping with `part` and its parameters"
+        f"{', or null' if slot in _OPTIONAL else ''}."
+    )
+
+
+def _named(slot: str, name: str) -> Any:
+    return imported(name, f"part {slot}") if ":" in name else _known(name, _PARTS[slot], slot, " or module:object")
+
+
+def _built(part: Any, parameters: Mapping[str, Any]) -> Any:
+    """A part with its parameters."""
+    label = getattr(part, "__name__", str(part))
+    if not (isinstance(part, type) and is_dataclass(part)):
+        if parameters:
+            raise UserError(f"{label} takes no parameters and got {', '.join(parameters)}; give its name alone.")
+        return part
+    allowed = [f.name for f in fields(part)]
+    for key in parameters:
+        if key not in allowed:
+            hint = nearest(key, allowed) or "."
+            raise UserError(f"{label} has no parameter {key!r}; expected {', '.join(allowed) or 'none'}{hint}")
+    if part is kl.KL and isinstance(parameters.get("coefficient"), Mapping):
+        parameters = {**parameters, "coefficient": _part("kl", {"part": "adaptive", **parameters["coefficient"]}, None)}
+    try:
+        return part(**parameters)
+    except TypeError as error:
+        raise UserError(f"{label} got {parameters}; {error}; expected parameters {', '.join(allowed)}.") from error
+
+
+def _known(name: Any, among: Mapping[str, T], kind: str, also: str = "") -> T:
+    if name not in among:
+        raise UserError(
+            f"There is no {kind} {name!r}; expected one of {', '.join(among)}{also}{nearest(str(name), among) or '.'}"
+        )
+    return among[name]

@@ -1,0 +1,136 @@
+"""From settings to a trainer: its environments, network and optimiser; and policies on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from psigrad.config import ControlConfig, Run
+from psigrad.config.load import load, to_dict
+from psigrad.control import hyperparameters, methods, vector
+from psigrad.control.actor_critic import ActorCritic
+from psigrad.control.collector import Collector
+from psigrad.control.distributions import Categorical
+from psigrad.control.dqn import DQNTrainer
+from psigrad.control.on_policy import OnPolicyTrainer
+from psigrad.control.optimizers import FlatOptimizer
+from psigrad.control.trainer import Trainer
+from psigrad.control.trpo import TRPOTrainer
+from psigrad.control.vector import Environments, Normalizer
+from psigrad.errors import UserError, nearest
+from psigrad.objective import PolicyGradient, catalog
+from psigrad.objective.advantage import needs_of
+
+MODEL_CONFIG = "config.json"
+
+
+def names() -> list[str]:
+    """Algorithms of control: policy gradients, TRPO and DQN."""
+    return [*methods.names(), "trpo", "dqn"]
+
+
+def settings(algorithm: Any, env: Any, given: Mapping[str, Any] | None = None) -> ControlConfig:
+    """Settings for an algorithm on an environment: the tuned ones, and over them what is given (dotted or plain names)."""
+    given = dict(given or {})
+    named, place = name_of(algorithm), env if isinstance(env, str) else getattr(getattr(env, "spec", None), "id", "")
+    first = hyperparameters.settings_for(named, place or "") if given.get("tuned", True) else {}
+    values = {**first, **{_dotted(name): value for name, value in given.items()}}
+    # what is no plain value is set after loading, which knows JSON alone
+    plain = {name: value for name, value in values.items() if name not in ("env", "algorithm")}
+    return replace(load(ControlConfig, flags=plain), algorithm=algorithm, env=env)
+
+
+def _dotted(name: str) -> str:
+    """A setting's place: learning_rate, net_arch -> network.net_arch. Raises `UserError` for an unknown one."""
+    blank = to_dict(ControlConfig())
+    places = {key: key for key in blank}
+    for section in ("network", "dqn", "trpo", "run"):
+        places |= {key: f"{section}.{key}" for key in blank[section]}
+        places |= {f"{section}.{key}": f"{section}.{key}" for key in blank[section]}
+    if name not in places:
+        raise UserError(f"There is no setting {name!r}{nearest(name, places) or '; see the settings page.'}")
+    return places[name]
+
+
+def name_of(algorithm: Any) -> str:
+    """The name that tuned settings go by."""
+    if isinstance(algorithm, PolicyGradient):
+        return algorithm.name
+    return str(algorithm.get("preset", "")) if isinstance(algorithm, Mapping) else str(algorithm)
+
+
+def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
+    """The trainer with its environments, fresh weights and optimiser. Raises `UserError` on mistakes of the user."""
+    algorithm = resolve(config)
+    envs = envs or vector.make(config.env, config.n_envs, config.vectorization, **config.env_kwargs)
+    if envs.count != config.n_envs:  # a vector environment was given
+        config = replace(config, n_envs=envs.count)
+    has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
+    of_actions = isinstance(algorithm, PolicyGradient) and "action_value" in needs_of(algorithm.psi)
+    if of_actions and not isinstance(envs.distribution, Categorical):
+        raise UserError(
+            f"{name_of(algorithm)} values each numbered action and this environment's are continuous; choose a2c or ppo."
+        )
+    network = ActorCritic(
+        envs.size,
+        envs.distribution,
+        config.network.net_arch,
+        config.network.activation,
+        config.network.critic,
+        config.network.n_critics if has_critic else 0,
+        of_actions=of_actions,
+    )
+    normalizer = Normalizer(envs.size, envs.count, config.gamma, config.normalize_observations, config.normalize_rewards)
+    collector = Collector(envs, normalizer)
+    optimizer = FlatOptimizer(network.flat, config.optimizer, config.adam_epsilon, config.max_grad_norm)
+    if not isinstance(algorithm, PolicyGradient):
+        network.towers.initialise(config.run.seed)
+        return DQNTrainer(config, network, optimizer, collector)
+    network.initialise(config.run.seed, config.network.log_std_init)
+    kind = TRPOTrainer if config.algorithm == "trpo" else OnPolicyTrainer
+    return kind(config, algorithm, network, optimizer, collector)
+
+
+def resolve(config: ControlConfig) -> PolicyGradient | str:
+    """The policy gradient asked for, with the settings' numbers in its parts; "dqn" is none. Raises `UserError`."""
+    if config.algorithm == "dqn":
+        return "dqn"
+    spec = config.algorithm
+    if isinstance(spec, str) and ":" not in spec and spec not in (*names(), *catalog.METHODS):
+        raise UserError(f"There is no algorithm {spec!r} for control; expected {', '.join(names())}{nearest(spec, names())}")
+    # TRPO's surrogate is its own; psi and the critic's loss are PPO's
+    algorithm = methods.resolve("ppo" if spec == "trpo" else spec)
+    return methods.adjusted(algorithm, config)
+
+
+def save_policy(folder: Path, trainer: Trainer) -> None:
+    """What acting needs: weights, settings, and how observations are shown."""
+    trainer.network.save(folder)
+    saved = {**_plain(trainer.config), "normalizer": trainer.collector.normalizer.state(), "timesteps": trainer.timesteps}
+    (folder / MODEL_CONFIG).write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def _plain(config: ControlConfig) -> dict[str, Any]:
+    named = config.env if isinstance(config.env, str) else getattr(getattr(config.env, "spec", None), "id", None) or ""
+    algorithm = config.algorithm.name if isinstance(config.algorithm, PolicyGradient) else config.algorithm
+    return to_dict(replace(config, env=named, algorithm=algorithm))
+
+
+def load_policy(folder: Path, env: Any = None) -> Trainer:
+    """A trainer with the saved weights, on `env` or the environment it was trained on. Raises `UserError` where there is none."""
+    file = folder / MODEL_CONFIG
+    if not file.exists():
+        raise UserError(f"{folder} holds no policy of control ({MODEL_CONFIG} is missing); give a folder that `save` wrote.")
+    saved = json.loads(file.read_text())
+    normalizer, timesteps = saved.pop("normalizer"), saved.pop("timesteps")
+    config = load(ControlConfig, flags=saved)
+    if env is not None:
+        config = replace(config, env=env)
+    trainer = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)))
+    trainer.network.load(folder)
+    trainer.collector.normalizer.restore(normalizer)
+    trainer.timesteps = timesteps
+    return trainer

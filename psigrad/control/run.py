@@ -1,0 +1,130 @@
+"""A whole run of control, from settings to a policy on disk: collect and learn, evaluate, save."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from psigrad import report, seeds
+from psigrad.config import ControlConfig
+from psigrad.control import builder, vector
+from psigrad.control.collector import play
+from psigrad.control.trainer import Trainer, generator
+from psigrad.control.vector import Environments
+from psigrad.errors import UserError
+from psigrad.records import checkpoint
+from psigrad.training import session
+from psigrad.training.journal import Clock, Journal
+from psigrad.training.progress import bar
+from psigrad.training.session import Result
+
+_EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
+
+
+def run(config: ControlConfig) -> Result:
+    """Train a policy on `config.env` by `config.algorithm`, with the run folder, checkpoints and report of every other run.
+
+    Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    """
+    if config.run.max_steps:
+        raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps.")
+    trainer = builder.build(config)
+    envs = evaluation_environments(config) if config.eval_episodes else None
+    try:
+        with session.open_run(config, "control") as journal:
+            found = session.newest_checkpoint(journal)
+            if found is not None:
+                trainer.restore(found)
+            journal.folder.event("started" if found is None else "resumed", step=trainer.timesteps)
+            train(trainer, envs, journal)
+            model = journal.folder.save_model(lambda folder: builder.save_policy(folder, trainer))
+            if config.video:
+                from psigrad.control import video
+
+                video.record(trainer, journal.folder.path / "episode.gif")
+            journal.folder.flush()
+            journal.folder.event("finished")
+            written = report.write([journal.folder.path]) if config.run.report else None
+            before, after = session.evaluations(journal.folder.path)
+            return Result(journal.folder.path, model, written, before, after)
+    finally:
+        trainer.collector.envs.close()
+        if envs is not None:
+            envs.close()
+
+
+def train(trainer: Trainer, envs: Environments | None, journal: Journal) -> None:
+    """From where the trainer stands to the last step, with evaluations on `envs`.
+
+    Everything of a line is in the run folder before a checkpoint of it is; a stop that was asked for is served between lines.
+    """
+    config, total = trainer.config, trainer.config.total_timesteps
+    trainer.restart()
+    with bar("steps", total, shown=config.run.progress, done=trainer.timesteps) as advance:
+        while trainer.timesteps < total:
+            if journal.stop_requested():
+                save(trainer, journal)
+                journal.stopped(trainer.timesteps)
+            before, clock = trainer.timesteps, Clock()
+            with clock("time/update"):
+                figures = trainer.train_interval()
+            journal.metrics(trainer.timesteps, figures)
+            journal.timings(trainer.timesteps, clock, trainer.timesteps - before)
+            advance(trainer.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
+            last = trainer.timesteps >= total
+            if envs is not None and (last or (config.eval_steps and trainer.lines % config.eval_steps == 0)):
+                evaluate(trainer, envs, journal)
+            if last or (config.run.save_steps and trainer.lines % config.run.save_steps == 0):
+                save(trainer, journal)
+                if not last:  # what an environment holds in memory cannot be saved, so neither run goes on with it
+                    trainer.restart()
+
+
+def save(trainer: Trainer, journal: Journal) -> None:
+    """A checkpoint of everything that changes; old ones go."""
+    root = journal.folder.checkpoints
+    checkpoint.save(root, trainer.timesteps, trainer.save, meta={"kind": "control"})
+    checkpoint.prune(root, trainer.config.run.save_total_limit)
+
+
+def evaluation_environments(config: ControlConfig) -> Environments:
+    """Environments for evaluation alone. Raises `UserError` for an environment object, which cannot be copied."""
+    if not isinstance(config.env, str) and not callable(config.env):
+        raise UserError("An environment object cannot be copied for evaluation; give its id or a function, or eval_episodes=0.")
+    count = min(config.eval_episodes, _EVALUATED_AT_ONCE if isinstance(config.env, str) else config.n_envs)
+    return vector.make(config.env, count, config.vectorization, **config.env_kwargs)
+
+
+def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
+    """Play whole episodes, and write their figures with the 95 % interval and every episode."""
+    config, step = trainer.config, trainer.timesteps
+    seed = seeds.derive(config.run.seed, "evaluation", trainer.lines)
+    returns, lengths = returns_and_lengths(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
+    journal.metrics(step, {f"eval/{name}": value for name, value in summary(returns, lengths).items()})
+    journal.rollouts(
+        [
+            {"step": step, "kind": "episode", "episode": i, "reward": reward, "length": length}
+            for i, (reward, length) in enumerate(zip(returns, lengths, strict=True))
+        ]
+    )
+
+
+def returns_and_lengths(
+    trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool
+) -> tuple[list[float], list[int]]:
+    """Returns and lengths of `episodes` or a few more whole episodes of the policy."""
+    act = trainer.network.actor(None if deterministic else generator(seed), envs.count)
+    return play(envs, act, episodes, seed, trainer.collector.normalizer.see)
+
+
+def summary(returns: list[float], lengths: list[int]) -> dict[str, float]:
+    """Mean return of episodes with its 95 % interval, its standard deviation over them, and their mean length."""
+    mean, std = float(np.mean(returns)), float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0
+    half = 1.96 * std / len(returns) ** 0.5
+    return {
+        "return/mean": mean,
+        "return/low": mean - half,
+        "return/high": mean + half,
+        "return/std": std,
+        "length/mean": float(np.mean(lengths)),
+        "episodes": len(returns),
+    }

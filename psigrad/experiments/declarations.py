@@ -1,0 +1,127 @@
+"""Every experiment of `psigrad experiment`: its settings, and how it is run and shown. Light, so that help needs no torch.
+
+A new experiment is a settings class and an entry here, and a module of its name beside this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from psigrad.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class PsiSettings:
+    """The process, its critics, how much is sampled, and where the figures go."""
+
+    seeds: int = 10
+    """Independent repetitions; intervals are over them."""
+    episodes: int = 16_000
+    """Episodes of each seed."""
+    batch: int = 16
+    """Episodes of one gradient estimate."""
+    discount: float = 1.0
+    """γ, of the process and of every Ψ."""
+    at_the_end: bool = False
+    """Pay the last step only, as completions are paid."""
+    critic_error: float = 1.0
+    """Standard deviation of the noise on the rough critic's values."""
+    out: str = "runs/experiments"
+    """Folder for psi.json and psi.png."""
+
+
+@dataclass(frozen=True)
+class BiasSettings:
+    """The process, how wrong V̂ is, how much is sampled, and where the figures go."""
+
+    world: str = "walk"
+    """walk or grid."""
+    error: float = 0.5
+    """How wrong V̂ is: 0 not at all, 1 as wrong as V̂ = 0."""
+    seeds: int = 10
+    """Independent repetitions; intervals are over them."""
+    episodes: int = 2_000
+    """Episodes of each seed."""
+    out: str = "runs/experiments"
+    """Folder for bias.json and bias.png."""
+
+
+@dataclass(frozen=True)
+class ClipSettings:
+    """Bounds of the surrogates, and where the figures go."""
+
+    low: float = 0.2
+    """How far below 1 the ratio may fall."""
+    high: float = 0.2
+    """How far above 1 the ratio may rise."""
+    higher: float = 0.28
+    """The same for clip-higher."""
+    bound: float = 3.0
+    """Greatest ratio of dual clip for a negative advantage."""
+    cap: float = 5.0
+    """Greatest weight of CISPO."""
+    out: str = "runs/experiments"
+    """Folder for clip.json and clip.png."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment: its name, what it shows, and its settings with their defaults."""
+
+    name: str
+    purpose: str
+    settings: type[Any]
+
+    @property
+    def module(self) -> Any:
+        """`psigrad.experiments.NAME`, imported when it is asked for.
+
+        It has `check(settings)`, which refuses settings that make no sense; `run(settings)`, which returns a frozen dataclass;
+        `tables(result)`, what is printed; and `picture(found, path)`, drawn from the result as plain values.
+        """
+        return importlib.import_module(f"psigrad.experiments.{self.name}")
+
+
+EXPERIMENTS = {
+    one.name: one
+    for one in (
+        Experiment("psi", "bias and variance of the gradient for each form of Ψ", PsiSettings),
+        Experiment("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", BiasSettings),
+        Experiment("clip", "surrogates and their gradients over the ratio", ClipSettings),
+    )
+}
+
+
+def named(name: str) -> Experiment:
+    """The experiment of that name. Raises `UserError` with the nearest one."""
+    if name not in EXPERIMENTS:
+        hint = nearest(name, EXPERIMENTS) or "."
+        raise UserError(f"There is no experiment {name!r}; expected {', '.join(EXPERIMENTS)}{hint}")
+    return EXPERIMENTS[name]
+
+
+def run(name: str, settings: Any, console: Any = None) -> Any:
+    """Run an experiment, print its tables, write NAME.json and NAME.png into the folder `settings.out`; the result.
+
+    Raises `UserError` for an unknown name, for settings that make no sense, and for a folder that cannot be written.
+    """
+    from rich.console import Console
+
+    module, console, folder = named(name).module, console or Console(), Path(settings.out)
+    module.check(settings)  # before a folder is made
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {settings.out!r} cannot be made: {error.strerror}; name another with --out.") from error
+    result = module.run(settings)
+    for part in module.tables(result):
+        console.print(part)
+    found = asdict(result)
+    (folder / f"{name}.json").write_text(json.dumps(found, ensure_ascii=False) + "\n")
+    module.picture(found, folder / f"{name}.png")
+    console.print(f"figures {folder / f'{name}.json'}\npicture {folder / f'{name}.png'}", soft_wrap=True, highlight=False)
+    return result

@@ -1,0 +1,68 @@
+"""What the tables (80 columns wide) and pictures of the experiments share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.intervals import Interval
+from psigrad.report.plots import COLOURS, GREY
+
+INK = "#333333"
+BLUE, RUST, GREEN, PINK = COLOURS[:4]
+
+
+def new_table(title: str, *head: str) -> Table:
+    """A table with the first column to the left and the others to the right."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def section(table: Table, name: str) -> None:
+    """A row with a heading."""
+    table.add_row(Text(name, style="italic"))
+
+
+def note(*lines: str) -> Text:
+    """Lines of explanation below a table."""
+    return Text("\n".join(lines) + "\n", style="dim")
+
+
+def around(found: Interval, form: str) -> str:
+    """Mean and half of the interval; the mean alone where a single seed gives no interval."""
+    if found.low == found.high:
+        return f"{found.mean:{form}}"
+    return f"{found.mean:{form}}±{found.high - found.mean:{form.strip('+')}}"
+
+
+def new_figure(width: float, height: float, rows: int, columns: int, **layout: Any) -> tuple[Any, Any]:
+    """A figure of this size in inches, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **layout)
+
+
+def tidy(axes: Any, title: str, grid: str) -> None:
+    """The same title, frame and grid lines for every picture."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.set_axisbelow(True)
+    axes.grid(axis=grid, color=GREY, alpha=0.25, linewidth=0.6)
+    axes.tick_params(colors=INK, labelsize=8, length=0, which="both")
+    axes.set_title(title, loc="left", fontsize=10, color="#222222")
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write the picture; its path."""
+    figure.savefig(path, dpi=110)
+    return path

@@ -1,0 +1,9 @@
+"""Programs that a model wrote, run where they can do no harm: one executor, its limits, and what a machine can guarantee."""
+
+from __future__ import annotations
+
+from psigrad.sandbox.choice import executor_for, tier_of_this_machine
+from psigrad.sandbox.executor import Executor, Limits, Outcome, Program, SandboxError
+from psigrad.sandbox.tiers import Tier
+
+__all__ = ["Executor", "Limits", "Outcome", "Program", "SandboxError", "Tier", "executor_for", "tier_of_this_machine"]

@@ -1,0 +1,112 @@
+"""Control groups, where this process may make them: the one limit on processes and memory that holds for a whole tree.
+
+Version 2 where its controllers can be handed down, else version 1. Rules of both: Documentation/admin-guide of Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+_NUMBERS = itertools.count()
+
+
+@cache
+def homes() -> dict[str, Path]:
+    """Of "pids" and "memory" the folder under which groups can be made; those that can't be are left out."""
+    found = {}
+    if (ROOT / "cgroup.controllers").is_file():
+        return _homes_v2()
+    for controller in ("pids", "memory"):
+        place = ROOT / controller / "psigrad"
+        with contextlib.suppress(OSError):
+            place.mkdir(exist_ok=True)
+            if os.access(place, os.W_OK):
+                found[controller] = place
+    return found
+
+
+def _homes_v2() -> dict[str, Path]:
+    place = ROOT / "psigrad"
+    try:
+        (ROOT / "cgroup.subtree_control").write_text("+pids +memory")
+        place.mkdir(exist_ok=True)
+        (place / "cgroup.subtree_control").write_text("+pids +memory")
+    except OSError:
+        return {}
+    return {"pids": place, "memory": place}
+
+
+class Group:
+    """One program's control groups. Where none can be made, `files` is empty and nothing is limited by it."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+
+    @property
+    def files(self) -> list[Path]:
+        """Where a process writes its id to join."""
+        return [folder / "cgroup.procs" for folder in self._folders]
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel killed something in it for want of memory."""
+        for folder in self._folders:
+            for name, key in (("memory.events", "oom_kill"), ("memory.oom_control", "oom_kill")):
+                with contextlib.suppress(OSError, ValueError):
+                    lines = dict(line.split() for line in (folder / name).read_text().splitlines())
+                    if int(lines.get(key, 0)):
+                        return True
+        return False
+
+    def processes(self) -> list[int]:
+        """Who is in it now."""
+        found: set[int] = set()
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                found |= {int(line) for line in file.read_text().split()}
+        return sorted(found)
+
+
+@contextlib.contextmanager
+def limited(processes: int, memory_bytes: int) -> Iterator[Group]:
+    """A group of at most so many processes and bytes for the length of the block; whoever is still in it is killed."""
+    name, made = f"{os.getpid()}-{next(_NUMBERS)}", []
+    for folder in dict.fromkeys(home / name for home in homes().values()):
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            made.append(folder)
+            for file, value in (
+                ("pids.max", processes),
+                ("memory.max", memory_bytes),
+                ("memory.swap.max", 0),
+                ("memory.limit_in_bytes", memory_bytes),
+                ("memory.memsw.limit_in_bytes", memory_bytes),
+            ):
+                with contextlib.suppress(OSError):
+                    if (folder / file).exists():
+                        (folder / file).write_text(str(value))
+    group = Group(made)
+    try:
+        yield group
+    finally:
+        _remove(group, made)
+
+
+def _remove(group: Group, folders: list[Path]) -> None:
+    for attempt in range(50):
+        for process in group.processes():
+            with contextlib.suppress(OSError):
+                os.kill(process, 9)
+        for folder in list(folders):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+                folders.remove(folder)
+        if not folders:
+            return
+        time.sleep(0.002 * (attempt + 1))

@@ -1,0 +1,234 @@
+"""Grid worlds: a plain description that is cheap to change, and the MDP that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import sparse
+
+from psigrad.tabular.mdp import DENSE_UP_TO, MDP, BoolArray, FloatArray, IntArray
+
+Cell = tuple[int, int]
+ACTIONS = ("up", "right", "down", "left")
+ARROWS = "↑→↓←"
+MOVES: tuple[Cell, ...] = ((-1, 0), (0, 1), (1, 0), (0, -1))
+
+
+def _default_prizes() -> dict[Cell, float]:
+    return {(1, 6): 1.0, (3, 4): -1.0}
+
+
+@dataclass(frozen=True)
+class GridWorld:
+    """Cells (row, column) counted from the top left; four moves; rewards are paid when a cell is ENTERED.
+
+    A move against a wall or the border stays where it is and enters nothing. With probability `slip` a move goes off at a right
+    angle, half to each side. State r·columns + c is cell (r, c); walls are states that nobody enters, so that numbers stay the
+    same when walls move. Change it with `dataclasses.replace` or `moved`.
+    """
+
+    rows: int = 8
+    columns: int = 8
+    prizes: Mapping[Cell, float] = field(default_factory=_default_prizes)
+    """What entering a cell pays on top of step_reward: treasures above 0, traps below."""
+    walls: frozenset[Cell] = frozenset()
+    slip: float = 0.0
+    """Probability of going off at a right angle, in [0, 1]. FrozenLake's slippery ice is 2/3."""
+    step_reward: float = 0.0
+    """Paid for every step; negative for a cost."""
+    ends: bool = True
+    """Whether entering a prize ends the episode. If not, it pays again each time it is entered."""
+    start: Cell | None = None
+    """First cell; None: any cell that is neither wall nor final, with equal probability."""
+    gamma: float = 0.9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prizes", {_cell(c): float(r) for c, r in self.prizes.items()})
+        object.__setattr__(self, "walls", frozenset(_cell(c) for c in self.walls))
+        if self.rows < 1 or self.columns < 1:
+            raise ValueError(f"The grid is {self.rows}×{self.columns}; expected at least one row and one column.")
+        if not 0 <= self.slip <= 1:
+            raise ValueError(f"slip is {self.slip}; expected a probability in [0, 1].")
+        named = [("prize", c) for c in self.prizes] + [("wall", c) for c in self.walls]
+        named += [] if self.start is None else [("start", self.start)]
+        for what, (row, column) in named:
+            if not (0 <= row < self.rows and 0 <= column < self.columns):
+                raise ValueError(
+                    f"The {what} at ({row}, {column}) is outside the {self.rows}×{self.columns} grid; move it inside."
+                )
+        for what, (row, column) in named:
+            if what != "wall" and (row, column) in self.walls:
+                raise ValueError(f"The {what} at ({row}, {column}) is in a wall; move one of them.")
+        if self.start is not None and self.ends and self.start in self.prizes:
+            raise ValueError(f"The start {self.start} is a cell where episodes end; move one of them.")
+
+    def state(self, cell: Cell) -> int:
+        """The state of a cell (row, column)."""
+        row, column = cell
+        if not (0 <= row < self.rows and 0 <= column < self.columns):
+            raise ValueError(f"There is no cell ({row}, {column}) in the {self.rows}×{self.columns} grid.")
+        return row * self.columns + column
+
+    def cell(self, state: int) -> Cell:
+        """The cell (row, column) of a state."""
+        if not 0 <= state < self.rows * self.columns:
+            raise ValueError(
+                f"There is no state {state}; the {self.rows}×{self.columns} grid has 0 to {self.rows * self.columns - 1}."
+            )
+        return divmod(int(state), self.columns)
+
+    def moved(self, source: Cell, target: Cell) -> GridWorld:
+        """The grid with the prize, the wall or the start at `source` moved to an empty cell `target`."""
+        if target in self.prizes or target in self.walls or target == self.start:
+            raise ValueError(f"The cell {target} is taken; move to an empty one.")
+        if source in self.prizes:
+            return replace(self, prizes={target if c == source else c: r for c, r in self.prizes.items()})
+        if source in self.walls:
+            return replace(self, walls=self.walls - {source} | {target})
+        if source == self.start:
+            return replace(self, start=target)
+        raise ValueError(f"The cell {source} is empty; name the cell of a prize, a wall or the start.")
+
+    def mdp(self, *, outcomes: bool = True) -> MDP:
+        """The MDP: dense up to 512 states, CSR above. outcomes=False leaves out R(s, a, s'), which only sampling reads."""
+        n_states = self.rows * self.columns
+        terminal, bonus = self._terminal(), self._bonus()
+        targets = self._targets()
+        sides = [(1.0 - self.slip, 0), (self.slip / 2, 1), (self.slip / 2, 3)]
+        sides = [(p, turn) for p, turn in sides if p > 0]
+        directions = [[(a + turn) % 4 for _, turn in sides] for a in range(4)]
+        indices = np.stack([targets[d].T for d in directions])[:, ~terminal].astype(np.int32)
+        data = np.broadcast_to([p for p, _ in sides], indices.shape)
+        lengths = np.tile(np.where(terminal, 0, len(sides)), 4)
+        indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        matrix = sparse.csr_array((data.ravel().copy(), indices.ravel(), indptr), shape=(4 * n_states, n_states))
+        matrix.sum_duplicates()
+        here = np.repeat(np.tile(np.arange(n_states, dtype=np.int32), 4), np.diff(matrix.indptr))
+        paid = np.where(matrix.indices == here, 0.0, bonus[matrix.indices]) + self.step_reward
+        next_rewards = sparse.csr_array((paid, matrix.indices, matrix.indptr), shape=matrix.shape)
+        expected = (sparse.csr_array((paid * matrix.data, matrix.indices, matrix.indptr), shape=matrix.shape)).sum(axis=1)
+        rewards = np.asarray(expected).reshape(4, n_states).T
+        dense = n_states <= DENSE_UP_TO
+        start = None
+        if self.start is not None:
+            start = np.zeros(n_states)
+            start[self.state(self.start)] = 1.0
+        per_outcome = (next_rewards.toarray() if dense else next_rewards) if outcomes else None
+        transitions = matrix.toarray() if dense else matrix
+        return MDP(transitions, rewards, self.gamma, terminal=terminal, start=start, rewards_next=per_outcome)
+
+    def _mask(self, cells: Iterable[Cell]) -> FloatArray:
+        mask = np.zeros((self.rows, self.columns))
+        for cell in cells:
+            mask[cell] = 1.0
+        return mask
+
+    def _terminal(self) -> BoolArray:
+        final = self._mask(self.walls) + (self._mask(self.prizes) if self.ends else 0.0)
+        return np.asarray(final > 0).ravel()
+
+    def _bonus(self) -> FloatArray:
+        bonus = np.zeros((self.rows, self.columns))
+        for cell, reward in self.prizes.items():
+            bonus[cell] = reward
+        return bonus.ravel()
+
+    def _targets(self) -> IntArray:
+        """(4, S): the state that a move in each direction leads to."""
+        row, column = np.divmod(np.arange(self.rows * self.columns), self.columns)
+        walls = self._mask(self.walls).ravel() > 0
+        targets = np.empty((4, row.size), dtype=np.int64)
+        for direction, (dr, dc) in enumerate(MOVES):
+            r, c = np.clip(row + dr, 0, self.rows - 1), np.clip(column + dc, 0, self.columns - 1)
+            targets[direction] = r * self.columns + c
+            blocked = walls[targets[direction]]
+            targets[direction, blocked] = np.flatnonzero(blocked)
+        return targets
+
+    def to_text(self) -> str:
+        """The map: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1, and letters with a legend below for others."""
+        letters = {1.0: "+", -1.0: "-"}
+        legend: list[str] = []
+        for reward in sorted(set(self.prizes.values()) - {1.0, -1.0}):
+            letters[reward] = chr(ord("a") + len(legend))
+            legend.append(
+                f"{letters[reward]} = {reward:g}" if float(f"{reward:g}") == reward else f"{letters[reward]} = {reward!r}"
+            )
+        if len(legend) > 26:
+            raise ValueError(f"The grid has {len(legend)} prizes of different worth; a text map can name 26.")
+        rows = [["."] * self.columns for _ in range(self.rows)]
+        marks = [(c, "#") for c in self.walls] + [(c, letters[r]) for c, r in self.prizes.items()]
+        marks += [] if self.start is None else [(self.start, "S")]
+        for (r, c), mark in marks:
+            rows[r][c] = mark
+        return "\n".join(["".join(row) for row in rows] + legend)
+
+    @classmethod
+    def from_text(
+        cls, text: str, *, slip: float = 0.0, step_reward: float = 0.0, ends: bool = True, gamma: float = 0.9
+    ) -> GridWorld:
+        """The grid of a map as `to_text` writes it; the map does not hold the other fields."""
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        worth, rows = {"+": 1.0, "-": -1.0}, []
+        for line in lines:
+            name, equals, number = (part.strip() for part in line.partition("="))
+            if equals:
+                worth[name] = _number(name, number)
+            else:
+                rows.append(line)
+        if not rows or len({len(row) for row in rows}) != 1:
+            raise ValueError(f"The map has rows of lengths {[len(row) for row in rows]}; expected equal lengths.")
+        cells = {(r, c): mark for r, row in enumerate(rows) for c, mark in enumerate(row)}
+        unknown = sorted(set(cells.values()) - set(".#S") - set(worth))
+        if unknown:
+            raise ValueError(
+                f"The map has the sign {unknown[0]!r}; expected . # S + - or a letter with a line such as 'a = 0.5'."
+            )
+        starts = [cell for cell, mark in cells.items() if mark == "S"]
+        if len(starts) > 1:
+            raise ValueError(f"The map has {len(starts)} starts S; expected at most one.")
+        prizes = {cell: worth[mark] for cell, mark in cells.items() if mark in worth}
+        walls = frozenset(cell for cell, mark in cells.items() if mark == "#")
+        start = starts[0] if starts else None
+        return cls(len(rows), len(rows[0]), prizes, walls, slip, step_reward, ends, start, gamma)
+
+    def render(self, value: ArrayLike | None = None, policy: ArrayLike | None = None, decimals: int = 2) -> str:
+        """The grid as text: values [S] with the arrows of a policy, [S] or (S, A) (all actions of largest probability)."""
+        n_states = self.rows * self.columns
+        numbers = None if value is None else np.asarray(value, dtype=np.float64)
+        chosen = None if policy is None else np.asarray(policy)
+        if numbers is not None and numbers.shape != (n_states,):
+            raise ValueError(f"value has shape {numbers.shape}; expected {n_states} numbers.")
+        texts = [self._cell_text(s, numbers, chosen, decimals) for s in range(n_states)]
+        width = max(len(text) for text in texts)
+        rows = [texts[r * self.columns : (r + 1) * self.columns] for r in range(self.rows)]
+        return "\n".join(" ".join(text.rjust(width) for text in row) for row in rows)
+
+    def _cell_text(self, state: int, value: FloatArray | None, policy: IntArray | FloatArray | None, decimals: int) -> str:
+        cell = self.cell(state)
+        if cell in self.walls:
+            return "#"
+        if cell in self.prizes and self.ends:
+            return f"[{self.prizes[cell]:+g}]"
+        number = "" if value is None else f"{value[state] + 0.0:.{decimals}f}"
+        if policy is None:
+            return number or ("S" if cell == self.start else ".")
+        if policy.ndim == 1:
+            return number + ARROWS[int(policy[state])]
+        best = np.flatnonzero(policy[state] >= policy[state].max() - 1e-9)
+        return number + "".join(ARROWS[int(a)] for a in best)
+
+
+def _cell(cell: Cell) -> Cell:
+    row, column = cell
+    return int(row), int(column)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"The map's legend says {name} = {text!r}; expected a number.") from None

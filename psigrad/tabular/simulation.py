@@ -1,0 +1,209 @@
+"""Episodes: played by a fixed policy in an MDP (sampled fast) or in any environment with Gymnasium's reset and step."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import sparse
+
+from psigrad.tabular.bellman import checked_policy
+from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted_return
+
+BLOCK = 4096
+# `learn(s, a, r, s', terminated)` after each step, before the next action is chosen.
+Learn = Callable[[int, int, float, int, bool], None]
+# `bootstrap(states, actions, rewards)` after each choice of a next action, which is the last of `actions`.
+Bootstrap = Callable[[list[int], list[int], list[float]], None]
+
+
+class DiscreteEnv(Protocol):
+    """What is read of an environment: Gymnasium's reset and step with integer observations and actions."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """(observation, info)."""
+
+    def step(self, action: int) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """(observation, reward, terminated, truncated, info)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """What happened: states s_0 … s_T, actions a_0 … a_{T−1}, rewards r_0 … r_{T−1}, where r_t is paid for (s_t, a_t)."""
+
+    states: IntArray
+    """[T + 1]: the last one is where the episode stopped."""
+    actions: IntArray
+    """[T]"""
+    rewards: FloatArray
+    """[T]"""
+    terminated: bool
+    """Whether it came to its end. If not, it was cut off, and the last state still has value."""
+
+    def discounted_return(self, gamma: float) -> float:
+        """G_0 = Σ_t γ^t·r_t of the steps seen."""
+        return discounted_return(self.rewards, gamma)
+
+
+def uniforms(rng: np.random.Generator) -> Callable[[], float]:
+    """rng.random() drawn in blocks, which is several times faster one number at a time."""
+    block: list[float] = []
+
+    def draw() -> float:
+        if not block:
+            block.extend(rng.random(BLOCK)[::-1].tolist())
+        return block.pop()
+
+    return draw
+
+
+class Simulator:
+    """An MDP as an environment with Gymnasium's reset and step. `max_steps` truncates an episode; it is no part of the MDP.
+
+    An outcome pays R(s, a, s') where the MDP knows it, and R(s, a) otherwise.
+    """
+
+    def __init__(self, mdp: MDP, *, max_steps: int | None = None, seed: int = 0) -> None:
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps is {max_steps}; expected at least 1, or None for no limit.")
+        self.mdp, self.max_steps = mdp, max_steps
+        self._terminal = mdp.is_terminal.tolist()
+        self._start = list(accumulate(mdp.start_distribution.tolist()))
+        self._rows: dict[int, tuple[list[float], list[int], list[float]]] = {}
+        self._draw = uniforms(np.random.default_rng(seed))
+        self._state, self._steps = -1, 0
+
+    def reset(self, *, seed: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Draws the first state; a seed restarts the randomness."""
+        if seed is not None:
+            self._draw = uniforms(np.random.default_rng(seed))
+        self._state = min(bisect_right(self._start, self._draw() * self._start[-1]), len(self._start) - 1)
+        self._steps = 0
+        if self._terminal[self._state]:
+            raise ValueError(f"The episode would start in state {self._state}, which is terminal; give the MDP another `start`.")
+        return self._state, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        """(state, reward, terminated, truncated, info). A step that ends through `end` shows the state that it left."""
+        state = self._state
+        if state < 0:
+            raise ValueError("The episode is over or has not begun; call reset first.")
+        row = self._rows.get(action * self.mdp.n_states + state) or self._row(state, action)
+        cumulative, targets, rewards = row
+        outcome = bisect_right(cumulative, self._draw() * cumulative[-1])
+        target = targets[min(outcome, len(targets) - 1)]
+        reward = rewards[min(outcome, len(targets) - 1)]
+        self._steps += 1
+        terminated = target < 0 or self._terminal[target]
+        truncated = not terminated and self.max_steps is not None and self._steps >= self.max_steps
+        self._state = -1 if terminated or truncated else target
+        return (state if target < 0 else target), reward, terminated, truncated, {}
+
+    def _row(self, state: int, action: int) -> tuple[list[float], list[int], list[float]]:
+        """(cumulative probabilities, targets, rewards) of (s, a); target −1 is the end."""
+        if not 0 <= action < self.mdp.n_actions:
+            raise ValueError(f"action is {action}; expected 0 to {self.mdp.n_actions - 1}.")
+        ends, pays, probabilities = outcomes(self.mdp, state, action)
+        row = (list(accumulate(probabilities)), ends, pays)
+        self._rows[action * self.mdp.n_states + state] = row
+        return row
+
+
+def outcomes(mdp: MDP, state: int, action: int) -> tuple[list[int], list[float], list[float]]:
+    """(targets, rewards, probabilities) of what (s, a) can lead to; target −1 is the end of an episode through `end`."""
+    index = action * mdp.n_states + state
+    targets, p = _nonzero(mdp.transitions, index)
+    rewards = np.full(p.size, mdp.rewards[state, action])
+    if mdp.rewards_next is not None:
+        rewards = np.asarray(mdp.rewards_next[[index]].toarray()[0] if mdp.is_sparse else mdp.rewards_next[index])[targets]
+    probabilities, ends, pays = p.tolist(), targets.tolist(), rewards.tolist()
+    if mdp.end is not None and mdp.end[state, action] > 0:
+        table = mdp.rewards if mdp.rewards_end is None else mdp.rewards_end
+        probabilities.append(float(mdp.end[state, action]))
+        ends.append(-1)
+        pays.append(float(table[state, action]))
+    return ends, pays, probabilities
+
+
+def _nonzero(matrix: Any, row: int) -> tuple[IntArray, FloatArray]:
+    """Columns and values of a row."""
+    if sparse.issparse(matrix):
+        a, b = matrix.indptr[row], matrix.indptr[row + 1]
+        return matrix.indices[a:b], matrix.data[a:b]
+    columns = np.flatnonzero(matrix[row])
+    return columns, matrix[row][columns]
+
+
+def environment(env: MDP | DiscreteEnv, max_steps: int | None) -> DiscreteEnv:
+    """The environment itself, or a simulator of an MDP."""
+    return Simulator(env, max_steps=max_steps) if isinstance(env, MDP) else env
+
+
+def sizes(env: Any) -> tuple[int, int]:
+    """(S, A) of an MDP, a Simulator, or an environment with discrete spaces."""
+    if isinstance(env, Simulator):
+        env = env.mdp
+    if isinstance(env, MDP):
+        return env.n_states, env.n_actions
+    try:
+        observations, actions = env.observation_space, env.action_space
+        offsets = int(observations.start), int(actions.start)
+        counts = int(observations.n), int(actions.n)
+    except AttributeError:
+        raise ValueError(
+            f"{type(env).__name__} has no discrete observation_space and action_space; give an MDP or an environment with both."
+        ) from None
+    if offsets != (0, 0):
+        raise ValueError(f"The spaces of {type(env).__name__} start at {offsets}; expected states and actions counted from 0.")
+    return counts
+
+
+def rollouts(
+    env: MDP | DiscreteEnv, policy: ArrayLike, episodes: int, *, seed: int, max_steps: int | None = None
+) -> Iterator[Episode]:
+    """Episodes of a fixed policy, [S] actions or (S, A) probabilities. `max_steps` cuts an episode off (truncation)."""
+    table = checked_policy(*sizes(env), policy)
+    chosen: list[int] = [int(a) for a in table] if table.ndim == 1 else []
+    cumulative = [list(accumulate(row)) for row in table.tolist()] if table.ndim == 2 else []
+    draw = uniforms(np.random.default_rng((seed, 1)))
+    player = environment(env, max_steps)
+
+    def choose(state: int) -> int:
+        if chosen:
+            return chosen[state]
+        row = cumulative[state]
+        return min(bisect_right(row, draw() * row[-1]), len(row) - 1)
+
+    for index in range(episodes):
+        yield play(player, choose, seed=seed if index == 0 else None, max_steps=max_steps)
+
+
+def play(
+    env: DiscreteEnv,
+    choose: Callable[[int], int],
+    *,
+    seed: int | None,
+    max_steps: int | None,
+    learn: Learn | None = None,
+    bootstrap: Bootstrap | None = None,
+) -> Episode:
+    """One episode of the actions `choose(s)`; `learn` is called after each step, `bootstrap` after each choice of a next one."""
+    observation, _ = env.reset(seed=seed)
+    states, rewards = [int(observation)], list[float]()
+    actions = [choose(states[0])]
+    while True:
+        observation, reward, terminated, truncated, _ = env.step(actions[-1])
+        states.append(int(observation))
+        rewards.append(float(reward))
+        if learn is not None:
+            learn(states[-2], actions[-1], rewards[-1], states[-1], bool(terminated))
+        if terminated or truncated or (max_steps is not None and len(actions) >= max_steps):
+            return Episode(np.array(states), np.array(actions), np.array(rewards), bool(terminated))
+        actions.append(choose(states[-1]))
+        if bootstrap is not None:
+            bootstrap(states, actions, rewards)

@@ -1,0 +1,86 @@
+"""Trajectories to batches, and batches to the forward passes of one optimiser step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psigrad import seeds
+from psigrad.data.batches import pack_groups
+from psigrad.models.packing import Groups
+from psigrad.objective import Batch, terminal
+from psigrad.rollout.types import Trajectory
+
+
+def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
+    """Groups of consecutive completions without their unscored members; a group left with fewer than `smallest` is dropped."""
+    for start in range(0, len(trajectories), group_size):
+        group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
+        if len(group) >= smallest:
+            yield group
+
+
+def to_batch(groups: Sequence[Sequence[Trajectory]]) -> Batch:
+    """The padded view [N, T] of scored groups, whose trajectories, in order, are its `inputs`.
+
+    An outcome's reward stands on the policy's last token.
+    """
+    rows = [t for group in groups for t in group]
+    lengths = torch.tensor([len(t.completion.ids) for t in rows])
+    width = int(lengths.max())
+    mask = torch.arange(width)[None] < lengths[:, None]
+    for n, trajectory in enumerate(rows):
+        if trajectory.mask:
+            mask[n, : len(trajectory.mask)] = torch.tensor(trajectory.mask)
+
+    def padded(values: Callable[[Trajectory], Sequence[float]]) -> torch.Tensor:
+        return torch.tensor([[*values(t), *[0.0] * (width - len(t.completion.ids))] for t in rows])
+
+    # what was earned on the way stands where it was earned, the rest on the last token
+    earned = torch.zeros(mask.shape)
+    for n, trajectory in enumerate(rows):
+        for place, reward in trajectory.step_rewards:
+            earned[n, place] += reward
+    outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows])
+    return Batch(
+        mask=mask,
+        reward=terminal(outcome, mask) + earned,
+        logp_old=padded(lambda t: t.completion.logprobs),
+        group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
+        logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
+        truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
+        inputs=rows,
+    )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of the batch that share one forward pass, in the order in which `inputs` lists them."""
+
+    rows: Tensor
+    inputs: Groups
+
+
+def micro_batches(batch: Batch, wanted: Tensor, budget: int) -> list[MicroBatch]:
+    """Forward passes of at most `budget` tokens over the rows where `wanted` [N] is True; a group's prompt is computed once."""
+    group = batch.group.tolist()
+    rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
+    numbered = [[(i, batch.inputs[i]) for i in members] for _, members in itertools.groupby(rows, lambda i: group[i])]
+    sizes = [[len(t.completion.ids) for _, t in members] for members in numbered]
+    found = []
+    for parts in pack_groups([len(members[0][1].prompt_ids) for members in numbered], sizes, budget):
+        picked = [[numbered[g][k] for k in ks] for g, ks in parts]
+        inputs = Groups([p[0][1].prompt_ids for p in picked], [[t.completion.ids for _, t in p] for p in picked])
+        found.append(MicroBatch(torch.tensor([i for p in picked for i, _ in p]), inputs))
+    return found
+
+
+def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
+    """The places 0 … count - 1, shuffled, in `shares` nearly equal parts: one for each optimiser step of a pass."""
+    order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
+    return [share for share in order.tensor_split(shares) if len(share)]

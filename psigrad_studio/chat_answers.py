@@ -1,0 +1,159 @@
+"""Generate answers token by token: one answer, or two in lockstep, so that speed does not reveal the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from psigrad import seeds
+from psigrad.config import Sampling
+from psigrad.data.rows import Message, Row
+from psigrad.data.templates import decode, prompt_ids
+from psigrad.errors import UserError
+from psigrad_studio.checkpoint_list import Checkpoint
+from psigrad_studio.model_cache import ModelCache, ModelTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from psigrad.models.language_model import LanguageModel
+
+Say = Callable[[Mapping[str, Any]], None]
+Reason = Literal["stop", "length", "stopped"]
+_UNFINISHED = "\ufffd"
+_PROBE = "a probe of the template"
+
+
+@dataclass(frozen=True)
+class ChatQuestion:
+    """A conversation that ends with a user's message, and the sampling settings of the answer. `max_tokens` is an upper bound."""
+
+    messages: tuple[Message, ...]
+    system: str = ""
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def row(self, tokenizer: PreTrainedTokenizerBase) -> Row:
+        """The prompt for the model: the conversation, or, without a chat template, the last message as plain text."""
+        talks, follows = abilities(tokenizer)
+        if not talks:
+            return Row("the prompt", prompt=str(self.messages[-1]["content"]))
+        if self.system and not follows:
+            raise UserError("This model's chat template has no system prompt; leave it empty.")
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return Row("the conversation", prompt=[*first, *(dict(message) for message in self.messages)])
+
+
+@dataclass
+class ChatAnswer:
+    """What one model wrote."""
+
+    checkpoint: Checkpoint
+    prompt: str | list[Message] = ""
+    seed: int = 0
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: Reason | None = None
+    """Why it ended; None while it goes on."""
+
+
+def abilities(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
+    """Whether a tokenizer has a chat template, and whether the template supports a system prompt."""
+    if not tokenizer.chat_template:
+        return False, False
+    talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "a"}]
+    try:
+        return True, _PROBE in str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+    except Exception:  # a template is a program and can raise anything
+        return True, False
+
+
+def converse(
+    models: ModelCache,
+    turn: ModelTurn,
+    question: ChatQuestion,
+    answers: Sequence[ChatAnswer],
+    sides: Sequence[int],
+    stop: threading.Event,
+    say: Say,
+) -> None:
+    """Wait for the models, load those that are missing, generate the answers, and report events through `say`. The turn is always
+    given up at the end.
+
+    `sides[i]` is the side of the page that shows answer i. Events name sides and never models. Errors are reported as events too.
+    """
+    try:
+        before = 0
+        while not stop.is_set() and (ahead := turn.ahead(wait=1.0 if before else 0.0)):
+            if ahead != before:
+                say({"event": "waiting", "ahead": ahead})
+            before = ahead
+        if not all(models.has(answer.checkpoint) for answer in answers):
+            say({"event": "loading"})
+        loaded = [] if stop.is_set() else [models.get(answer.checkpoint) for answer in answers]
+        # a seed gives the same answer alone and beside another model; only a model beside itself gets another seed
+        again = [answer.checkpoint == answers[0].checkpoint and i > 0 for i, answer in enumerate(answers)]
+        writers = [_Writer(*each) for each in zip(loaded, [question] * len(loaded), answers, again, strict=False)]
+        say({"event": "writing"})
+        _write(writers, sides, stop, say)
+        # in order of the sides: the order of the models would reveal which is which
+        for side, answer in sorted(zip(sides, answers, strict=True), key=lambda pair: pair[0]):
+            answer.reason = answer.reason or "stopped"
+            said = {"reason": answer.reason, "tokens": len(answer.ids), "text": answer.text}
+            say({"event": "written", "side": side, **said, "seed": question.seed})
+    except UserError as error:
+        say({"event": "failed", "message": str(error)})
+    finally:
+        turn.leave()
+
+
+def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Event, say: Say) -> None:
+    """Generate one token of each answer in turn. The answer on the left comes first, whichever model writes it."""
+    order = sorted(range(len(writers)), key=lambda i: sides[i])
+    while not stop.is_set() and any(writers[i].answer.reason is None for i in order):
+        for i in order:
+            if writers[i].answer.reason is None and (text := writers[i].step()):
+                say({"event": "text", "side": sides[i], "text": text})
+
+
+class _Writer:
+    """One answer that is being generated. Text is sent only once it is final: half of a multi-byte character waits for its other
+    half.
+    """
+
+    def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
+        from psigrad.recipes.setup import sampling_params
+        from psigrad.rollout.samplers import make as sampler_for
+        from psigrad.rollout.types import Request
+
+        row = question.row(model.tokenizer)
+        ids = tuple(prompt_ids(model.tokenizer, row))
+        room = model.max_length - len(ids)
+        if room < 1:
+            raise UserError(
+                f"The conversation has {len(ids)} tokens and this model takes {model.max_length}; start a new one, or say less."
+            )
+        wanted = Sampling(max_completion_length=min(question.max_tokens, room), top_p=question.top_p)
+        params = sampling_params(wanted, model, [row], question.temperature)
+        self.model, self.answer, self.most = model, answer, params.max_tokens
+        self.stops = {*model.eos_token_ids, *params.stop_token_ids}
+        answer.prompt, answer.seed = row.prompt or "", seeds.derive(question.seed, "chat", int(again))
+        sampler: Any = sampler_for(wanted, model)
+        self.tokens: Iterator[int] = sampler.stream(Request(ids, (answer.seed,)), params)
+
+    def step(self) -> str:
+        """Draw a token, and return the text that became final."""
+        token, answer = next(self.tokens), self.answer
+        answer.ids.append(token)
+        if token in self.stops or len(answer.ids) == self.most:
+            answer.reason = "stop" if token in self.stops else "length"
+        text = decode(self.model.tokenizer, answer.ids)
+        if answer.reason is None:
+            text = text.rstrip(_UNFINISHED)
+        new = text[len(answer.text) :] if text.startswith(answer.text) else ""
+        answer.text = text if new or answer.reason else answer.text
+        return new

@@ -1,0 +1,194 @@
+"""The routes of the chat page: the list of models, answers as they are generated, and a choice between two answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from psigrad.errors import UserError
+from psigrad_studio.chat_answers import ChatAnswer, ChatQuestion, abilities, converse
+from psigrad_studio.checkpoint_list import Checkpoint, find
+from psigrad_studio.comparisons import ChatComparisons
+from psigrad_studio.json_api import RequestForm
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.model_cache import ModelCache
+from psigrad_studio.studio_settings import StudioSettings
+
+LONGEST_MESSAGE = 20_000
+LONGEST_TALK = 100_000
+MOST_MESSAGES = 200
+MOST_TOKENS = 4096
+QUIET_SECONDS = 10.0
+Id = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class MessageForm(RequestForm):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[str, Field(max_length=LONGEST_MESSAGE)]
+
+
+class AboutForm(RequestForm):
+    """A model, by id."""
+
+    model: Id
+
+
+class AnswerForm(RequestForm):
+    """A question to one model, or to two that are compared."""
+
+    models: Annotated[list[Id], Field(min_length=1, max_length=2)]
+    messages: Annotated[list[MessageForm], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: Annotated[str, Field(max_length=LONGEST_MESSAGE)] = ""
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 256
+    temperature: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
+class StopForm(RequestForm):
+    """The answer to stop."""
+
+    writing: Id
+
+
+class ChoiceForm(RequestForm):
+    """Which answer was better."""
+
+    duel: Id
+    choice: Literal["left", "right", "tie", "both_bad"]
+
+
+def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | None = None) -> APIRouter:
+    """The routes of the chat page. Tests pass `models`."""
+    routes = APIRouter(prefix="/api/chat")
+    models = models or ModelCache(settings.model_bytes)
+    comparisons, stops = ChatComparisons(labels), dict[str, threading.Event]()
+
+    @routes.get("/models")
+    def listed() -> dict[str, Any]:
+        found = find(settings.runs, settings.checkpoints).values()
+        told = ("id", "name", "run", "step")
+        return {"models": [{n: getattr(c, n) for n in told} | {"written": c.stamp // 10**6} for c in found]}
+
+    @routes.post("/about")
+    def about(form: AboutForm) -> dict[str, Any]:
+        talks, follows = _abilities(_known(settings, [form.model])[0])
+        return {"template": talks, "system": follows}
+
+    @routes.post("/answer")
+    async def answer(form: AnswerForm) -> StreamingResponse:
+        question, wanted = _question(form), await asyncio.to_thread(_known, settings, form.models)
+        turn, writing, stop = models.join(wanted), secrets.token_urlsafe(18), threading.Event()
+        answers = [ChatAnswer(checkpoint) for checkpoint in wanted]
+        comparison = comparisons.begin(*answers) if len(answers) == 2 else None
+        sides = comparison.sides if comparison else (0,)
+        first = {"event": "begun", "writing": writing, "duel": comparison.id if comparison else None}
+        stops[writing] = stop
+        events = _Events(first, lambda say: converse(models, turn, question, answers, sides, stop, say), stop)
+
+        async def lines() -> AsyncIterator[str]:
+            try:
+                async for line in events.lines():
+                    yield line
+            finally:
+                stops.pop(writing, None)
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    @routes.post("/stop")
+    async def halt(form: StopForm) -> dict[str, Any]:
+        found = stops.get(form.writing)
+        if found is not None:
+            found.set()
+        return {"stopped": found is not None}
+
+    @routes.post("/choose")
+    def choose(form: ChoiceForm) -> dict[str, Any]:
+        return comparisons.choose(form.duel, form.choice)
+
+    return routes
+
+
+class _Events:
+    """Events from a thread, sent as server-sent events while a client listens. When the client leaves, the thread is told to
+    stop.
+    """
+
+    def __init__(self, first: Mapping[str, Any], work: Any, stop: threading.Event) -> None:
+        self._stop, self._queue = stop, asyncio.Queue[Mapping[str, Any] | None]()
+        self._queue.put_nowait(first)
+        loop = asyncio.get_running_loop()
+
+        def tell(event: Mapping[str, Any] | None) -> None:
+            try:
+                loop.call_soon_threadsafe(self._queue.put_nowait, event)
+            except RuntimeError:  # the server has stopped
+                stop.set()
+
+        def run() -> None:
+            try:
+                work(tell)
+            except BaseException:
+                tell({"event": "failed", "message": "The studio failed at this; its terminal says why."})
+                raise
+            finally:
+                tell(None)
+
+        threading.Thread(target=run, name="chat", daemon=True).start()
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The events, and a comment now and then when there is none, so that the connection stays open."""
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(self._queue.get(), QUIET_SECONDS)
+                except TimeoutError:
+                    yield ":\n\n"
+                    continue
+                if event is None:
+                    return
+                yield f"data: {json.dumps(event)}\n\n"
+        finally:
+            self._stop.set()
+
+
+def _question(form: AnswerForm) -> ChatQuestion:
+    roles = [said.role for said in form.messages]
+    if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)) or len(roles) % 2 == 0:
+        raise UserError("A conversation goes user, assistant, user, and ends with the user; start a new one.")
+    if not form.messages[-1].content:
+        raise UserError("The message is empty; say something.")
+    if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:
+        raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new one.")
+    return ChatQuestion(
+        messages=tuple({"role": said.role, "content": said.content} for said in form.messages),
+        system=form.system,
+        max_tokens=form.max_tokens,
+        temperature=form.temperature,
+        top_p=form.top_p,
+        seed=secrets.randbelow(2**31) if form.seed is None else form.seed,
+    )
+
+
+def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:
+    """The models with these ids, looked up on the disk now."""
+    found = find(settings.runs, settings.checkpoints)
+    if any(name not in found for name in ids):
+        raise UserError("There is no such model in the runs folder any more; choose another.")
+    return [found[name] for name in ids]
+
+
+@cache
+def _abilities(checkpoint: Checkpoint) -> tuple[bool, bool]:
+    return abilities(checkpoint.tokenizer())

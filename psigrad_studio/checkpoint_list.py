@@ -1,0 +1,170 @@
+"""The language models that the studio may load: those in the runs folder, and those named on the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from psigrad.config import Model, Run
+from psigrad.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from psigrad.models.language_model import LanguageModel
+
+DEEPEST = 4
+MOST = 2000
+"""Checkpoints in one list; a folder with more is cut there."""
+# transformers imports lazily, and fails where two threads do so at once
+_LOADING = threading.Lock()
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on the disk. Requests refer to it by `id`, so no request holds a path; `name` is what people see."""
+
+    id: str
+    name: str
+    folder: Path
+    bytes: int
+    """Size of its weights."""
+    stamp: int
+    """When its weights were written: a folder that is trained again is another model."""
+    run: str | None = None
+    step: int | None = None
+    adapter: bool = False
+
+    def open(self) -> LanguageModel:
+        """Load the model in its saved precision. Raises `UserError` where that fails."""
+        with _LOADING:
+            return self._open()
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer alone. Raises `UserError` where that fails."""
+        with _LOADING:
+            from transformers import AutoTokenizer
+
+            try:
+                return AutoTokenizer.from_pretrained(self.folder)
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(f"The tokenizer of {self.name} cannot be loaded; choose another model.") from error
+
+    def _open(self) -> LanguageModel:
+        # torch and transformers are imported on demand, so that the studio starts without them
+        import transformers
+
+        from psigrad.models.backbone import DTYPES
+        from psigrad.models.language_model import load
+        from psigrad.recipes.setup import lora_of
+        from psigrad.training.session import device
+
+        transformers.utils.logging.disable_progress_bar()
+        where = device(Run())
+        if not self.adapter:
+            kind = str(_json(self.folder / "config.json").get("dtype"))
+            return load(str(self.folder), dtype=kind if kind in DTYPES else "float32", device=where)
+        settings = _model_of(_run_folder(self.folder))
+        return load(settings.path, dtype=settings.dtype, device=where, lora=lora_of(settings), adapter=self.folder)
+
+
+def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
+    """Every causal language model under `runs`, and those in `named`, by id; the newest run first, then by step.
+
+    Links are not followed. Folders without such a model (control runs, reward models, half-written ones) are left out.
+    """
+    made = [found for folder in _folders(runs, DEEPEST) if (found := _read(folder, runs)) is not None]
+    made.sort(key=lambda c: (c.run or "", c.step is None, c.step or 0, c.name))
+    own = [found for folder in named if (found := _read(Path(folder), None)) is not None]
+    return {c.id: c for c in [*own, *made][:MOST]}
+
+
+def _folders(root: Path, depth: int) -> Iterator[Path]:
+    """`root` and the folders below it, sorted by name."""
+    yield root
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name) if depth else []
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            yield from _folders(Path(entry.path), depth - 1)
+
+
+def _read(folder: Path, runs: Path | None) -> Checkpoint | None:
+    """The checkpoint in a folder; None where there is none, or where it is being written or deleted."""
+    try:
+        weights = [path.stat() for path in folder.glob("*.safetensors") if path.name != "optimizer.safetensors"]
+    except OSError:
+        return None
+    adapter = (folder / "adapter_config.json").is_file()
+    if not weights or not (_causal_adapter(folder) if adapter else _causal(folder)):
+        return None
+    place = str(folder.resolve() if runs is None else folder.relative_to(runs))
+    run, step = _run_folder(folder), _step_of(folder)
+    owner = None
+    if runs is not None and run != folder:
+        owner = _printable(str(run.relative_to(runs)) if run != runs else runs.resolve().name)
+    return Checkpoint(
+        id=hashlib.sha256(f"{runs is None}\0{place}".encode("utf-8", "surrogateescape")).hexdigest()[:20],
+        name=_name(_printable(place), owner, step),
+        folder=folder,
+        bytes=sum(stat.st_size for stat in weights),
+        stamp=max(stat.st_mtime_ns for stat in weights),
+        run=owner,
+        step=step,
+        adapter=adapter,
+    )
+
+
+def _name(place: str, run: str | None, step: int | None) -> str:
+    return place if run is None else f"{run}, step {step}" if step is not None else f"{run}, final model"
+
+
+def _printable(path: str) -> str:
+    """A file name as text; its bytes may be invalid."""
+    return path.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _run_folder(folder: Path) -> Path:
+    """The run that the model of a folder came from (run/model or run/checkpoints/step-…); else the folder itself."""
+    if _step_of(folder) is not None and folder.parent.name == "checkpoints":
+        return folder.parent.parent
+    return folder.parent if folder.name == "model" else folder
+
+
+def _step_of(folder: Path) -> int | None:
+    match = _STEP.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
+def _causal(folder: Path) -> bool:
+    kinds = _json(folder / "config.json").get("architectures")
+    return isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+
+
+def _causal_adapter(folder: Path) -> bool:
+    return _json(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" and bool(_model_of(_run_folder(folder)).path)
+
+
+def _model_of(run: Path) -> Model:
+    """The model in a run's settings, where they can be read."""
+    given = _json(run / "config.json").get("model")
+    known = given if isinstance(given, dict) else {}
+    return Model(**{name: value for name, value in known.items() if name in Model.__dataclass_fields__})
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

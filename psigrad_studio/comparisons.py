@@ -1,0 +1,150 @@
+"""Blind comparisons of two checkpoints: the order is drawn here, the names are revealed after the choice, and the choice is
+stored with the labels.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from psigrad.errors import UserError
+from psigrad_studio.chat_answers import ChatAnswer
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.labels import assignments, intake, people, projects
+from psigrad_studio.labels.assignments import LabelAnswer
+from psigrad_studio.labels.completion_groups import digest, gather
+from psigrad_studio.labels.database import Database, reads
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Conflict
+from psigrad_studio.labels.schema import LabelTask, StoredPrompt
+
+PROJECT = "Chat comparisons"
+INSTRUCTIONS = "Which answer is better? These pairs were asked for on the chat page, by two checkpoints that it kept unnamed."
+MOST_OPEN = 200
+
+
+@dataclass
+class ChatComparison:
+    """Two answers to one question. `sides[i]` is the side of answer i: 0 left, 1 right."""
+
+    answers: tuple[ChatAnswer, ChatAnswer]
+    sides: tuple[int, int]
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
+    result: dict[str, Any] | None = None
+    """What the choice was answered with."""
+
+    @property
+    def shown(self) -> list[ChatAnswer]:
+        """The answers in display order: left, right."""
+        return [self.answers[self.sides.index(side)] for side in (0, 1)]
+
+
+class ChatComparisons:
+    """The newest `MOST_OPEN` comparisons, with or without a choice. They are lost when the studio restarts."""
+
+    def __init__(self, labels: LabelStore) -> None:
+        self._labels = labels
+        self._known: OrderedDict[str, ChatComparison] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, first: ChatAnswer, second: ChatAnswer) -> ChatComparison:
+        """Start a comparison, with its order drawn."""
+        left = secrets.randbelow(2)
+        comparison = ChatComparison((first, second), (left, 1 - left))
+        with self._lock:
+            self._known[comparison.id] = comparison
+            while len(self._known) > MOST_OPEN:
+                self._known.popitem(last=False)
+        return comparison
+
+    def choose(self, comparison_id: str, choice: str) -> dict[str, Any]:
+        """Store a choice (left, right, tie, both_bad) and return the names. A second choice changes nothing and returns the
+        first.
+        """
+        with self._lock:
+            comparison = self._known.get(comparison_id)
+            if comparison is None:
+                raise UserError("This comparison is not known any more; ask the question again.")
+            if any(answer.reason is None for answer in comparison.answers):
+                raise UserError("The answers are still being written; choose when both have ended.")
+            if comparison.result is None:
+                names = [answer.checkpoint.name for answer in comparison.shown]
+                comparison.result = {"names": names, "choice": choice, **_store(self._labels.db, comparison, choice)}
+            return comparison.result
+
+
+def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[str, Any]:
+    """Store the pair and the choice with the labels. Returns the project's number, or why nothing was stored."""
+    left, right = comparison.shown
+    if not left.text.strip() or not right.text.strip():
+        return {"project": None, "note": "One of the answers is empty, so the choice was not stored."}
+    if left.text == right.text:
+        return {"project": None, "note": "The two answers are the same, so the choice was not stored."}
+    if left.prompt != right.prompt:
+        return {"project": None, "note": "The two models were given different prompts, so the choice was not stored."}
+    if not isinstance(left.prompt, str) and not all(message["content"] for message in left.prompt):
+        return {"project": None, "note": "An earlier message is empty, so the choice was not stored."}
+    person = people.local(database)
+    project = _project(database, person)
+    rows = [_row(answer) for answer in comparison.answers]
+    intake.add_rows(database, person, project, rows, intake.TaskOptions(shuffle=False), source="chat")
+    task, places = _task(database, project, rows)
+    display = [places[comparison.sides.index(side)] for side in (0, 1)]
+    try:
+        assignments.record(database, person, task, display, LabelAnswer(choice=choice), f"chat-{comparison.id}")
+    except Conflict as error:
+        return {"project": project, "note": str(error)}
+    return {"project": project, "note": ""}
+
+
+def _row(answer: ChatAnswer) -> dict[str, Any]:
+    """An answer as a row for `intake.add_rows`. Answers of a run's checkpoints keep run and step."""
+    checkpoint, talks = answer.checkpoint, not isinstance(answer.prompt, str)
+    content = [{"role": "assistant", "content": answer.text}] if talks else answer.text
+    row: dict[str, Any] = {
+        "prompt": answer.prompt,
+        "completion": content,
+        "sampler": checkpoint.name,
+        "finish_reason": answer.reason,
+    }
+    if checkpoint.run is not None:
+        row["run"] = checkpoint.run
+    if checkpoint.step is not None:
+        row |= {"step": checkpoint.step, "k": 0, "kind": "chat", "seed": answer.seed}
+    return row
+
+
+def _project(database: Database, person: Person) -> int:
+    """The project for choices of the chat page, created when there is none."""
+    for _ in range(2):
+        found = [info.id for info in projects.mine(database, person) if info.settings.name == PROJECT]
+        if found:
+            return found[0]
+        try:
+            return projects.create(database, person, projects.ProjectSettings(PROJECT, instructions=INSTRUCTIONS))
+        except Conflict:  # another studio on the same labels was faster
+            continue
+    raise UserError(f"There is a project {PROJECT!r} that is not yours to see; ask its admin.")
+
+
+@reads
+def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
+    """The task made from `rows`, and the place of each row's completion in it."""
+    group = next(iter(gather(_placed(rows)).groups.values()))
+    hashes, placed = list(group.completions), sorted(group.completions)
+    prompts = select(StoredPrompt.id).where(StoredPrompt.project_id == project_id, StoredPrompt.hash == digest(group.prompt))
+    prompt = session.scalars(prompts).one()
+    tasks = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.hash == digest([prompt, placed]))
+    return session.scalars(tasks).one(), [placed.index(h) for h in hashes]
+
+
+def _placed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Rows with a name each, as `completion_groups.gather` takes them."""
+    return [(f"chat:{i}", row) for i, row in enumerate(rows, 1)]

@@ -1,0 +1,40 @@
+"""What all routes share: forms for the bodies of requests, and answers in JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
+
+
+class RequestForm(BaseModel):
+    """The body of a request. Unknown fields are refused and nothing is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON types: dataclasses as objects, sets as sorted lists, non-finite numbers as null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_response(content: Any) -> Response:
+    """An answer in ASCII JSON, so that any text of a model can be sent."""
+    try:
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError):  # slow, so only where JSON lacks something
+        text = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
+    return Response(text, media_type="application/json")

@@ -1,0 +1,102 @@
+"""The page /join for invited people: a link makes them a user with a name and a password, with which they can log in later.
+
+The link has its token behind a #, so that browsers do not send it and no log keeps it. The page removes it from the address bar.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.labels import invites, people
+from psigrad_studio.labels.people import Login
+from psigrad_studio.labels.refusals import Conflict
+from psigrad_studio.shell import Page, page_router
+
+Token = Annotated[str, Field(max_length=200)]
+Text = Annotated[str, Field(max_length=2000)]
+
+
+class LinkForm(RequestForm):
+    """The token of an invite."""
+
+    token: Token
+
+
+class AcceptForm(LinkForm):
+    """A new user who follows an invite."""
+
+    name: Text
+    password: Text
+
+
+class LoginForm(RequestForm):
+    """A user who logs in."""
+
+    name: Text
+    password: Text
+
+
+def router(store: LabelStore) -> APIRouter:
+    """The page /join and its routes."""
+    routes = APIRouter()
+    routes.include_router(page_router(Page("join", "Come in", APIRouter()), []))
+
+    @routes.post("/api/join/look")
+    def look(form: LinkForm, request: Request) -> Response:
+        known = request.state.owner or request.state.person is not None
+        name = store.asking(request).name if known else None
+        return json_response({**vars(invites.look(store.db, form.token)), "name": name, "owner": request.state.owner})
+
+    @routes.post("/api/join/accept")
+    def accept(form: AcceptForm, request: Request) -> Response:
+        _must_be_new(request)
+        with store.slowly(hashing=True):
+            return _entered(store, request, invites.accept(store.db, form.token, form.name, form.password))
+
+    @routes.post("/api/join/use")
+    def use(form: LinkForm, request: Request) -> Response:
+        """Use an invite as a user who is logged in."""
+        if request.state.person is None:
+            raise Conflict("You are not logged in; log in first, or come in as somebody new.")
+        return json_response({"project": invites.join(store.db, request.state.person, form.token)})
+
+    @routes.post("/api/join/login")
+    def log_in(form: LoginForm, request: Request) -> Response:
+        _must_be_new(request)
+        with store.slowly(hashing=True):
+            return _entered(store, request, people.log_in(store.db, form.name, form.password))
+
+    @routes.post("/api/join/logout")
+    def log_out(form: RequestForm, request: Request) -> Response:
+        if request.state.token:
+            people.log_out(store.db, request.state.token)
+        response = json_response({"out": True})
+        response.delete_cookie(_cookie(store))
+        return response
+
+    return routes
+
+
+def _must_be_new(request: Request) -> None:
+    if request.state.owner:
+        raise Conflict("This browser has the studio's own key, which counts for more; use a private window or another browser.")
+
+
+def _cookie(store: LabelStore) -> str:
+    return f"psigrad-desk-{store.settings.port}"
+
+
+def _entered(store: LabelStore, request: Request, login: Login) -> Response:
+    """Put a new session into a cookie that scripts cannot read. Under HTTPS it is only sent over HTTPS."""
+    response = json_response({"name": login.person.name})
+    seconds = max(0, login.expires_at // 1000 - int(time.time()))
+    safe = request.headers.get("origin", "").startswith("https://")
+    response.set_cookie(_cookie(store), login.token, max_age=seconds, httponly=True, samesite="lax", secure=safe)
+    return response

@@ -1,0 +1,174 @@
+"""The routes for administrators: create, change and close projects, and import completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from psigrad.errors import UserError
+from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.label_api.store import LabelStore
+from psigrad_studio.label_api.task_routes import ProjectForm
+from psigrad_studio.labels import intake, people, projects
+from psigrad_studio.labels.completion_groups import ROLLOUTS
+from psigrad_studio.labels.database import reads
+from psigrad_studio.labels.intake import TaskOptions
+from psigrad_studio.labels.projects import ProjectSettings
+
+MOST_RUNS = 500
+Count = Annotated[int, Field(ge=0, le=10**6)]
+Short = Annotated[str, Field(max_length=200)]
+
+
+class SettingsForm(RequestForm):
+    """`projects.ProjectSettings`."""
+
+    name: Short
+    kind: Short = "pair"
+    instructions: Annotated[str, Field(max_length=20_000)] = ""
+    overlap: Count = 1
+    lease_s: Count = 600
+    ties: bool = True
+    both_bad: bool = True
+    strengths: Count = 0
+
+
+class ChangeForm(ProjectForm):
+    """What `projects.change` may change, and whether the project is closed. Fields that are not given stay as they are."""
+
+    name: Short | None = None
+    instructions: Annotated[str, Field(max_length=20_000)] | None = None
+    overlap: Count | None = None
+    lease_s: Count | None = None
+    ties: bool | None = None
+    both_bad: bool | None = None
+    strengths: Count | None = None
+    closed: bool | None = None
+
+
+class TaskOptionsForm(RequestForm):
+    """`intake.TaskOptions`."""
+
+    prompts: Count | None = None
+    per_prompt: Count | None = None
+    ranked: Count = 5
+    overlap: Count | None = None
+    overlap_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 1.0
+    priority: Annotated[int, Field(gt=-(10**6), lt=10**6)] = 0
+    shuffle: bool = True
+    gold: bool = False
+
+
+class ImportForm(ProjectForm):
+    """The text of a JSONL file, and a name for it."""
+
+    text: str
+    name: Short = "rows"
+    sampler: Short | None = None
+    making: TaskOptionsForm = TaskOptionsForm()
+
+
+class ImportRunForm(ProjectForm):
+    """A run by its name in the list, and which of its rollouts to import."""
+
+    run: Short
+    kind: Annotated[str, Field(pattern="^(train|eval)$")] | None = "train"
+    first: Count | None = None
+    last: Count | None = None
+    across_steps: bool = False
+    making: TaskOptionsForm = TaskOptionsForm()
+
+
+class PairForm(ProjectForm):
+    """Two completions of one prompt. Each has `completion`, and where it came from as far as that is known."""
+
+    prompt: Any
+    first: dict[str, Any]
+    second: dict[str, Any]
+
+
+def add_routes(routes: APIRouter, store: LabelStore) -> None:
+    """Add the routes for administrators."""
+
+    @routes.post("/create")
+    def create(form: SettingsForm, request: Request) -> Response:
+        return json_response({"project": projects.create(store.db, store.asking(request), ProjectSettings(**form.model_dump()))})
+
+    @routes.post("/change")
+    def change(form: ChangeForm, request: Request) -> Response:
+        person, given = store.asking(request), form.model_dump(exclude={"project", "closed"}, exclude_none=True)
+        if given:
+            projects.change(store.db, person, form.project, given)
+        if form.closed is not None:
+            projects.close(store.db, person, form.project, form.closed)
+        return json_response({"changed": sorted(given)})
+
+    @routes.post("/import")
+    def bring_in(form: ImportForm, request: Request) -> Response:
+        making = TaskOptions(**form.making.model_dump())
+        with store.slowly():
+            rows = list(rows_of(form.text, form.name))
+            return json_response(
+                intake.add_rows(
+                    store.db, store.asking(request), form.project, rows, making, source=form.name, sampler=form.sampler
+                )
+            )
+
+    @routes.get("/runs")
+    def runs(request: Request) -> Response:
+        must_administer(store.db, store.asking(request))
+        return json_response(_runs(store.settings.runs))
+
+    @routes.post("/import-run")
+    def bring_in_a_run(form: ImportRunForm, request: Request) -> Response:
+        person = store.asking(request)
+        must_administer(store.db, person)
+        if form.run not in _runs(store.settings.runs):
+            raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; take one of the list.")
+        steps = None if form.first is None and form.last is None else range(form.first or 0, (form.last or 10**9) + 1)
+        with store.slowly():
+            return json_response(
+                intake.add_run(
+                    store.db,
+                    person,
+                    form.project,
+                    store.settings.runs / form.run,
+                    TaskOptions(**form.making.model_dump()),
+                    kind=form.kind,
+                    steps=steps,
+                    across_steps=form.across_steps,
+                    name=form.run,  # the relative path: two folders may both have a run seed-0
+                )
+            )
+
+    @routes.post("/pair")
+    def pair(form: PairForm, request: Request) -> Response:
+        return json_response(store.send_pair(request, form.project, form.prompt, form.first, form.second))
+
+
+must_administer = reads(people.require_admin)
+"""Raises `Forbidden` unless a person administers the studio: runs and models are its owner's, whoever manages a project."""
+
+
+def rows_of(text: str, name: str) -> Iterator[Any]:
+    """The rows of a JSONL text. Raises `UserError` naming the line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name}:{number} is not JSON ({error}).") from error
+
+
+def _runs(folder: Path) -> list[str]:
+    """Folders below the runs folder that hold rollouts, by their relative path, the newest first."""
+    found = {file.parent for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/{ROLLOUTS}")}
+    newest = sorted(found, key=lambda run: (-(run / ROLLOUTS).stat().st_mtime, str(run)))
+    return [run.relative_to(folder).as_posix() for run in newest[:MOST_RUNS]]

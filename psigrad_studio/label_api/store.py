@@ -1,0 +1,80 @@
+"""The database of labels of a running studio, and the person behind a request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import Request
+
+from psigrad_studio.labels import database, intake, people
+from psigrad_studio.labels.database import Database
+from psigrad_studio.labels.intake import Added
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Unknown
+from psigrad_studio.security import Refused
+from psigrad_studio.studio_settings import StudioSettings
+
+WAIT_SECONDS = 10.0
+
+
+class LabelStore:
+    """The database of labels. It is opened, and created, when it is first used."""
+
+    def __init__(self, settings: StudioSettings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._db: Database | None = None
+        self._local: Person | None = None
+        self._slow, self._hashing = (threading.BoundedSemaphore(settings.work_at_once) for _ in range(2))
+
+    @property
+    def db(self) -> Database:
+        """The database. Raises `UserError` where it cannot be opened."""
+        with self._lock:
+            if self._db is None:
+                self._db = database.connect(self.settings.labels)
+            return self._db
+
+    def asking(self, request: Request) -> Person:
+        """The person behind a request: the one that the guard recognised, or, for the owner's key, the local user."""
+        known: Person | None = request.state.person
+        if known is not None:
+            return known
+        db = self.db
+        with self._lock:
+            if self._local is None:
+                self._local = people.local(db)
+            return self._local
+
+    def recognise(self, token: str) -> Person | None:
+        """The person that a session token or an API token belongs to."""
+        try:
+            return people.who(self.db, token)
+        except Unknown:
+            return None
+
+    def send_pair(
+        self, request: Request, project_id: int, prompt: Any, first: Mapping[str, Any], second: Mapping[str, Any]
+    ) -> Added:
+        """Add two completions of one prompt to a project, on behalf of the person behind `request`.
+
+        See `labels.intake.add_pair`. Other pages reach the store as `request.app.state.labels`.
+        """
+        return intake.add_pair(self.db, self.asking(request), project_id, prompt, first, second)
+
+    @contextmanager
+    def slowly(self, *, hashing: bool = False) -> Iterator[None]:
+        """A limit for work that takes much time or memory: a few run at once, others wait, and time out with status 429.
+
+        Password hashing (`hashing`) has a limit of its own, so that slow results do not keep people from logging in.
+        """
+        line = self._hashing if hashing else self._slow
+        if not line.acquire(timeout=WAIT_SECONDS):
+            raise Refused(429, "busy", "The studio is busy; try again in a moment.")
+        try:
+            yield
+        finally:
+            line.release()

@@ -1,0 +1,385 @@
+"""Assignments: give a person a task, hold it for them by a lease, and store what they answer.
+
+Nobody sees where a completion came from or what others answered. Leases expire by the clock alone; no clean-up is needed. Each
+answer, skip and undo carries a key chosen by the client: a repeated call with the same key returns the same receipt and stores
+nothing new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sqlalchemy import and_, exists, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from psigrad import seeds
+from psigrad.errors import nearest
+from psigrad_studio.labels import people
+from psigrad_studio.labels.database import now, reads, writes
+from psigrad_studio.labels.people import Person
+from psigrad_studio.labels.refusals import Conflict, Missing, Refusal
+from psigrad_studio.labels.schema import (
+    Assignment,
+    LabelTask,
+    Project,
+    Seat,
+    StoredCompletion,
+    StoredPrompt,
+    TaskItem,
+    User,
+    Vote,
+)
+
+CHOICES = ("left", "right", "tie", "both_bad")
+LONGEST_REASON = 10_000
+
+
+@dataclass(frozen=True)
+class ShownTask:
+    """A task as it is shown: the completions in the order drawn for this person, and nothing that identifies them.
+
+    `lease_until` is in milliseconds since 1970 UTC.
+    """
+
+    assignment: int
+    kind: str
+    prompt: Any
+    completions: list[Any]
+    lease_until: int
+
+
+@dataclass(frozen=True)
+class LabelAnswer:
+    """An answer in display terms: `choice` for a pair, `ranks` (one for each completion, in display order, 1 is best) for a
+    ranking, `rating` for a rating. `client_ms` is the time that the page measured.
+    """
+
+    choice: str | None = None
+    ranks: tuple[int, ...] | None = None
+    rating: int | None = None
+    strength: int | None = None
+    reason: str | None = None
+    client_ms: int | None = None
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was stored: the number of the row, and when. `undone` is the row that an undo took back."""
+
+    vote: int
+    assignment: int
+    action: str
+    decided_at: int
+    undone: int | None = None
+
+
+@writes
+def next_task(session: Session, person: Person, project_id: int) -> ShownTask | None:
+    """A task that `person` has not answered, leased to them: the one they hold, or a new one.
+
+    None where nothing is left for them now: all tasks are answered, skipped by them, or leased to others. Raises `Conflict` where
+    the project is closed.
+    """
+    project = _open_project(session, person, project_id)
+    seat = _held(session, person, project) or _free(session, person, project)
+    if seat is None:
+        return None
+    return _show(session, project, _assign(session, person, project, seat), seat)
+
+
+def _open_project(session: Session, person: Person, project_id: int) -> Project:
+    """The project, with a lock on the person: two calls of one person run one after the other."""
+    project = people.require(session, person, project_id, "label")
+    if project.closed_at is not None:
+        raise Conflict(f"Project {project.name!r} is closed; ask its admin to open it again.")
+    session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
+    return project
+
+
+def _held(session: Session, person: Person, project: Project) -> Seat | None:
+    """The seat that the person still holds, with its lease renewed; the latest where there are several."""
+    mine = select(Seat.id).where(Seat.user_id == person.id, Seat.project_id == project.id, Seat.done.is_(False))
+    mine = mine.order_by(Seat.lease_until.desc(), Seat.id).limit(1).with_for_update(skip_locked=True)
+    return _take(session, person, project, mine)
+
+
+def _free(session: Session, person: Person, project: Project, task_id: int | None = None) -> Seat | None:
+    """A free seat at a task (or at `task_id`) to which the person has no current answer."""
+    free = [Seat.project_id == project.id, Seat.done.is_(False)]
+    free.append(or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session)))
+    if task_id is None:
+        theirs = and_(Assignment.task_id == Seat.task_id, Assignment.user_id == person.id, Assignment.vote_id.is_not(None))
+        free.append(~exists().where(theirs))
+    else:
+        free.append(Seat.task_id == task_id)
+    one = select(Seat.id).where(*free).order_by(Seat.turn, Seat.id).limit(1)
+    return _take(session, person, project, one.with_for_update(skip_locked=True))
+
+
+def _take(session: Session, person: Person, project: Project, which: Any) -> Seat | None:
+    until = now(session) + project.lease_ms
+    lease = update(Seat).where(Seat.id == which.scalar_subquery()).values(user_id=person.id, lease_until=until)
+    found = session.scalars(lease.returning(Seat), execution_options={"populate_existing": True}).all()
+    return found[0] if found else None
+
+
+def _assign(session: Session, person: Person, project: Project, seat: Seat) -> Assignment:
+    row = session.scalar(select(Assignment).where(Assignment.task_id == seat.task_id, Assignment.user_id == person.id))
+    if row is None:
+        places = session.scalars(select(TaskItem.place).where(TaskItem.task_id == seat.task_id)).all()
+        order = seeds.permutation(len(places), project.seed, "display", seat.task_id, person.id).tolist()
+        row = Assignment(project_id=project.id, task_id=seat.task_id, user_id=person.id, display=order)
+        session.add(row)
+    row.shown_at = now(session)
+    session.flush()
+    return row
+
+
+def _show(session: Session, project: Project, assignment: Assignment, seat: Seat) -> ShownTask:
+    task = session.get_one(LabelTask, assignment.task_id)
+    items = select(TaskItem.place, StoredCompletion.content).join(StoredCompletion, StoredCompletion.id == TaskItem.completion_id)
+    content: dict[int, Any] = dict(session.execute(items.where(TaskItem.task_id == task.id)).all())
+    shown = [content[place] for place in assignment.display]
+    prompt = session.get_one(StoredPrompt, task.prompt_id).content
+    return ShownTask(assignment.id, project.kind, prompt, shown, seat.lease_until or 0)
+
+
+@writes
+def renew(session: Session, person: Person, assignment_id: int) -> int:
+    """Renew the lease of a task; returns its new end. Raises `Conflict` where the task went to somebody else or is answered."""
+    assignment, project = _mine(session, person, assignment_id)
+    until = now(session) + project.lease_ms
+    if not _hold(session, person, assignment, lease_until=until):
+        raise _lost(assignment)
+    return until
+
+
+@writes
+def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnswer, key: str) -> Receipt:
+    """Store an answer. It is on the disk when this returns.
+
+    An expired lease still counts while nobody else took the task. Raises `Conflict` where somebody did, where the person has
+    already answered (undo first), and where `key` was used for another call.
+    """
+    assignment, project = _mine(session, person, assignment_id)
+    # a page that repeats a call may have measured another time
+    digest = _digest("vote", assignment_id, asdict(replace(answer, client_ms=None)))
+    if (old := _repeated(session, person, key, digest)) is not None:
+        return old
+    _must_be_open(project)
+    stored = _canonical(project, answer, assignment.display) | _aside(answer.reason, answer.client_ms)
+    if not _hold(session, person, assignment, done=True, lease_until=None):
+        # their seat went to somebody else, but another seat of the task may be free
+        if assignment.vote_id is not None or _free(session, person, project, assignment.task_id) is None:
+            raise _lost(assignment)
+        _hold(session, person, assignment, done=True, lease_until=None)
+    return _store(session, assignment, key, digest, "vote", stored)
+
+
+@writes
+def skip(session: Session, person: Person, assignment_id: int, key: str, reason: str | None = None) -> Receipt:
+    """Leave a task to others. It is not shown to this person again unless they undo the skip."""
+    assignment, project = _mine(session, person, assignment_id)
+    digest = _digest("skip", assignment_id, reason)
+    if (old := _repeated(session, person, key, digest)) is not None:
+        return old
+    _must_be_open(project)
+    if not _hold(session, person, assignment, user_id=None, lease_until=None):
+        raise _lost(assignment)
+    return _store(session, assignment, key, digest, "skip", _aside(reason, None))
+
+
+@writes
+def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: LabelAnswer, key: str) -> Receipt:
+    """Store an answer to a task that another page showed, with the completions in the order `display` of their places.
+
+    Raises `Conflict` where the person has already answered the task, or somebody else holds it.
+    """
+    task = session.get(LabelTask, task_id)
+    if task is None:
+        raise Missing(f"There is no task {task_id}.")
+    project = _open_project(session, person, task.project_id)
+    digest = _digest("record", task_id, [list(display), asdict(answer)])
+    if (old := _repeated(session, person, key, digest)) is not None:
+        return old
+    row = session.scalar(select(Assignment).where(Assignment.task_id == task_id, Assignment.user_id == person.id))
+    row = row or Assignment(project_id=project.id, task_id=task_id, user_id=person.id)
+    if row.vote_id is not None or _free(session, person, project, task_id) is None:
+        raise Conflict("These completions were compared before, or somebody else is comparing them now; nothing was stored.")
+    row.display, row.shown_at = list(display), now(session)
+    session.add(row)
+    session.flush()
+    stored = _canonical(project, answer, row.display) | _aside(answer.reason, answer.client_ms)
+    _hold(session, person, row, done=True, lease_until=None)
+    return _store(session, row, key, digest, "vote", stored)
+
+
+@writes
+def undo(session: Session, person: Person, project_id: int, key: str) -> Receipt:
+    """Take back the person's last current answer or skip in a project. The task is theirs again, and `next_task` returns it.
+
+    Another call with a new key takes back the one before. Raises `Conflict` where there is nothing to take back, and where
+    somebody else holds the skipped task now.
+    """
+    project = people.require(session, person, project_id, "label")
+    session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
+    digest = _digest("undo", project_id, None)
+    if (old := _repeated(session, person, key, digest)) is not None:
+        return old
+    _must_be_open(project)
+    last = select(Assignment).where(Assignment.user_id == person.id, Assignment.project_id == project_id)
+    assignment = session.scalar(last.where(Assignment.vote_id.is_not(None)).order_by(Assignment.vote_id.desc()).limit(1))
+    if assignment is None:
+        raise Conflict("There is nothing to undo.")
+    undone = session.get_one(Vote, assignment.vote_id)
+    until = now(session) + project.lease_ms
+    if undone.action == "vote":
+        back = _hold(session, person, assignment, was_done=True, done=False, lease_until=until)
+    else:
+        back = _free(session, person, project, assignment.task_id) is not None
+    if not back:
+        raise Conflict("The task that you skipped is with somebody else now, so the skip stands.")
+    return _store(session, assignment, key, digest, "undo", {"supersedes": undone.id})
+
+
+@reads
+def mine(session: Session, person: Person, project_id: int) -> dict[str, int]:
+    """How many current answers and skips this person has in a project."""
+    people.require(session, person, project_id, "label")
+    rows = select(Vote.action).join(Assignment, Assignment.vote_id == Vote.id)
+    found = session.scalars(rows.where(Vote.user_id == person.id, Vote.project_id == project_id)).all()
+    return {"answered": found.count("vote"), "skipped": found.count("skip")}
+
+
+@reads
+def left(session: Session, person: Person, project_id: int) -> int:
+    """How many tasks `next_task` could give this person now."""
+    people.require(session, person, project_id, "label")
+    theirs = and_(Assignment.task_id == Seat.task_id, Assignment.user_id == person.id, Assignment.vote_id.is_not(None))
+    free = or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session), Seat.user_id == person.id)
+    tasks = select(func.count(Seat.task_id.distinct())).where(Seat.project_id == project_id, Seat.done.is_(False), free)
+    return session.scalar(tasks.where(~exists().where(theirs))) or 0
+
+
+def _mine(session: Session, person: Person, assignment_id: int) -> tuple[Assignment, Project]:
+    assignment = session.get(Assignment, assignment_id)
+    if assignment is None or assignment.user_id != person.id:
+        raise Missing(f"There is no task {assignment_id} that was shown to {person.name!r}.")
+    project = people.require(session, person, assignment.project_id, "label")
+    session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
+    session.refresh(assignment)
+    return assignment, project
+
+
+def _must_be_open(project: Project) -> None:
+    if project.closed_at is not None:
+        raise Conflict(f"Project {project.name!r} is closed; ask its admin to open it again.")
+
+
+def _hold(session: Session, person: Person, assignment: Assignment, *, was_done: bool = False, **values: Any) -> bool:
+    """Update the seat that the person has at the task. False where they have none."""
+    seat = update(Seat).where(Seat.task_id == assignment.task_id, Seat.user_id == person.id, Seat.done.is_(was_done))
+    return bool(session.execute(seat.values(**values).returning(Seat.id)).all())
+
+
+def _lost(assignment: Assignment) -> Conflict:
+    if assignment.vote_id is not None:
+        return Conflict("You have answered or skipped this task; undo that first.")
+    return Conflict("The time for this task ran out and it went to somebody else; go on with the next.")
+
+
+def _repeated(session: Session, person: Person, key: str, digest: str) -> Receipt | None:
+    """The receipt of an earlier call with the same key. Raises `Conflict` where that was a different call."""
+    if not 8 <= len(key) <= 200 or not key.isascii() or not key.isprintable():
+        raise Refusal("The key of a submission has 8 to 200 ASCII characters; a random UUID does.")
+    row = session.scalar(select(Vote).where(Vote.user_id == person.id, Vote.key == key))
+    if row is None:
+        return None
+    if row.digest != digest:
+        raise Conflict("This key was used for another submission; make a new one for each.")
+    return _receipt(row)
+
+
+def _store(session: Session, assignment: Assignment, key: str, digest: str, action: str, columns: dict[str, Any]) -> Receipt:
+    row = Vote(
+        project_id=assignment.project_id,
+        assignment_id=assignment.id,
+        user_id=assignment.user_id,
+        key=key,
+        digest=digest,
+        action=action,
+        shown_at=assignment.shown_at,
+        decided_at=now(session),
+        **columns,
+    )
+    session.add(row)
+    session.flush()
+    assignment.vote_id = None if action == "undo" else row.id
+    return _receipt(row)
+
+
+def _receipt(row: Vote) -> Receipt:
+    return Receipt(row.id, row.assignment_id, row.action, row.decided_at, row.supersedes)
+
+
+def _digest(action: str, of: int, what: object) -> str:
+    return hashlib.sha256(json.dumps([action, of, what], sort_keys=True).encode()).hexdigest()
+
+
+def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
+    if reason is not None and len(reason) > LONGEST_REASON:
+        raise Refusal(f"The reason has {len(reason)} characters; at most {LONGEST_REASON} are kept.")
+    if client_ms is not None and not 0 <= client_ms < 2**53:
+        raise Refusal(f"client_ms is {client_ms}; expected milliseconds, 0 or more.")
+    return {"reason": reason or None, "client_ms": client_ms}
+
+
+def _canonical(project: Project, answer: LabelAnswer, display: list[int]) -> dict[str, Any]:
+    """The columns of an answer, with sides turned into places. Raises `Refusal` where the answer does not fit the question."""
+    asked = {"pair": "choice", "ranking": "ranks"}.get(project.kind, "rating")
+    given = [name for name in ("choice", "ranks", "rating") if getattr(answer, name) is not None]
+    if given != [asked]:
+        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks for {asked} alone.")
+    if asked == "ranks":
+        _check_strength(answer, 0, decided=False)
+        return {"ranks": _places(project, answer.ranks or (), display)}
+    if asked == "rating":
+        _check_strength(answer, 0, decided=False)
+        top = int(project.kind.removeprefix("rating-"))
+        if not 1 <= (answer.rating or 0) <= top:
+            raise Refusal(f"The rating is {answer.rating}; expected 1 to {top}.")
+        return {"rating": answer.rating}
+    allowed = [c for c in CHOICES if (c != "tie" or project.ties) and (c != "both_bad" or project.both_bad)]
+    choice = answer.choice or ""
+    if choice not in allowed:
+        raise Refusal(f"The choice is {choice[:40]!r}; expected one of {', '.join(allowed)}{nearest(choice, allowed)}.")
+    _check_strength(answer, project.strengths, decided=choice in ("left", "right"))
+    chosen = "ab"[display[CHOICES.index(choice)]] if choice in ("left", "right") else choice
+    return {"choice": chosen, "strength": answer.strength}
+
+
+def _check_strength(answer: LabelAnswer, grades: int, *, decided: bool) -> None:
+    if answer.strength is None:
+        return
+    if not grades or not decided or not 1 <= answer.strength <= grades:
+        expected = f"1 to {grades}, beside a choice of one side" if grades else "none in this project"
+        raise Refusal(f"The strength is {answer.strength}; expected {expected}.")
+
+
+def _places(project: Project, ranks: tuple[int, ...], display: list[int]) -> list[int]:
+    """Ranks by place. They are 1, 2, …; equal ones share a rank and the next one is the count of those before it, plus 1."""
+    better = [1 + sum(other < rank for other in ranks) for rank in ranks]
+    if len(ranks) != len(display) or list(ranks) != better:
+        raise Refusal(
+            f"The ranks are {list(ranks)[:20]}; expected {len(display)} ranks from 1, as in 1, 2, 2, 4 where two are equal."
+        )
+    if not project.ties and len(set(ranks)) < len(ranks):
+        raise Refusal(f"The ranks are {list(ranks)[:20]}; this project takes no equal ranks.")
+    by_place = [0] * len(display)
+    for place, rank in zip(display, ranks, strict=True):
+        by_place[place] = rank
+    return by_place

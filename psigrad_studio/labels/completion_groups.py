@@ -1,0 +1,193 @@
+"""Read and check rows of prompts with completions, and group the completions by prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from psigrad.data.rows import BadRow, RowError, show, validate
+from psigrad.errors import UserError
+
+ROLLOUTS = "rollouts.jsonl"
+"""The file of a run folder that holds what was sampled."""
+# Columns of a rollout that are kept up to the export.
+ROLLOUT = ("step", "kind", "row", "k", "reward", "advantage", "version", "seed", "finish_reason", "status")
+LINEAGE = ("run", *ROLLOUT, "sampler", "source")
+_OWN = (
+    *("prompt", "completion", "completions", "chosen", "rejected", "rating", "ratings", "ranking", "label", "tools"),
+    *("run", "sampler", "samplers", "source", "lineage"),
+)
+# Columns of a rollout that are not columns of its prompt.
+_MECHANICS = ("completion_ids", "parts", "reason", "turns", "mask", "step_rewards", "margin", "score_chosen", "score_rejected")
+
+
+@dataclass
+class SourcedCompletion:
+    """A completion, and what is known of where it came from (keys of `LINEAGE`)."""
+
+    content: Any
+    about: dict[str, Any]
+    hash: str = ""
+
+    def __post_init__(self) -> None:
+        self.hash = digest(self.content)
+
+
+@dataclass
+class PromptGroup:
+    """A prompt with its completions by hash. `columns` are the dataset columns on which its rows agree.
+
+    `best` is the hash of the better completion, where it is known.
+    """
+
+    prompt: Any
+    columns: dict[str, Any]
+    completions: dict[str, list[SourcedCompletion]] = field(default_factory=dict)
+    best: str | None = None
+
+
+@dataclass
+class CompletionGroups:
+    """Groups by key, in order of first appearance. `unusable` counts rows with an empty completion, which cannot be shown."""
+
+    groups: dict[str, PromptGroup] = field(default_factory=dict)
+    unusable: int = 0
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON value; the order of names in objects does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def gather(
+    rows: Iterable[tuple[str, Any]],
+    *,
+    run: str | None = None,
+    sampler: str | None = None,
+    gold: bool = False,
+    skip_empty: bool = False,
+) -> CompletionGroups:
+    """Rows, each with its place ("file:line"), by prompt.
+
+    A row has `prompt` and either `completion`, `completions` or `chosen` and `rejected`. `sampler` (in the row, or given here)
+    says what made the completion; `samplers` is a list beside `completions`. Other columns stay with the prompt. With `gold`
+    the chosen completion of a pair is taken as known to be the better one; with `skip_empty` rows with an empty completion are
+    counted and left out. Raises `UserError` naming place and column.
+    """
+    found = CompletionGroups()
+    for place, row in rows:
+        if skip_empty and row.get("completion") == "":
+            found.unusable += 1
+            continue
+        answers = _answers(row, place)
+        # a dataset may have columns with these names too; only a rollout has both step and k
+        said = ROLLOUT if {"step", "k"} <= row.keys() else ("reward", "finish_reason")
+        own = {k: v for k, v in row.items() if k not in (*_OWN, *said, *_MECHANICS) and v is not None}
+        if row.get("tools"):
+            own["tools"] = row["tools"]
+        prompt = validate({**own, "prompt": row["prompt"]}, "prompt-only", place).prompt
+        group = _join(found.groups, prompt, own)
+        for i, (answer, made_by) in enumerate(answers):
+            about = {name: row[name] for name in said if row.get(name) is not None}
+            known = {"run": row.get("run") or run, "sampler": made_by or row.get("sampler") or sampler, "source": place}
+            one = SourcedCompletion(answer, about | {name: value for name, value in known.items() if value is not None})
+            group.completions.setdefault(one.hash, []).append(one)
+            if gold and i == 0 and "chosen" in row:
+                group.best = one.hash
+    return found
+
+
+def _join(groups: dict[str, PromptGroup], prompt: Any, own: dict[str, Any]) -> PromptGroup:
+    group = groups.setdefault(digest(prompt), PromptGroup(prompt, dict(own)))
+    for name in set(group.columns) - {n for n, v in own.items() if n in group.columns and v == group.columns[n]}:
+        del group.columns[name]
+    return group
+
+
+def _answers(row: Any, place: str) -> list[tuple[Any, str | None]]:
+    """The checked completions of a row, each with the name of its sampler where the row gives one for each."""
+    if not isinstance(row, Mapping):
+        raise RowError(BadRow(place, "", f"is {show(row)}; a row must be an object with named columns"))
+    try:
+        digest(row)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RowError(BadRow(place, "", f"can't be kept as JSON ({error}); numbers must be finite")) from error
+    if row.get("completions") is not None:
+        return _listed(row, place)
+    if row.get("chosen") is not None:
+        checked = validate(row, "preference", place)
+        return [(checked.completion, None), (checked.rejected, None)]
+    return [(validate({n: row[n] for n in ("prompt", "completion") if n in row}, "prompt-completion", place).completion, None)]
+
+
+def _listed(row: Mapping[str, Any], place: str) -> list[tuple[Any, str | None]]:
+    completions, samplers = row["completions"], row.get("samplers")
+    if not isinstance(completions, list) or not completions:
+        raise RowError(BadRow(place, "completions", f"is {show(completions)}; it must be a list with a completion or more"))
+    if samplers is None:
+        samplers = [None] * len(completions)
+    if not isinstance(samplers, list) or len(samplers) != len(completions):
+        raise RowError(BadRow(place, "samplers", "must be a list with one entry for each of the completions"))
+    made = []
+    for i, (completion, by) in enumerate(zip(completions, samplers, strict=True)):
+        try:
+            made.append(
+                (validate({"prompt": row.get("prompt"), "completion": completion}, "prompt-completion", place).completion, by)
+            )
+        except RowError as error:
+            column = error.bad.column.replace("completion", f"completions[{i}]", 1)
+            raise RowError(BadRow(place, column, error.bad.reason)) from None
+    return made
+
+
+def lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a JSONL file with their places. Raises `UserError` where a line isn't JSON, except for a last one without an
+    end, which a process that was stopped leaves behind.
+    """
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield f"{path}:{number}", json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    if line.endswith(b"\n"):
+                        raise UserError(f"{path}:{number} is not JSON ({error}).") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def rollouts(folder: Path, kind: str | None, steps: range | None) -> Iterator[tuple[str, Any]]:
+    """Rows of a run's rollouts.jsonl, of one kind ("train" or "eval") and some steps only where these are given.
+
+    Completions of conversations are made messages, and the `sampler` of each is its step.
+    """
+    file = folder / ROLLOUTS if folder.is_dir() else folder
+    if not file.is_file():
+        raise UserError(f"{folder} has no {ROLLOUTS}; name the output_dir of an online run.")
+    for place, row in lines(file):
+        if not isinstance(row, Mapping) or not {"step", "prompt", "completion"} <= row.keys():
+            raise UserError(f"{place} is no rollout; expected step, prompt and completion.")
+        if (kind and row.get("kind") != kind) or (steps is not None and row["step"] not in steps):
+            continue
+        text = row["completion"]
+        talk = isinstance(row["prompt"], list) and isinstance(text, str) and text
+        answer = [{"role": "assistant", "content": text}] if talk else text
+        yield place, {**row, "completion": answer, "sampler": f"step {row['step']}"}
+
+
+def by_step(rows: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+    """Consecutive rows of one step, as lists; a run writes its rows in order of steps."""
+    batch: list[tuple[str, Any]] = []
+    for place, row in rows:
+        if batch and batch[-1][1]["step"] != row["step"]:
+            yield batch
+            batch = []
+        batch.append((place, row))
+    if batch:
+        yield batch

@@ -1,0 +1,69 @@
+"""Make, hash and compare passwords and tokens. Nothing that is stored can be used to log in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import unicodedata
+from dataclasses import dataclass
+
+from psigrad_studio.labels.refusals import Refusal
+
+SHORTEST, LONGEST = 10, 1024
+
+
+@dataclass(frozen=True)
+class ScryptCost:
+    """The cost of one scrypt hash: 128 · 2^log_n · r bytes of memory, p times."""
+
+    log_n: int = 15
+    r: int = 8
+    p: int = 3
+
+
+COST = ScryptCost()
+
+
+def hash_password(password: str, cost: ScryptCost | None = None) -> str:
+    """`scrypt$log_n$r$p$salt$hash` of a password. Raises `Refusal` where it is too short or too long."""
+    if not SHORTEST <= len(password) <= LONGEST:
+        raise Refusal(f"The password has {len(password)} characters; expected {SHORTEST} to {LONGEST}.")
+    cost = cost or COST
+    salt = secrets.token_bytes(16)
+    parts = (cost.log_n, cost.r, cost.p, *(base64.b64encode(b).decode() for b in (salt, _scrypt(password, salt, cost))))
+    return "$".join(("scrypt", *map(str, parts)))
+
+
+def check_password(password: str, stored: str | None) -> bool:
+    """Whether the password matches `stored`. Takes the same time where `stored` is None, so that names cannot be found by
+    timing.
+    """
+    if stored is None:
+        _scrypt(password[:LONGEST], b"no such person..", COST)
+        return False
+    _, log_n, r, p, salt, expected = stored.split("$")
+    found = _scrypt(password[:LONGEST], base64.b64decode(salt), ScryptCost(int(log_n), int(r), int(p)))
+    return hmac.compare_digest(found, base64.b64decode(expected)) and len(password) <= LONGEST
+
+
+def _scrypt(password: str, salt: bytes, cost: ScryptCost) -> bytes:
+    n = 2**cost.log_n
+    text = unicodedata.normalize("NFKC", password).encode("utf-8", "surrogatepass")
+    return hashlib.scrypt(text, salt=salt, n=n, r=cost.r, p=cost.p, maxmem=132 * n * cost.r * cost.p + 2**20, dklen=32)
+
+
+def token(kind: str) -> str:
+    """A new token of 256 random bits. Its prefix names its kind, so that leaked tokens can be recognised."""
+    return f"psigrad_{kind}_{secrets.token_urlsafe(32)}"
+
+
+def hash_token(value: str) -> str:
+    """The stored form of a token. One round of SHA-256 is enough, since 256 random bits cannot be guessed."""
+    return hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def csrf(session_token: str) -> str:
+    """The CSRF token of a session. It works for this session alone and does not reveal the session token."""
+    return hmac.new(session_token.encode("utf-8", "surrogatepass"), b"psigrad csrf", hashlib.sha256).hexdigest()

@@ -1,0 +1,111 @@
+"""Sentences that explain an advantage, from the rewards of the group and the row itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from psigrad.records.read import shown as _shown
+from psigrad.records.read import visible
+from psigrad.records.rows import number
+
+Row = Mapping[str, Any]
+
+
+def shown(value: Any) -> str:
+    """A number for people, with a minus sign."""
+    return _shown(value).replace("-", "−")
+
+
+def explained(row: Row, group: Sequence[Row]) -> str:
+    """One or two sentences on a row of rollouts.jsonl. `group` is all rows of its group, itself included."""
+    if row.get("kind") == "eval":
+        return "Held-out completions are measured and not trained on."
+    if row.get("kind") != "train":
+        return ""
+    if row.get("status") == "unscored":
+        reason = visible(str(row.get("reason") or ""))[:300]
+        return f"It has no reward, so it is left out{f': {reason}' if reason else ''}."
+    if row.get("completion_ids") == []:
+        return "It is empty: there is no token whose probability could change."
+    if row.get("kept") is False:
+        return (
+            f"A filter left it out{_by_its_length(row)}; its advantage of {shown(number(row.get('advantage')))} teaches nothing."
+        )
+    advantage = number(row.get("advantage"))
+    if math.isnan(advantage):
+        return _not_used(group)
+    if advantage == 0:
+        return _zero(row, group)
+    return ""
+
+
+def _listed(row: Row, name: str) -> list[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _rewards(group: Sequence[Row]) -> list[float]:
+    values = [number(row.get("reward")) for row in group]
+    return [value for value in values if math.isfinite(value)]
+
+
+def _not_used(group: Sequence[Row]) -> str:
+    rewards = _rewards(group)
+    if len(set(rewards)) == 1 and len(rewards) > 1:
+        return (
+            f"All {len(rewards)} rewards of its group are {shown(rewards[0])}: there is nothing to prefer, and the group was "
+            "left out of the batch."
+        )
+    if len(rewards) < 2 <= len(group):
+        return "Too few completions of its group have a reward to compare it with, so the group was left out."
+    return "It was not part of the batch that was trained on."
+
+
+def _zero(row: Row, group: Sequence[Row]) -> str:
+    """Why an advantage is 0, which has several possible causes."""
+    rewards, own = _rewards(group), number(row.get("reward"))
+    mask = _listed(row, "mask")
+    if not mask or any(mask):
+        if len(rewards) > 1 and len(set(rewards)) == 1:
+            which = {1.0: "all are right", 0.0: "all are wrong"}.get(rewards[0], "none is better than another")
+            all_of = f"All {len(rewards)} rewards of its group are {shown(rewards[0])}"
+            return f"{all_of} ({which}), so each equals the mean: nothing to learn here."
+        if any(number(a) != 0 for a in _listed(row, "advantages")):
+            return "Its tokens have advantages that cancel in the mean; see them one by one below."
+        if rewards and math.isclose(own, math.fsum(rewards) / len(rewards), rel_tol=1e-6, abs_tol=1e-9):
+            return f"Its reward of {shown(own)} is just the mean of its group, so it is neither raised nor lowered."
+        if "best" in _neighbours(row, group):
+            return "It is neither the best nor the worst of its group; only those two are trained on."
+        return f"Its advantage is 0 though its reward is {shown(own)} and its group's mean is {shown(_mean(rewards))}."
+    return "The policy chose none of its tokens (all are masked)."
+
+
+def _neighbours(row: Row, group: Sequence[Row]) -> str:
+    """Whether the advantages look like those of a pair method: one is 1, one is −1, the others are 0."""
+    found = sorted(number(member.get("advantage")) for member in group)
+    pairs = len(found) > 2 and found[0] == -1 and found[-1] == 1 and all(value == 0 for value in found[1:-1])
+    return "best and worst" if pairs else ""
+
+
+def _by_its_length(row: Row) -> str:
+    return ", as the length limit cut it" if row.get("finish_reason") == "length" else ""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def group_said(group: Sequence[Row]) -> str:
+    """What can be learned from a group, in one line."""
+    rewards = _rewards(group)
+    if not rewards or not group or group[0].get("kind") == "episode":
+        return ""
+    missing = len(group) - len(rewards)
+    without = f"; {missing} without a reward" if missing else ""
+    if len(rewards) > 1 and len(set(rewards)) == 1:
+        return f"A dead group: every reward is {shown(rewards[0])}{without}."
+    mean = _mean(rewards)
+    spread = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1))
+    return f"Rewards {shown(min(rewards))} to {shown(max(rewards))}, mean {shown(mean)}, deviation {shown(spread)}{without}."

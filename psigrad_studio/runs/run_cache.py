@@ -1,0 +1,178 @@
+"""What was read of all runs, cached within limits: their figures and the indices of their completions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from psigrad.errors import UserError
+from psigrad.records.read import flat, kind_of
+from psigrad.records.warnings import BY_NAME, Alert
+from psigrad_studio.runs.files import opened
+from psigrad_studio.runs.history import History
+from psigrad_studio.runs.rollout_index import RolloutIndex
+from psigrad_studio.runs.run_finder import RunFinder, RunPlace
+from psigrad_studio.runs.tokens import config_of
+
+MOST_POINTS, MOST_INDEXES = 20_000_000, 8
+PICTURE, PICTURE_BYTES = "episode.gif", 16 << 20
+_LAST = ("reward", "return", "accuracy", "token_accuracy", "loss")
+# Settings that do not change what is learned.
+_ASIDE = frozenset({"video", "record_tokens", "reward_timeout", "reward_workers", "micro_batch_tokens"})
+T = TypeVar("T")
+
+
+class RunCache:
+    """The runs below a folder, by identifier."""
+
+    def __init__(self, root: Path) -> None:
+        self.finder = RunFinder(root)
+        self._lock = threading.Lock()
+        self._histories: OrderedDict[str, History] = OrderedDict()
+        self._rollouts: OrderedDict[str, RolloutIndex] = OrderedDict()
+        self._entries: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def place(self, run: str) -> RunPlace:
+        """The folder of a run. Raises `UserError` for an unknown identifier."""
+        found = self.finder.places().get(run)
+        if found is None:
+            raise UserError("This run is not (or no longer) in the folder of runs; reload the page.")
+        return found
+
+    def history(self, run: str) -> History:
+        """A run's figures."""
+        return self._kept(self._histories, run, History, len(self.finder.places()) + 1)
+
+    def rollouts(self, run: str) -> RolloutIndex:
+        """The index of a run's completions."""
+        return self._kept(self._rollouts, run, RolloutIndex, MOST_INDEXES)
+
+    def _kept(self, cache: OrderedDict[str, T], run: str, make: Callable[[Path], T], most: int) -> T:
+        place = self.place(run)
+        with self._lock:
+            if run not in cache:
+                cache[run] = make(place.path)
+            cache.move_to_end(run)
+            while len(cache) > most:
+                cache.popitem(last=False)
+            return cache[run]
+
+    def entries(self, seconds: float) -> tuple[list[dict[str, Any]], bool]:
+        """The list entry of each run, and whether all runs were read before the time was over."""
+        deadline, found, whole = time.monotonic() + seconds, [], True
+        for place in self.finder.places().values():
+            known = self._entries.get(place.id)
+            if time.monotonic() > deadline and known is None:
+                whole = False
+                continue
+            if time.monotonic() <= deadline:
+                self.history(place.id).catch_up(deadline - time.monotonic())
+                known = (_signature(place.path), self._entry(place, known))
+                self._entries[place.id] = known
+            assert known is not None
+            found.append(known[1])
+        self._trim()
+        return found, whole
+
+    def entry(self, run: str) -> dict[str, Any]:
+        """The list entry of one run."""
+        return self._entry(self.place(run), None)
+
+    def _entry(self, place: RunPlace, known: tuple[Any, dict[str, Any]] | None) -> dict[str, Any]:
+        # an ended run with unchanged files needs no second look
+        if known is not None and known[1]["whole"] and known[1]["state"] != "running" and known[0] == _signature(place.path):
+            return known[1]
+        history = self.history(place.id)
+        with history.lock:
+            return self._read(place, history)
+
+    def _read(self, place: RunPlace, history: History) -> dict[str, Any]:
+        whole = history.read()
+        config, state = config_of(place.path), history.state
+        alerts = history.alerts(state)
+        last = next((name for name in _LAST if name in history.series and history.series[name].values), None)
+        return {
+            "id": place.id,
+            "name": place.name,
+            **described(config),
+            "state": state,
+            "step": history.last_step,
+            "last": None if last is None else {"name": last, "value": history.series[last].values[-1]},
+            "written": history.written,
+            "alerts": [alert_of(a) for a in alerts if a.ended is None],
+            "ended_alerts": sum(a.ended is not None for a in alerts),
+            "generation": history.generation,
+            "version": history.version,
+            "whole": whole,
+        }
+
+    def _trim(self) -> None:
+        """Drop the least recently used figures where there are too many."""
+        with self._lock:
+            points = {run: sum(len(s.steps) for s in h.series.values()) for run, h in self._histories.items()}
+            for run in list(self._histories)[:-1]:
+                if sum(points.values()) <= MOST_POINTS:
+                    return
+                del self._histories[run], points[run]
+
+    def picture(self, run: str) -> bytes | None:
+        """The recorded episode as a GIF, where the run has one."""
+        try:
+            with opened(self.place(run).path / PICTURE) as stream:
+                found = stream.read(PICTURE_BYTES + 1)
+        except OSError:
+            return None
+        return found if found[:6] in (b"GIF87a", b"GIF89a") and len(found) <= PICTURE_BYTES else None
+
+
+def alert_of(alert: Alert) -> dict[str, Any]:
+    """An alert with the texts of its rule."""
+    rule = BY_NAME[alert.rule]
+    return {
+        "rule": alert.rule,
+        "title": rule.title,
+        "says": rule.says,
+        "signal": rule.signal,
+        "grave": rule.grave,
+        "step": alert.step,
+        "ended": alert.ended,
+        "worst_step": alert.worst_step,
+        "value": alert.value,
+    }
+
+
+def described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Method, model, seed, and a key of the settings that runs with other seeds share."""
+    kind, given = kind_of(config), flat(config)
+    name: Any = {"sft": "sft", "reward": "reward model", "preference": config.get("loss")}.get(kind, config.get("algorithm"))
+    if isinstance(name, Mapping):
+        name = name.get("name") or name.get("preset") or "own method"
+    model = config.get("env") if kind == "control" else given.get("model.path")
+    same = {key: value for key, value in given.items() if not key.startswith("run.") and key not in _ASIDE}
+    same["steps"] = given.get("run.max_steps")
+    total = config.get("total_timesteps") if kind == "control" else given.get("run.max_steps")
+    return {
+        "kind": kind if config else "",
+        "method": str(name or "unknown")[:60],
+        "model": str(model or "")[:200],
+        "seed": given.get("run.seed") if isinstance(given.get("run.seed"), int) else None,
+        "group": hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:12] if config else "",
+        "total": total if isinstance(total, int) and total > 0 else None,
+    }
+
+
+def _signature(path: Path) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for name in ("metrics.jsonl", "timings.jsonl", "events.jsonl", "config.json", ".lock"):
+        try:
+            status = (path / name).stat(follow_symlinks=False)
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return tuple(found)

@@ -1,0 +1,71 @@
+"""Find the run folders. A run is identified by a hash of its path, so that no text of a request becomes a path."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DEPTH, MOST = 5, 2000
+_SKIPPED = frozenset({"checkpoints", "model", "settings", "data"})
+_MARKS = ("metrics.jsonl", "events.jsonl")
+SCAN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """A run folder: its identifier, its name relative to the folder of runs, and its path."""
+
+    id: str
+    name: str
+    path: Path
+
+
+class RunFinder:
+    """The run folders below `root`, searched again at most once a second. Links are not followed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._scanned = -SCAN_SECONDS
+        self._places: dict[str, RunPlace] = {}
+        self.more = False
+        """Whether there are more than `MOST`, of which the rest is left out."""
+
+    def places(self) -> dict[str, RunPlace]:
+        """All runs by identifier, sorted by name."""
+        with self._lock:
+            if time.monotonic() - self._scanned >= SCAN_SECONDS:
+                found = sorted(self._found(), key=lambda place: place.name)
+                self.more = len(found) > MOST
+                self._places = {place.id: place for place in found[:MOST]}
+                self._scanned = time.monotonic()
+            return self._places
+
+    def _found(self) -> Iterator[RunPlace]:
+        try:
+            root = self.root.resolve(strict=True)
+        except OSError:
+            return
+        count = 0
+        for folder, folders, files in os.walk(root):
+            path = Path(folder)
+            depth = len(path.relative_to(root).parts)
+            is_run = any(name in files for name in _MARKS)
+            if is_run:
+                yield _place(root, path)
+                count += 1
+            if depth >= DEPTH or (is_run and depth) or count > MOST:
+                folders.clear()
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED)
+
+
+def _place(root: Path, path: Path) -> RunPlace:
+    name = path.relative_to(root).as_posix()
+    name = root.name if name == "." else name
+    printable = name.encode("utf-8", "backslashreplace").decode()
+    return RunPlace(hashlib.sha256(os.fsencode(path)).hexdigest()[:16], printable, path)

@@ -1,0 +1,63 @@
+"""Sessions of the owner: a key at the first visit, a signed cookie after it, and a token against forged requests."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+
+ONE_TIME_SECONDS = 120
+
+
+class Sessions:
+    """Sessions without a store: the cookie is `issued.nonce.signature`, signed with a secret made when the server starts.
+
+    Sessions cannot be planted from outside (fixation), and a restart ends all of them.
+    """
+
+    def __init__(self, key: str, session_seconds: float, now: Callable[[], float] = time.time) -> None:
+        self._key, self._session_seconds, self._now = key.encode(), session_seconds, now
+        self._secret = secrets.token_bytes(32)
+        self._once: dict[str, float] = {}
+
+    def one_time_key(self) -> str:
+        """A key for the browser that is opened automatically. It works once and for two minutes, since other users can see
+        command lines.
+        """
+        key = secrets.token_urlsafe(32)
+        self._once[key] = self._now() + ONE_TIME_SECONDS
+        return key
+
+    def admits(self, key: str) -> bool:
+        """Whether a key opens the studio. A one-time key is used up."""
+        given = key.encode("utf-8", "surrogateescape")
+        for once in list(self._once):
+            if hmac.compare_digest(given, once.encode()):
+                return self._once.pop(once) > self._now()
+        return hmac.compare_digest(given, self._key)
+
+    def new_session(self) -> str:
+        """The value of a fresh cookie."""
+        body = f"{int(self._now())}.{secrets.token_urlsafe(18)}"
+        return f"{body}.{self._sign('session', body)}"
+
+    def session_of(self, cookie: str) -> str | None:
+        """The name of the session of a cookie; None where it is forged, malformed or expired."""
+        body, _, signature = cookie.rpartition(".")
+        if not hmac.compare_digest(signature.encode("utf-8", "surrogateescape"), self._sign("session", body).encode()):
+            return None
+        issued = int(body.partition(".")[0])
+        return body if 0 <= self._now() - issued <= self._session_seconds else None
+
+    def csrf_token(self, session: str) -> str:
+        """The token that a page of this session sends with every request but GET."""
+        return self._sign("csrf", session)
+
+    def csrf_holds(self, session: str, token: str) -> bool:
+        """Whether a token belongs to the session."""
+        return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.csrf_token(session).encode())
+
+    def _sign(self, purpose: str, text: str) -> str:
+        return hmac.new(self._secret, f"{purpose}\0{text}".encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()

@@ -1,0 +1,53 @@
+"""What `psigrad doctor` says of a machine."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from psigrad import cli
+from psigrad.planning import doctor
+from psigrad.planning.doctor import Check
+
+
+def looked():
+    yield Check("GPU", "missing", "no CUDA device", "take another build")
+    yield Check("a longer name", "ok", "fine")
+
+
+def test_lines_are_aligned_and_advice_follows_what_is_not_well():
+    text = doctor.report(looked=looked).splitlines()
+    assert text[0] == "missing GPU            no CUDA device" and text[1].strip() == "take another build"
+    assert text[2] == "ok      a longer name  fine" and len(text) == 3
+
+
+def test_json_holds_the_same():
+    found = json.loads(doctor.report(as_json=True, looked=looked))
+    assert found["GPU"] == {"state": "missing", "detail": "no CUDA device", "advice": "take another build"}
+
+
+def test_kernels_that_compute_something_else_are_broken(monkeypatch):
+    class Wrong:
+        def rms_norm(self, x, weight, eps):
+            return x + 1
+
+    for found, state in (("no C++ compiler was found", "missing"), (Wrong(), "broken")):
+        monkeypatch.setattr(doctor, "kernels", lambda found=found: found)
+        assert doctor._kernels().state == state and doctor._kernels().advice
+
+
+def test_a_package_that_is_absent_is_missing_and_one_that_breaks_is_broken(monkeypatch, tmp_path):
+    (tmp_path / "breaks.py").write_text("raise ImportError('libfoo.so is gone')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor._package("no_such_package", "x").state == "missing"
+    broken = doctor._package("breaks", "x")
+    assert broken.state == "broken" and "libfoo.so is gone" in broken.detail
+
+
+def test_the_command_looks_at_this_machine(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == {"state": "ok", "detail": f"torch {torch.__version__}", "advice": ""}
+    assert found["GPU"]["state"] == ("ok" if torch.cuda.is_available() else "missing") and "disk" in found
+    assert cli.main(["doctor"]) == 0 and "torch" in capsys.readouterr().out
