@@ -13,7 +13,8 @@ from psigrad import cli
 from psigrad.config import Evaluation
 from psigrad.errors import UserError
 from psigrad.experiments import comparison as compare
-from psigrad.experiments.comparison import Comparison, interval, settings_of, table
+from psigrad.experiments.comparison import Comparison, settings_of, table
+from psigrad.intervals import over_seeds
 from psigrad.report import compare as page
 
 
@@ -63,8 +64,8 @@ def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
 
 
 def test_intervals_are_students():
-    assert interval([2.0]) == [2.0, 2.0, 2.0]
-    mean, low, high = interval([1.0, 2.0, 3.0])
+    assert over_seeds([2.0]) == (2.0, 2.0, 2.0)
+    mean, low, high = over_seeds([1.0, 2.0, 3.0])
     assert (
         mean == 2.0 and high - mean == pytest.approx(4.303 / math.sqrt(3), abs=1e-3) and mean - low == pytest.approx(high - mean)
     )
