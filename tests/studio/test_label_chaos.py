@@ -177,7 +177,7 @@ def postgres() -> Iterator[str]:
 
 
 def test_eight_labellers_and_a_server_that_is_killed(tmp_path):
-    rows, broken = storm(str(tmp_path / "labels.db"), tmp_path, labellers=8, tasks=20, kills=1)
+    rows, broken = storm(str(tmp_path / "labels.db"), tmp_path, labellers=8, tasks=30, kills=2)
     print(f"\n{rows} rows; {broken} submissions broke off and were sent again")
     assert broken >= 1
 
