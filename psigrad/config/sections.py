@@ -142,7 +142,11 @@ class Run:
     seed: int = 0
     """The one seed; every other is derived from it."""
     save_steps: CountOrZero = 0
-    """Checkpoint every this many steps; 0: only at the end and when asked to stop."""
+    """Checkpoint every this many steps; 0: by time alone (save_minutes)."""
+    save_minutes: PositiveOrZero = 10.0
+    """Checkpoint too when this many minutes have passed since the last one; 0: never by time."""
+    logging_steps: CountOrZero = 10
+    """Where the output is no terminal: print a line of figures every this many steps; 0: none."""
     save_total_limit: Count = 2
     """Checkpoints kept; the newest that verifies is never deleted."""
     resume: Literal["auto", "never", "must"] = "auto"

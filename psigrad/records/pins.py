@@ -14,7 +14,10 @@ from psigrad.records.rows import FORMAT
 # Settings that may differ between a run and its continuation, because nothing that is computed depends on them.
 MAY_CHANGE = frozenset(
     f"run.{name}"
-    for name in ("max_steps", "save_steps", "save_total_limit", "report_to", "progress", "report", "resume", "output_dir")
+    for name in (
+        *("max_steps", "save_steps", "save_minutes", "save_total_limit", "logging_steps"),
+        *("report_to", "progress", "report", "resume", "output_dir"),
+    )
 ) | {"format", "reward_timeout", "reward_workers", "record_tokens", "optim.rehearse"}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -13,11 +15,32 @@ class Advance(Protocol):
     def __call__(self, count: float = 1, note: str = "") -> None: ...
 
 
+def _lines(description: str, total: float, done: float, every: int) -> Advance:
+    """Prints "name 10/100 note, 1.2 s a step"."""
+    at, printed, since = done, done, time.monotonic()
+
+    def advance(count: float = 1, note: str = "") -> None:
+        nonlocal at, printed, since
+        at += count
+        if every and (at - printed >= every or at == total):
+            now = time.monotonic()
+            print(f"{description} {at:g}/{total:g}  {note}  {(now - since) / (at - printed):.3g} s a step", flush=True)
+            printed, since = at, now
+
+    return advance
+
+
 @contextlib.contextmanager
-def bar(description: str, total: float, *, shown: bool = True, done: float = 0) -> Iterator[Advance]:
-    """A bar from `done` to `total`, gone from the terminal's cursor when the block ends; nothing is drawn when not `shown`."""
+def bar(description: str, total: float, *, shown: bool = True, done: float = 0, every: int = 0) -> Iterator[Advance]:
+    """A bar from `done` to `total`, gone from the terminal's cursor when the block ends; nothing is drawn when not `shown`.
+
+    Where standard output is no terminal (a log file, a cluster's queue), a line is printed every `every` steps instead.
+    """
     if not shown:
         yield lambda count=1, note="": None
+        return
+    if not sys.stdout.isatty():
+        yield _lines(description, total, done, every)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

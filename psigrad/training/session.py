@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from psigrad.errors import UserError
 from psigrad.records import checkpoint, pins
 from psigrad.records.run_folder import RunFolder
 from psigrad.training import state
-from psigrad.training.journal import Journal
+from psigrad.training.journal import Journal, Stopped
 from psigrad.training.state import Learner, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
@@ -56,6 +57,13 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
         trackers = open_trackers(config.run.report_to, folder.path, settings)
         try:
             yield Journal(folder, trackers, stop)
+        except Stopped:
+            raise
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # a full disk must not hide the reason
+                reason = f"{type(error).__name__}: {error}"
+                folder.event("failed", reason=reason, traceback="".join(traceback.format_exception(error))[-8000:])
+            raise
         finally:
             for tracker in trackers:
                 tracker.close()

@@ -1,4 +1,4 @@
-"""Being asked to stop: the first SIGTERM or Ctrl-C is served between steps, the second at once."""
+"""Being asked to stop: the first SIGTERM, SIGHUP (the terminal is gone) or Ctrl-C is served between steps, the second at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class StopSignal:
-    """While its block runs, the first SIGTERM or SIGINT only sets `requested` (and `number`); the second raises
+    """While its block runs, the first SIGTERM, SIGHUP or SIGINT only sets `requested` (and `number`); the second raises
     KeyboardInterrupt.
 
-    The process then exits with 143 (SIGTERM) or 130 (SIGINT). Outside the main thread, where no handler can be set, it does
-    nothing.
+    The process then exits with 128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Outside the main thread,
+    where no handler can be set, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._asked)
         return self
 

@@ -27,8 +27,8 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_sigterm_is_served_in_every_phase(phase, job, tmp_path):
+@pytest.mark.parametrize(("phase", "number"), [*((phase, signal.SIGTERM) for phase in PHASES), ("update", signal.SIGHUP)])
+def test_a_signal_is_served_in_every_phase(phase, number, job, tmp_path):
     run, config = RECIPES["grpo"]
     owner, name, count = PHASES[phase]
 
@@ -38,7 +38,7 @@ def test_sigterm_is_served_in_every_phase(phase, job, tmp_path):
         def wrapped(*args, **kwargs):
             calls[0] += 1
             if calls[0] == count:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             return original(*args, **kwargs)
 
         setattr(owner, name, wrapped)
@@ -48,7 +48,7 @@ def test_sigterm_is_served_in_every_phase(phase, job, tmp_path):
             os._exit(stopped.exit_status)
 
     status = forked(asked_to_stop)
-    assert os.waitstatus_to_exitcode(status) == 143
+    assert os.waitstatus_to_exitcode(status) == 128 + number
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").path is not None or phase == "start"
     assert events_of(tmp_path / "run")[-1] == "stopped"
     assert run_to_end(run, config, job, tmp_path / "run") == 0

@@ -1,0 +1,114 @@
+"""When the cycle saves, what it prints where there is no terminal, and what is left of a run that fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tiny_jobs import online_config
+
+from psigrad.config import Run
+from psigrad.recipes import online
+from psigrad.records import checkpoint
+from psigrad.rewards import RewardError
+from psigrad.training import cycle as module
+from psigrad.training.cycle import cycle
+from psigrad.training.progress import bar
+from psigrad.training.state import State
+from psigrad.training.update import NonFiniteError
+
+
+class Quiet:
+    def stop_requested(self):
+        return False
+
+
+def saves(settings, total=10, step=None):
+    """The steps that were saved."""
+    found = []
+    turn = step or (lambda state: (replace(state, step=state.step + 1), ""))
+    cycle("x", State(evaluated=True), total, turn, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet())
+    return found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on by a minute each time that it is asked."""
+    minutes = iter(range(10_000))
+    monkeypatch.setattr(module.time, "monotonic", lambda: 60.0 * next(minutes))
+
+
+def test_a_checkpoint_is_made_by_time_and_at_the_end(clock):
+    assert saves(Run(progress=False, save_minutes=3.0)) == [3, 6, 9, 10]
+    assert saves(Run(progress=False, save_minutes=0.0)) == [10]
+    assert saves(Run(progress=False, save_minutes=0.0, save_steps=4)) == [4, 8, 10]
+
+
+def test_a_run_is_saved_by_time_unless_it_is_told_otherwise():
+    assert Run().save_minutes == 10.0 and Run().save_total_limit == 2
+
+
+@pytest.mark.parametrize("error", [RewardError("rewards"), NonFiniteError("gradient")])
+def test_what_was_good_is_saved_before_an_error_that_leaves_the_weights_alone(error):
+    found = []
+
+    def step(state):
+        if state.step == 6:
+            raise error
+        return replace(state, step=state.step + 1, nonfinite=int(state.step + 1 > 4)), ""
+
+    settings = Run(progress=False, save_minutes=0.0)
+    with pytest.raises(type(error)):
+        cycle("x", State(evaluated=True), 10, step, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet())
+    assert found == [4], "the steps behind it had no finite gradient"
+
+
+def test_an_error_that_may_have_moved_the_weights_saves_nothing():
+    found = []
+
+    def step(state):
+        if state.step == 3:
+            raise ValueError
+        return replace(state, step=state.step + 1), ""
+
+    with pytest.raises(ValueError):
+        cycle("x", State(evaluated=True), 10, step, lambda s: None, found.append, Run(progress=False), 0, Quiet())
+    assert found == []
+
+
+def fails_later(prompts, completions, **columns):
+    """Good for the first evaluation and some steps, then broken for good."""
+    fails_later.calls += 1
+    if fails_later.calls > 24:
+        raise RuntimeError("the service is gone")
+    return [float(len(text)) for text in completions]
+
+
+fails_later.calls = 0
+
+
+def test_a_run_whose_rewards_fail_leaves_a_checkpoint_the_reason_and_the_traceback(job, tmp_path):
+    config = online_config(job, tmp_path / "run", max_steps=50, save_steps=0)
+    config = replace(config, reward=(fails_later,), evaluation=replace(config.evaluation, eval_steps=0))
+    with pytest.raises(RewardError, match="the service is gone"):
+        online.run(config)
+    folder = tmp_path / "run"
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert checkpoint.latest(folder / "checkpoints").step == max(steps) > 0
+    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "failed" and "the service is gone" in last["reason"] and "check_unscored" in last["traceback"]
+
+
+def test_without_a_terminal_a_line_of_figures_is_printed_now_and_then(capsys):
+    with bar("grpo", 25, every=10) as advance:
+        for step in range(25):
+            advance(note=f"reward {step}")
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split("  ")[:2] for line in lines]
+    assert shown == [["grpo 10/25", "reward 9"], ["grpo 20/25", "reward 19"], ["grpo 25/25", "reward 24"]]
+    with bar("grpo", 25, every=0) as advance:
+        advance()
+    with bar("grpo", 25, shown=False, every=1) as advance:
+        advance()
+    assert capsys.readouterr().out == ""
