@@ -68,6 +68,9 @@ class RunFolder:
             started = (".lock", ".config.json.tmp")  # all that a run killed at once leaves
             if not (path / "config.json").exists() and any(p.name not in started for p in path.iterdir()):
                 raise RunFolderError(f"{path} holds files and is no run folder; choose an empty or a new folder as output_dir.")
+            for name in (".lock", ".config.json.tmp", "config.json", "checkpoints", *(f"{rows}.jsonl" for rows in ROWS)):
+                if (path / name).is_symlink():
+                    raise RunFolderError(f"{path / name} is a link; a run folder holds its own files, so remove the link.")
             lock = _locked(path)
         try:
             folder = cls(path, lock)
@@ -145,7 +148,10 @@ class RunFolder:
         with _errors_of(self.path):
             for name in ("metrics", "timings", "rollouts"):
                 file = self.path / f"{name}.jsonl"
-                _truncate(file, _end_of(file, step))
+                end, damaged = _end_of(file, step)
+                _truncate(file, end)
+                if damaged:
+                    self.event("rows_damaged", file=file.name, lines=damaged)
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """The final `model/`, written beside, fsynced and renamed, so that it is whole or the old one."""
@@ -173,18 +179,22 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _end_of(file: Path, step: int) -> int:
-    """The offset behind the last row of a step at most `step`, rows being in order of their steps."""
-    end = 0
+def _end_of(file: Path, step: int) -> tuple[int, int]:
+    """(the offset behind the last row of a step at most `step`, rows being in order of their steps; damaged lines before it)."""
+    end = at = passed = damaged = 0
     with file.open("rb") as stream:
         for line in stream:
+            at += len(line)
             try:
-                if json.loads(line)["step"] > step:
+                found = json.loads(line)["step"]
+                if found > step:
                     break
-            except (ValueError, TypeError, KeyError):
-                break  # what a power cut leaves lies behind everything that was flushed
-            end += len(line)
-    return end
+            except (ValueError, TypeError, KeyError, RecursionError):
+                passed += 1  # counts once a row behind it is whole; at the end it is what a power cut leaves
+                continue
+            end, damaged = at, damaged + passed
+            passed = 0
+    return end, damaged
 
 
 def _end_of_lines(file: Path) -> int:

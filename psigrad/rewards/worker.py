@@ -7,6 +7,7 @@ dies with its parent, and a Ctrl-C at the terminal does not reach it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import inspect
 import math
@@ -64,7 +65,7 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     """Answer until the parent goes away: first ("ready", None) or ("broken", why), then an
     ("answer", …) from each function that a request names.
     """
-    setup = _read(requests)
+    own, setup = os.getpid(), _read(requests)
     sys.path[:] = setup["path"]
     try:
         load_homes(setup["homes"])
@@ -77,7 +78,10 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
         asked, samples = _read(requests)
         for which in asked:
             name, function = functions[which]
-            _write(responses, ("answer", answer_of(name, function, samples)))
+            answer = answer_of(name, function, copy.deepcopy(samples))  # what one function does to its lists, no other sees
+            if os.getpid() != own:
+                os._exit(0)  # a child that a reward forked must not answer in its place
+            _write(responses, ("answer", answer))
 
 
 def main() -> None:
@@ -132,7 +136,8 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise Malformed(f"{name} returned a {type(returned).__name__}; expected a list with one number or None per completion")
     if len(values) != count:
-        raise Malformed(f"{name} returned {len(values)} rewards for {count} completions")
+        # asked again one by one, such a function could give each the reward of another
+        return [Malformed(f"{name} returned {len(values)} rewards for {count} completions")] * count
     return [_said(name, value) for value in values]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from psigrad.records import checkpoint
-from psigrad.training.update import Optimizer
+from psigrad.training.update import NonFiniteError, Optimizer
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -52,6 +52,13 @@ class Learner:
 
 def save(root: Path, state: State, learners: Sequence[Learner], *, keep: int, meta: Mapping[str, Any] | None = None) -> Path:
     """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go."""
+
+    for learner in learners:
+        if bad := [name for name, p in learner.optimizer.parameters.items() if not bool(torch.isfinite(p).all())]:
+            raise NonFiniteError(
+                f"The weights are not finite after step {state.step} ({', '.join(bad[:3])}), so no checkpoint was made of them; "
+                "the last one is sound. Lower the learning rate."
+            )
 
     def write(folder: Path) -> None:
         for learner in learners:

@@ -131,3 +131,31 @@ def test_a_pool_costs_little_per_completion(pool_of, score):
         score(pool, texts, size=8, answer=texts)
         times.append(time.perf_counter() - begin)
     assert min(times) < 0.1
+
+
+def test_what_a_reward_does_to_its_inputs_no_other_reward_sees(pool_of, score, tmp_path):
+    (tmp_path / "changing.py").write_text(
+        "def first(completions, answer, **columns):\n"
+        "    completions.clear(); answer[0] = 'x'; answer.append('y')\n"
+        "    return [1.0, 1.0]\n"
+        "def second(completions, answer, **columns):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    )
+    specs = [resolve(f"{tmp_path}/changing.py:{name}") for name in ("first", "second")]
+    for order in (specs, specs[::-1]):
+        found = score(pool_of(*order, timeout=60.0), ["a", "b"], answer=["a", "b"])
+        assert [result.parts["second"] for result in found] == [1.0, 1.0]
+
+
+def test_a_child_that_a_reward_forks_never_answers_in_its_place(pool_of, score, tmp_path):
+    (tmp_path / "forking.py").write_text(
+        "import os, sys\n"
+        "def reward(completions, **columns):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: sys.exit(0)\n"
+        "    os.waitpid(pid, 0)\n"
+        "    return [float(c) for c in completions]\n"
+    )
+    pool = pool_of(resolve(f"{tmp_path}/forking.py:reward"), timeout=60.0)
+    texts = [str(i) for i in range(12)]
+    assert [result.value for result in score(pool, texts, size=2)] == list(range(12))
+    assert [result.value for result in score(pool, texts[::-1], size=3)] == list(range(12))[::-1]

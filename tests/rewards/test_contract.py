@@ -67,10 +67,10 @@ def test_what_is_no_reward_is_unscored_with_its_kind(kinds, name, kind, score):
         assert name in result.reason and MALFORMED[kind] in result.reason
 
 
-@pytest.mark.parametrize(("kind", "alone"), [("short", 0), ("long", 2), ("empty", 0)])
-def test_a_wrong_number_of_rewards_is_unscored(kinds, kind, alone, score):
+@pytest.mark.parametrize(("kind", "returned"), [("short", 2), ("long", 4), ("empty", 0)])
+def test_a_wrong_number_of_rewards_is_unscored_and_not_asked_for_again(kinds, kind, returned, score):
     results = score(kinds["of_kind"], ["a"] * 3, kind=[kind] * 3)
-    assert results == [Unscored(f"of_kind returned {alone} rewards for 1 completions")] * 3
+    assert results == [Unscored(f"of_kind returned {returned} rewards for 3 completions")] * 3
 
 
 def test_nothing_but_none_is_unscored_and_not_zero(kinds, score):

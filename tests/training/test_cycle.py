@@ -6,9 +6,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file
 from tiny_jobs import online_config
 
 from psigrad.config import Run
+from psigrad.errors import UserError
 from psigrad.recipes import online
 from psigrad.records import checkpoint
 from psigrad.rewards import RewardError
@@ -112,3 +114,13 @@ def test_without_a_terminal_a_line_of_figures_is_printed_now_and_then(capsys):
     with bar("grpo", 25, shown=False, every=1) as advance:
         advance()
     assert capsys.readouterr().out == ""
+
+
+def test_weights_that_are_not_finite_are_never_sealed(job, tmp_path):
+    config = online_config(job, tmp_path / "run", max_steps=6, save_steps=1)
+    config = replace(config, optim=replace(config.optim, learning_rate=3e38, max_grad_norm=0.0), num_minibatches=1)
+    with pytest.raises(UserError, match=r"not finite|sampler and trainer disagree"):
+        online.run(config)
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    for file in [] if found.path is None else found.path.glob("*.safetensors"):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())

@@ -258,6 +258,38 @@ def test_rewinding_gives_back_the_bytes_of_then(tmp_path):
     assert len(rows(path, "events")) == 5
 
 
+def test_a_damaged_line_costs_no_row_behind_it(tmp_path):
+    path = tmp_path / "run"
+    with RunFolder.open(path, CONFIG) as folder:
+        for step in range(1, 33):
+            folder.metrics({"step": step})
+    file = path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[4] = b"\xff" + lines[4][1:]
+    file.write_bytes(b"".join(lines) + b'{"step": 33, "los')
+    with RunFolder.open(path, CONFIG) as folder:
+        folder.rewind(30)
+    kept = file.read_bytes().splitlines(keepends=True)
+    assert kept == lines[:30], "the rows behind it stay, as it does itself"
+    assert [(e["file"], e["lines"]) for e in rows(path, "events") if e["kind"] == "rows_damaged"] == [("metrics.jsonl", 1)]
+
+
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "checkpoints"])
+def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_untouched(name, tmp_path):
+    path, target = tmp_path / "run", tmp_path / "precious"
+    with RunFolder.open(path, CONFIG):
+        pass
+    target.write_text("precious")
+    if (path / name).is_dir():
+        (path / name).rmdir()
+    else:
+        (path / name).unlink()
+    (path / name).symlink_to(target)
+    with pytest.raises(RunFolderError, match="is a link"), RunFolder.open(path, CONFIG):
+        pass
+    assert target.read_text() == "precious"
+
+
 def test_a_torn_last_event_does_not_swallow_the_next(tmp_path):
     path = tmp_path / "run"
     with RunFolder.open(path, CONFIG) as folder:
