@@ -57,7 +57,7 @@ def run(config: OnlineConfig) -> Result:
         policy = Learner(model, setup.optimizer_of(model, config))
         learners = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         fresh = State(algorithm=algorithm.initial_state())
-        begun = session.begin(config, journal, learners, setup.identity(model.tokenizer, rows), found, fresh)
+        begun = session.begin(config, journal, learners, setup.identity(model.tokenizer, rows, held), found, fresh)
         job = Online(
             config=config,
             algorithm=algorithm,

@@ -56,7 +56,7 @@ def run(config: PreferenceConfig) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
-        return setup.train_on_rows(config, journal, model, rows, found, task, held_out, generated)
+        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
 
 
 def _reference(

@@ -40,7 +40,7 @@ def run(config: RewardConfig) -> Result:
         rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
         task = _task(config, model, rows, journal)
         held_out = _task(config, model, held, journal) if held else None
-        return setup.train_on_rows(config, journal, model, rows, found, task, held_out)
+        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out)
 
 
 def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:

@@ -125,11 +125,14 @@ def lora_of(settings: Model) -> Lora | None:
     return Lora(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_target_modules)
 
 
-def identity(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, str]:
+def identity(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], held: Sequence[Row]) -> dict[str, str]:
     """Hashes of what a run stands on besides its settings: a continuation must find them as they were."""
     return pins.hashes(
         {
-            "dataset": [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in rows],
+            **{
+                name: [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in part]
+                for name, part in (("dataset", rows), ("held-out dataset", held))
+            },
             "tokenizer": tokenizer.get_vocab(),
             "chat template": tokenizer.chat_template,
         }
@@ -194,15 +197,18 @@ def train_on_rows(
     config: SFTConfig | RewardConfig | PreferenceConfig,
     journal: Journal,
     model: LanguageModel | ScalarModel,
-    rows: Sequence[Row],
+    rows: tuple[Sequence[Row], Sequence[Row]],
     found: Path | None,
     task: Task,
     held_out: Task | None,
     generated: Generated | None = None,
 ) -> Result:
-    """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind."""
+    """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind.
+
+    `rows` are those of training and those that are held out.
+    """
     learner = Learner(model, optimizer_of(model, config))
-    begun = session.begin(config, journal, [learner], identity(model.tokenizer, rows), found, State())
+    begun = session.begin(config, journal, [learner], identity(model.tokenizer, *rows), found, State())
     steps = config.run.max_steps or math.ceil(len(task) / config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:

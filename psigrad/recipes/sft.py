@@ -39,4 +39,4 @@ def run(config: SFTConfig) -> Result:
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
         task = SFTTask(model, examples)
         held_out = SFTTask(model, [example(model.tokenizer, row, config.max_length) for row in held]) if held else None
-        return setup.train_on_rows(config, journal, model, rows, found, task, held_out, generated)
+        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)

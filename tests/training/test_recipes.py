@@ -158,22 +158,24 @@ def test_python_trains_on_rows(job, tmp_path):
     assert figures["eval/prompts"] == 3
 
 
-@pytest.mark.parametrize("change", ["setting", "dataset"])
+@pytest.mark.parametrize("change", ["setting", "dataset", "held-out dataset"])
 def test_a_run_does_not_go_on_with_something_else(change, job, tmp_path):
-    data = tmp_path / "train.jsonl"
-    data.write_text((job / "train.jsonl").read_text())
+    data, held = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    for file in (data, held):
+        file.write_text((job / file.name).read_text())
 
     def config(steps: int):
         made = sft_config(job, tmp_path / "run", max_steps=steps)
-        return replace(made, data=replace(made.data, dataset=str(data)))
+        return replace(made, data=replace(made.data, dataset=str(data), eval_dataset=str(held)))
 
     sft.run(config(2))
     if change == "setting":
         with pytest.raises(UserError, match=r"optim.learning_rate was 0.01 and is 0.02"):
             sft.run(replace(config(4), optim=replace(config(4).optim, learning_rate=0.02)))
     else:
-        data.write_text(data.read_text().replace("say a", "say b"))
-        with pytest.raises(UserError, match="was trained with another dataset"):
+        changed = data if change == "dataset" else held
+        changed.write_text(changed.read_text().replace("say ", "says "))
+        with pytest.raises(UserError, match=f"was trained with another {change}"):
             sft.run(config(4))
 
 
