@@ -21,7 +21,7 @@ from torch import Tensor, nn
 Activation = Literal["tanh", "relu"]
 Layers = list[tuple[Tensor, Tensor]]
 # States that go through the layers together, so that what a layer computes is still in the core's cache when it is read again.
-_TOGETHER = 2048
+_GROUPS = 2048
 
 
 class Towers(nn.Module):
@@ -72,7 +72,7 @@ class Towers(nn.Module):
         """The same, ready to be differentiated once."""
         with torch.no_grad():
             layers = self._views()
-            parts = (x_MD,) if len(x_MD) <= _TOGETHER else torch.split(x_MD, _TOGETHER)
+            parts = (x_MD,) if len(x_MD) <= _GROUPS else torch.split(x_MD, _GROUPS)
             return Tape(self, [self._activations(x, layers) for x in parts])
 
     def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
@@ -165,7 +165,7 @@ class Tape:
         out, grads = towers._room()
         back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
         layers = towers._views()
-        given = (grad_KMO,) if len(self._parts) == 1 else torch.split(grad_KMO, _TOGETHER, 1)
+        given = (grad_KMO,) if len(self._parts) == 1 else torch.split(grad_KMO, _GROUPS, 1)
         for part, (hs, d) in enumerate(zip(self._parts, given, strict=False)):
             states = d.shape[1]
             for i in reversed(range(len(layers))):

@@ -37,13 +37,13 @@ class Layout(Protocol):
 class FusedLayout(Protocol):
     """Who attends to whom inside fused layers.
 
-    `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and the
-    log-normaliser of the scores [S, H]. `panels` are the layers' matrices as this pass reads them, where they were turned for it.
-    `slots` are where the new tokens go in a step of decoding, None in any other pass.
+    `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and the log-normaliser of
+    the scores [S, H]. `packed_weights` holds the layers' packed matrices, if this pass may use them. `slots` says where a
+    decoding step puts its new tokens; None in any other pass.
     """
 
     @property
-    def panels(self) -> PackedWeights | None: ...
+    def packed_weights(self) -> PackedWeights | None: ...
 
     @property
     def slots(self) -> Slots | None: ...
@@ -100,7 +100,7 @@ class PackedLayout:
     sequence_rows: Tensor
     sequence_prefix: Tensor
     rows: int
-    panels = slots = None
+    packed_weights = slots = None
 
     @cached_property
     def order(self) -> Tensor:

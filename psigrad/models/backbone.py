@@ -40,13 +40,14 @@ class Lora:
 
 @dataclass
 class Pretrained(ABC):
-    """A model of transformers' kind under its tokenizer.
+    """A pretrained model with its tokenizer.
 
-    `network` holds the weights: transformers' modules, or bare containers where the fused decoder computes (`hf` puts
-    transformers' model around those). With LoRA the layers are inside it, and `adapter` is the peft wrapper that saves and merges
-    them. `why_padded` is empty where the packed forward reproduces the model; else it says why the padded one runs instead.
-    `decoder` runs the packed forward in fused kernels where they reproduce the model; `why_unfused` says why not. With `flex`
-    what is packed attends by FlexAttention.
+    - `network` holds the weights: transformers' modules, or `WeightsOnly` where the fused decoder computes (`as_transformers`
+      turns those into transformers' model). With LoRA it contains the adapters' layers.
+    - `adapter` is the peft wrapper that saves and merges the adapters.
+    - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
+    - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
+    - `flex`: packed attention runs by FlexAttention.
     """
 
     network: PreTrainedModel | WeightsOnly
@@ -60,20 +61,19 @@ class Pretrained(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.network.device
 
-    @property
-    def hf(self) -> PreTrainedModel:
-        """transformers' model: the `network` from now on."""
+    def as_transformers(self) -> PreTrainedModel:
+        """transformers' model around the same parameters. The first call replaces `network` by it; `decoder` stays in use."""
         if isinstance(self.network, WeightsOnly):
-            with torch.inference_mode(False):  # who samples may ask first
+            with torch.inference_mode(False):  # the first call may come from a sampler
                 hf = self.network.as_transformers()
             mode = hf.training
             switch_dropout_off(hf)
             self.network, fused, self.decoder = hf, self.decoder, None
             try:
-                self.why_padded = choose_attention(hf, self.probe)
+                self.why_padded = choose_attention(hf, self._probe)
                 if fused is not None and fused.recompute:
                     recompute_activations(hf)
             finally:
@@ -82,12 +82,12 @@ class Pretrained(ABC):
         return self.network
 
     def switch(self, training: bool) -> None:
-        """Put the network into training mode or out of it, which asks each of its modules: nothing where it is so already."""
+        """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
         if self.network.training != training:
             self.network.train(training)
 
     @abstractmethod
-    def probe(self, packed: bool) -> Tensor:
+    def _probe(self, packed: bool) -> Tensor:
         """Numbers on `PROBE`, to tell whether one way to compute them is as good as another."""
 
     def forward(
@@ -96,41 +96,49 @@ class Pretrained(ABC):
         position_ids: Tensor,
         layout: attention.Layout | attention.FusedLayout,
         keep: ActivationCache | None = None,
-        known: CacheHit | None = None,
+        cached: CacheHit | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, S, E] where `layout` says who attends to whom, or [M, E] of the tokens `wanted`, places in the B·S;
         ids and positions are [B, S].
 
-        A decoder adds what its layers computed to `keep`, or takes it from what is `known`.
+        A fused decoder adds its activations to `keep`, or takes them from `cached`.
         """
         if self.decoder is not None:
             fused: Any = layout
-            return self.decoder(input_ids, position_ids, fused, keep, known, wanted)
+            return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
         if self.flex and isinstance(layout, attention.PackedLayout):
             from psigrad.models.flex import FlexLayout  # imports the compiler
 
             layout = FlexLayout(layout)
-        hidden: Tensor = self.hf.base_model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=attention.no_mask(self.device),
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state
+        hidden: Tensor = (
+            self.as_transformers()
+            .base_model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention.no_mask(self.device),
+                use_cache=False,
+                layout=layout,
+            )
+            .last_hidden_state
+        )
         return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
 
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
-            return self.forward(inputs.input_ids, inputs.position_ids, inputs.layout, known=inputs.known, wanted=wanted)
-        hidden: Tensor = self.hf.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.attention_mask,
-            use_cache=False,
-        ).last_hidden_state
+            return self.forward(inputs.input_ids, inputs.position_ids, inputs.layout, cached=inputs.cached, wanted=wanted)
+        hidden: Tensor = (
+            self.as_transformers()
+            .base_model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=inputs.attention_mask,
+                use_cache=False,
+            )
+            .last_hidden_state
+        )
         return hidden.flatten(0, 1).index_select(0, wanted)
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -138,21 +146,21 @@ class Pretrained(ABC):
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
     def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool) -> Self:
-        """Choose the ways to compute, and add the adapter where one is wanted; bare weights take none.
+        """Choose the ways to compute, and add the adapter where one is wanted; `WeightsOnly` takes none.
 
         The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
         """
         if isinstance(self.network, WeightsOnly) and lora is None:
             self.decoder = Decoder(self.network, gradient_checkpointing)
         else:
-            self._prepare(self.hf, task, lora, adapter, gradient_checkpointing)
+            self._prepare(self.as_transformers(), task, lora, adapter, gradient_checkpointing)
         self.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
         return self
 
     def _prepare(self, hf: PreTrainedModel, task: str, lora: Lora | None, adapter: Path | None, recompute: bool) -> None:
         switch_dropout_off(hf)
         if not self.why_padded:
-            self.why_padded = choose_attention(hf, self.probe)
+            self.why_padded = choose_attention(hf, self._probe)
         if lora is not None:
             self.adapter = with_lora(hf, lora, adapter, task)
         if recompute:
@@ -185,7 +193,7 @@ class Pretrained(ABC):
     def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
         """The numbers on `PROBE`, and the direction of the gradient of their sum, parameter by parameter."""
         with torch.enable_grad():
-            found = self.probe(packed=True)
+            found = self._probe(packed=True)
             slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True)
         return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
 
@@ -286,15 +294,15 @@ def choose_attention(hf: PreTrainedModel, run: Callable[[bool], Tensor]) -> str:
 
 def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
     """The fused decoder where it reproduces the model's own modules, else None and why."""
-    hf = model.hf
+    hf = model.as_transformers()
     try:
         decoder = Decoder(hf, recompute)
     except Unsupported as reason:
         return None, str(reason)
     with torch.no_grad(), _perturbed(decoder):
-        own = model.probe(packed=True)
+        own = model._probe(packed=True)
         model.decoder = decoder
-        gap = float((model.probe(packed=True) - own).abs().max())
+        gap = float((model._probe(packed=True) - own).abs().max())
     if gap < (1e-3 if hf.dtype == torch.float32 else 0.25):
         return decoder, ""
     return None, f"the fused forward differs by {gap:.1g} from the model's own"

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
-from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused import weights_only
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.fused.weights_only import WeightsOnly
-from psigrad.models.logprobs import TokenStats, Wanted, token_stats
+from psigrad.models.logprobs import TokenStats, TokenStatsRequest, token_stats
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
 from psigrad.objective import PolicyOutputs
 
@@ -64,7 +64,7 @@ class LanguageModel(Pretrained):
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
         return super().trainable() | head
 
-    def probe(self, packed: bool) -> Tensor:
+    def _probe(self, packed: bool) -> Tensor:
         """Log-probs on `PROBE`."""
         return self.evaluate(PROBE, packed=packed).logp
 
@@ -131,7 +131,7 @@ class LanguageModel(Pretrained):
         forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
         cache = self.usable(cache)
         if cache is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
-            forward = replace(forward, known=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
+            forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
         values = None
         if value:
             hidden, head, values = self._with_values(forward)
@@ -141,12 +141,12 @@ class LanguageModel(Pretrained):
         if kl_to is not None:
             alone = self.without_adapter() if kl_to is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
-                reference_hidden, reference_head = kl_to._target_hidden(replace(forward, known=None))
+                reference_hidden, reference_head = kl_to._target_hidden(replace(forward, cached=None))
             if kl_to is self:  # it is asked later, when the adapter is on again
                 reference_head = getattr(reference_head, "base_layer", reference_head)
-        wanted = Wanted(temperature, entropy, accuracy, reference_head)
-        said = None if forward.known is None else forward.known.said
-        stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, said)
+        wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head)
+        cached = None if forward.cached is None else forward.cached.logps
+        stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
         return replace(stats, value=values), forward.targets
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
@@ -165,7 +165,7 @@ class LanguageModel(Pretrained):
         """
         if inputs.layout is not None:
             return self.target_hidden(inputs), self.network.get_output_embeddings()
-        out = self.hf(
+        out = self.as_transformers()(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
@@ -204,7 +204,7 @@ def load(
     """
     plain = lora is None and device == "cpu"
     try:
-        found = bare.load(path, DTYPES[dtype]) if plain else None
+        found = weights_only.load(path, DTYPES[dtype]) if plain else None
         network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -223,7 +223,7 @@ def prepare(
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
 ) -> LanguageModel:
-    """A `LanguageModel` around a transformers model that is already in memory, or around bare weights."""
+    """A `LanguageModel` around a transformers model that is already in memory, or around `WeightsOnly`."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing)

@@ -47,7 +47,7 @@ def upcast(logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TokenStatsRequest:
     """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact KL."""
 
     temperature: float = 1.0
@@ -227,14 +227,14 @@ def token_stats(
     ids: Tensor,
     head: Callable[[Tensor], Tensor],
     vocabulary: int,
-    wanted: Wanted,
+    wanted: TokenStatsRequest,
     reference_hidden: Tensor | None = None,
-    said: CachedLogProbs | None = None,
+    cached: CachedLogProbs | None = None,
 ) -> TokenStats:
     """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
 
-    Where nothing but log-probs is wanted of a `head` that is a plain linear layer, the gradient is in closed form, and log-probs
-    that were `said` by that head need not be computed again.
+    If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form, and log-probs
+    `cached` from the same head are reused.
     """
     large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
     linear: Any = head if type(head) is nn.Linear and head.bias is None else None
@@ -245,8 +245,8 @@ def token_stats(
                 f"A target is token {int(ids.max())}; the head has {len(linear.weight)}: the tokenizer is of another model."
             )
         # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
-        exact = said is not None and hidden.dtype == linear.weight.dtype == torch.float32
-        known = said.under(linear.weight, wanted.temperature) if said is not None and exact else None
+        exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
+        known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
         return TokenStats(
             _ChosenLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, gradients.sums_for(linear.weight), known)
         )

@@ -82,7 +82,7 @@ class ForwardInputs:
     layout: PackedLayout | None = None
     attention_mask: Tensor | None = None
     prefix_ends: Tensor | None = None
-    known: CacheHit | None = None
+    cached: CacheHit | None = None
     """Layers that need not be run, where they were kept."""
 
 

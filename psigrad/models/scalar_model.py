@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
-from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.packing import ForwardInputs, Groups, Ids, Rows, pack, pad
 
@@ -40,7 +40,7 @@ class ScalarModel(Pretrained):
         """Whether the model has a number at every token."""
         return isinstance(getattr(self.network, "score", None), nn.Module)
 
-    def probe(self, packed: bool) -> Tensor:
+    def _probe(self, packed: bool) -> Tensor:
         """V on `PROBE`."""
         return self.values(PROBE, packed=packed)
 
@@ -76,7 +76,7 @@ class ScalarModel(Pretrained):
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
-        logits: Tensor = self.hf(input_ids=ids, attention_mask=mask).logits
+        logits: Tensor = self.as_transformers()(input_ids=ids, attention_mask=mask).logits
         return logits[:, 0].float()
 
 
@@ -96,7 +96,7 @@ def load(
     will do. Raises `UserError` if nothing loads from `path`.
     """
     try:
-        found = bare.load(path, DTYPES[dtype], scalar=True) if lora is None and device == "cpu" else None
+        found = weights_only.load(path, DTYPES[dtype], scalar=True) if lora is None and device == "cpu" else None
         network: Any
         network, missing = _by_transformers(path, DTYPES[dtype]) if found is None else found
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -131,7 +131,7 @@ def prepare(
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
 ) -> ScalarModel:
-    """A `ScalarModel` around a transformers model that is already in memory, or around bare weights."""
+    """A `ScalarModel` around a transformers model that is already in memory, or around `WeightsOnly`."""
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:

@@ -66,7 +66,7 @@ struct Factors {
 
 // One step of each weight, along its gradient times `scale`; `new1` is 1 - beta1, `new2` 1 - beta2, whose difference from 1 float32 would
 // round.
-void adamw_halves(const Weight* weights, const Factors* factors, int64_t number, float new1, float beta2, float new2, float eps, float scale, int threads) {
+void adamw_bf16(const Weight* weights, const Factors* factors, int64_t number, float new1, float beta2, float new2, float eps, float scale, int threads) {
     int64_t all = 0;
     for (int64_t t = 0; t < number; t++) all += weights[t].count;
 #pragma omp parallel num_threads(threads) if (all > WORTH_SHARING)

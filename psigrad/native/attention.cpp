@@ -45,7 +45,7 @@ struct Room {
     }
     // into [column, wide] and, transposed, into [dim, column]
     template <class T>
-    void copy(float* plain, float* turned, Rows<const T> from, int64_t head, int64_t start, int64_t length, int64_t column) {
+    void copy(float* plain, float* transposed, Rows<const T> from, int64_t head, int64_t start, int64_t length, int64_t column) {
         over(length, [&](int64_t j, auto rows) {
             const T* first = from.head(start + j, head, dim);
             over(dim, [&](int64_t d, auto count) {
@@ -53,9 +53,9 @@ struct Room {
                 for (int64_t i = 0; i < rows; i++) square[i] = take(first + i * from.row + d, count);
                 if (plain)
                     for (int64_t i = 0; i < rows; i++) give(plain + (column + j + i) * wide + d, count, square[i]);
-                if (!turned) return;
+                if (!transposed) return;
                 turn(square);
-                for (int64_t i = 0; i < count; i++) give(turned + (d + i) * ld + column + j, rows, square[i]);
+                for (int64_t i = 0; i < count; i++) give(transposed + (d + i) * ld + column + j, rows, square[i]);
             });
         });
     }

@@ -165,7 +165,7 @@ constexpr int TILE_ROWS = 6, TILE_COLUMNS = 1;
 constexpr int TILE_ROWS = 2, TILE_COLUMNS = 1;
 #endif
 
-// A turned matrix stands in panels of PANEL of its rows side by side, as wide as a tile of sums.
+// A packed matrix stands in panels of PANEL interleaved rows, as wide as a tile of sums.
 constexpr int64_t PANEL = LANES * TILE_COLUMNS;
 // Rows that a thread takes at a time in a product of any matrices, at most: half a MiB of them stays in a near cache beside a panel.
 constexpr int64_t BLOCK_ROWS = 512;
@@ -231,7 +231,7 @@ inline void swap_halves(vec& a, vec& b, std::integer_sequence<int, LANE...>) {
     a = first;
 }
 
-// A square of WIDTH vectors, turned.
+// A square of WIDTH vectors, transposed.
 template <int HALF = WIDTH / 2>
 inline void turn(vec* a) {
     for (int i = 0; i < WIDTH; i++)

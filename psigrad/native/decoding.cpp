@@ -10,13 +10,13 @@ void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows
 void rotary(int half, void* out, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, float eps, int threads);
 void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, int threads);
 void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads);
-void through_panels(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
-void through_half_panels(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
+void multiply_packed(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
+void multiply_packed_bf16(void* out, const void* x, const void* panels, const void* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads);
 }
 
 namespace {
 
-// Of a layer: its norms, those of the heads (or null), its turned matrices, its window.
+// One layer: its norms, the head norms (or null), its packed matrices, its window.
 struct Weights {
     const void *norm, *feed_norm, *query_norm, *key_norm;
     const void *qkv_panels, *out_panels, *both_panels, *down_panels;
@@ -58,7 +58,7 @@ void pass(int half, const Weights* weights, const Made* made, int64_t layers, co
     auto at = [=](char* table, int64_t wide) { return table + from * wide * size; };
     char *normed = at(room, s.width), *rotated = at(room + rows * s.width * size, turning), *gated = at(room + rows * (s.width + turning) * size, s.inner);
     auto product = [=](void* out, const void* x, const void* panels, const void* base, int64_t n, int64_t k) {
-        (half ? through_half_panels : through_panels)(out, x, panels, base, count, n, k, n, k, n, threads);
+        (half ? multiply_packed_bf16 : multiply_packed)(out, x, panels, base, count, n, k, n, k, n, threads);
     };
     x += from * s.width * size, cosine += from * s.dim, sine += from * s.dim;
     const void* const* prompts = c.prompts + group;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from psigrad.native.build import bind, library
-from psigrad.native.halves import Halves
+from psigrad.native.half_precision import HalfPrecision
 from psigrad.native.products import Products, by_pytorch
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
@@ -30,16 +30,16 @@ _SIGNATURES = {
     "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 7 + "ffft",
     "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
-    "turned": "ppiit",
-    "through_panels": "ppppiiiiiit",
-    "through_half_panels": "ppppiiiiiit",
+    "pack_matrix": "ppiit",
+    "multiply_packed": "ppppiiiiiit",
+    "multiply_packed_bf16": "ppppiiiiiit",
     "product": "ppppiiiiiiiiitt",
-    "half_product": "ppppiiiiiiiiitt",
+    "product_bf16": "ppppiiiiiiiiitt",
     "draw": "tppppiift",
     "gather": "piit",
     "copies": "pppit",
     "squared_norm": "pppit",
-    "adamw_halves": "ppi" + "f" * 5 + "t",
+    "adamw_bf16": "ppi" + "f" * 5 + "t",
 }
 
 
@@ -115,7 +115,11 @@ class Kernels:
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
-        self.products, self.gradients, self.halves = Products(self._call), Gradients(self._call), Halves(self._call)
+        self.products, self.gradients, self.half_precision = (
+            Products(self._call),
+            Gradients(self._call),
+            HalfPrecision(self._call),
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
@@ -179,10 +183,10 @@ class Kernels:
         heads: Heads,
         eps: float,
     ) -> None:
-        """x [B, E] through layers one after another, by `rms_norm`, `Products.through`, `rotary`, `decode` and `swiglu`.
+        """x [B, E] through layers one after another, by `rms_norm`, `Products.multiply_packed`, `rotary`, `decode` and `swiglu`.
 
         Addresses, int64 [layers, …]: of `weights` the norms before attention and before the feed-forward part, those of queries
-        and of keys (0 where there are none), the turned [q | k | v], output's, [gate | up] and down matrix, and instead of an
+        and of keys (0 where there are none), the packed [q | k | v], output's, [gate | up] and down matrix, and instead of an
         address the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
         middle [B, E], [gate | up] [B, 2·`inner`].
         """

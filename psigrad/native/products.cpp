@@ -1,5 +1,5 @@
 // Products of matrices. In a step of decoding, of a few rows with a matrix as it stands, which is read once, as fast as memory delivers
-// it, and of any number with one that was turned for it before; in training, of any two.
+// it, and of any number of rows with a packed matrix; in training, of any two.
 #include <omp.h>
 
 #include <algorithm>
@@ -154,14 +154,14 @@ void few_rows(float* out, const float* x, const float* weight, const float* base
         column_of_dots<1>(m, k, x, x_row, weight + j * k, 0, base ? base + j : nullptr, base_row, out + j, out_row);
 }
 
-// to[panels, k, PANEL] = weight[n, k] turned.
-void turned(float* to, const float* weight, int64_t n, int64_t k, int threads) {
+// to[panels, k, PANEL] = weight[n, k] packed.
+void pack_matrix(float* to, const float* weight, int64_t n, int64_t k, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * k > WORTH_SHARING)
     for (int64_t j = 0; j < n; j += PANEL) panel_of(to + j * k, weight + j * k, std::min(PANEL, n - j), k, k);
 }
 
-// As `few_rows`, for any number of rows and a turned matrix. A row's numbers do not depend on how many others there are here either.
-void through_panels(float* out, const float* x, const float* panels, const float* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
+// As `few_rows`, for any number of rows and a packed matrix. Here too a row's result does not depend on the number of rows.
+void multiply_packed(float* out, const float* x, const float* panels, const float* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
     // fewer panels than would keep the threads busy are met by some of the rows at a time, and many rows by as many as a near cache holds
     int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
     int64_t shares = std::max({int64_t(1), (m + NEAR_ROWS - 1) / NEAR_ROWS, std::min(tall, (4 * threads + wide - 1) / wide)});

@@ -109,7 +109,7 @@ def _saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
     """(bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
     groups, members, length = 2, 4, 33
     inputs = Groups([[3] * prompt] * groups, [[[4] * length] * members] * groups)
-    own = {t.untyped_storage().data_ptr() for t in (*model.hf.parameters(), *model.hf.buffers())}
+    own = {t.untyped_storage().data_ptr() for t in (*model.as_transformers().parameters(), *model.as_transformers().buffers())}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

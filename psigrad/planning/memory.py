@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from psigrad.models.fused.packed_weights import LIMIT, WORTH_TURNING
+from psigrad.models.fused.packed_weights import LIMIT, MIN_ROWS_TO_PACK
 from psigrad.models.gradients import HELD
 from psigrad.models.logprobs import CHUNK_ELEMENTS, TILE_ELEMENTS
 from psigrad.native.processor import plain_bfloat16
@@ -154,7 +154,7 @@ def passing(
     if work.samples:
         slots = f"{work.slots} sequences"
         found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
-        if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= WORTH_TURNING:
+        if (kept.fused == 4 or (kept.fused and plain_bfloat16())) and work.slots >= MIN_ROWS_TO_PACK:
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
             found.append(

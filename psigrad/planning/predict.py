@@ -18,7 +18,7 @@ from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.templates import example, prompt_ids
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES
-from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused import weights_only
 from psigrad.objective.preference_loss import KahnemanTversky
 from psigrad.planning.activations import Terms, terms
 from psigrad.planning.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, work_of
@@ -134,7 +134,7 @@ def predict(
     cost = cost_of(work, policy, frozen=bool(rank), recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     if again[0]:
         cost = cost.with_head_again(work, policy)
-    light = machine.kind == "cpu" and _is_bare(config, quick)
+    light = machine.kind == "cpu" and _loads_weights_only(config, quick)
     gives_back = recompute and machine.kind == "cpu"
     beside_head = 0.0 if adapter or gives_back else head_slack(work, policy, width, machine.kind)
     return Plan(
@@ -150,13 +150,13 @@ def predict(
     )
 
 
-def _is_bare(config: Config, local: bool) -> bool:
+def _loads_weights_only(config: Config, local: bool) -> bool:
     """Whether every model of a run on a CPU is read without transformers' modules."""
     if config.model.lora_rank or (isinstance(config, OnlineConfig) and not samples_itself(config)):
         return False
     named = [getattr(config, name, "") for name in ("reference", "critic")] + list(getattr(config, "reward_model", ()))
     paths = [config.model.path, *(path for path in named if path)]
-    return all(bare.suits(config_of(path, local=local), DTYPES[config.model.dtype]) for path in paths)
+    return all(weights_only.suits(config_of(path, local=local), DTYPES[config.model.dtype]) for path in paths)
 
 
 def _copies(config: Config, machine: Machine) -> bool:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError
-from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
 
 # Names of the same size in different architectures.
@@ -95,7 +95,7 @@ def counted(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
     try:
         with torch.device("meta"):
-            model: Any = WeightsOnly(config, None) if bare.known(config) else model_of(config)
+            model: Any = WeightsOnly(config, None) if weights_only.describes(config) else model_of(config)
     except ValueError as error:
         raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
     text = config.get_text_config()

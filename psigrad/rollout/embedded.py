@@ -149,7 +149,7 @@ class _Batch:
         keep = self._keep()
         if keep is not None:
             lengths = [len(self.requests[r].prompt_ids) for r, _ in groups]
-            starts = np.cumsum([keep.start(sum(lengths)), *lengths])
+            starts = np.cumsum([keep.next_row(sum(lengths)), *lengths])
             self.prompt_rows |= {r: int(start) for (r, _), start in zip(groups, starts, strict=False)}
         prefill, ends = self.cache.prefill(inputs.layout, copies), inputs.prefix_ends
         hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, keep, wanted=ends)
@@ -169,7 +169,7 @@ class _Batch:
         keep = self._keep()
         if keep is not None and self.rows is not None:
             count = self.sequences.size
-            self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.start(count) + np.arange(count)
+            self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.next_row(count) + np.arange(count)
         hidden = self.model.forward(last[:, None], step.positions[:, None], step, keep)
         self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
 
@@ -182,14 +182,14 @@ class _Batch:
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
-        self.kept.said_by(self.model.network.get_output_embeddings().weight, self.params.temperature or 1.0)
+        self.kept.set_head(self.model.network.get_output_embeddings().weight, self.params.temperature or 1.0)
         for r, request in enumerate(self.requests):
             start, members = self.prompt_rows[r], range(self.firsts[r], self.firsts[r + 1])
             own = [
                 CachedCompletion(tuple(self.ids[i, :n].tolist()), rows[i, : max(n - 1, 0)], logps[i, :n])
                 for i, n in zip(members, self.counts[members].tolist(), strict=True)
             ]
-            self.kept.name(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
+            self.kept.register(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
 
     def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:
         """Draw and record a token for `sequences`, which stand in the slots from `before` on; let go of those that end."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psigrad.models.attention import Attending, PackedLayout
-from psigrad.models.fused.packed_weights import WORTH_TURNING, PackedWeights
+from psigrad.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
 from psigrad.native.kernels import Heads, Slots, table_sizes
 from psigrad.rollout.cache import GROWTH
 
@@ -56,7 +56,7 @@ class SharedCache:
     def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
         """`longest` is what a slot may come to hold behind its prompt, in tokens."""
         self.longest, self.layers, self.heads = longest, layers, heads
-        self.panels = PackedWeights()
+        self.packed_weights = PackedWeights()
         self.own = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
         self.prompts: dict[int, CachedPrompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
@@ -82,8 +82,8 @@ class SharedCache:
         self.slots = np.concatenate([self.slots, taken])
         self._met += len(new)
         self._arranged = None
-        panels = self.panels if self.active >= WORTH_TURNING else None  # decoding will turn them anyhow
-        return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, panels)
+        packed_weights = self.packed_weights if self.active >= MIN_ROWS_TO_PACK else None  # decoding will turn them anyhow
+        return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, packed_weights)
 
     def decode(self) -> SharedDecode:
         """The layout of one decoding step: a new token for every active slot."""
@@ -137,7 +137,7 @@ class SharedPrefill:
     tables: Tensor
     starts: Tensor
     lengths: Tensor
-    panels: PackedWeights | None
+    packed_weights: PackedWeights | None
     slots = None
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class SharedDecode:
         (own, addresses), arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
         slots, places = torch.from_numpy(cache.slots), torch.from_numpy(cache.lengths)
         self.slots = Slots(own, addresses, slots, places, arranged.prompts, arranged.lengths, arranged.first)
-        self.panels = cache.panels
+        self.packed_weights = cache.packed_weights
         self.positions = arranged.before + places
         """[active] of the new tokens."""
         cache.lengths = cache.lengths + 1

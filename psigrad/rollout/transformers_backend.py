@@ -48,7 +48,7 @@ class TransformersSampler(Sampler):
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         """See `Sampler`: all in one step. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
         check_room(self.model, requests, params)
-        self.model.hf.eval()
+        self.model.as_transformers().eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
         done = iter(
             [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
@@ -59,12 +59,12 @@ class TransformersSampler(Sampler):
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
         """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
         check_room(self.model, [request], params)
-        self.model.hf.eval()
+        self.model.as_transformers().eval()
         stops = {*self.model.eos_token_ids, *params.stop_token_ids}
         seed, cache = np.array(request.seeds, dtype=np.uint64), None
         ids = torch.tensor([request.prompt_ids], device=self.model.device)
         for place in range(params.max_tokens):
-            out = self.model.hf(input_ids=ids, past_key_values=cache, use_cache=True)
+            out = self.model.as_transformers()(input_ids=ids, past_key_values=cache, use_cache=True)
             ids, cache = draw(out.logits[:, -1], params, seed, np.array([place])).ids[:, None], out.past_key_values
             yield int(ids)
             if int(ids) in stops:
@@ -78,7 +78,7 @@ class TransformersSampler(Sampler):
         drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
         # the model's own generation config may hold sampling settings (top_k 20 in Qwen3's): only ours may act
         config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
-        generate: Any = self.model.hf.generate
+        generate: Any = self.model.as_transformers().generate
         out = generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
         tokens = out[:, width:].tolist()
         logprobs, sampling = (torch.stack(x, 1).float().tolist() for x in (drawer.logprobs, drawer.sampling_logprobs))

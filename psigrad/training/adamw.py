@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from psigrad.native.halves import Half, Halves
+from psigrad.native.half_precision import HalfPrecision, MasterWeight
 from psigrad.native.kernels import kernels
 from psigrad.records.checkpoint import CheckpointError
 
@@ -17,16 +17,17 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def steps_natively(dtype: torch.dtype, device: str) -> bool:
-    """Whether weights of that type there can be `halves` of an `AdamW`. The kernels are asked for last: they may have to be
-    compiled.
-    """
+    """Whether an `AdamW` can step weights of this type on this device as `low_precision`."""
+    # the kernels are asked for last: they may have to be compiled
     return dtype == torch.bfloat16 and device == "cpu" and not isinstance(kernels(), str)
 
 
 class AdamW:
     """`torch.optim.AdamW`'s fused step (Loshchilov & Hutter 2019, arXiv:1711.05101) by its functional form, with a state that
-    knows the parameters' names. Weight decay acts on matrices only. A parameter may be the float32 master of one of `halves`,
-    bfloat16 weights on a CPU: these are stepped by the kernels, along their own gradients.
+    knows the parameters' names. Weight decay acts on matrices only.
+
+    `low_precision` holds bfloat16 weights on a CPU by the name of their float32 master. The kernels step both with the
+    gradient of the former.
 
     torch's class imports the compiler before its first step, which takes over a second and sixty megabytes. And it makes the
     moments at that step, among tensors that come and go: the holes that those leave fit nothing any more, which took a tenth more
@@ -39,9 +40,9 @@ class AdamW:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        halves: Mapping[str, Tensor] | None = None,
+        low_precision: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.parameters, self.halves = dict(parameters), dict(halves or {})
+        self.parameters, self.low_precision = dict(parameters), dict(low_precision or {})
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.state = {name: self._fresh(p) for name, p in self.parameters.items()}
 
@@ -67,12 +68,12 @@ class AdamW:
                 moments = tuple([state[key][rows]] for key in _MOMENTS)
                 self._step(lr, self.weight_decay if p.dim() > 1 else 0.0, [p[rows]], [gradient], moments, [steps.clone()], shrink)
             state["step"] += 1
-        halves = [name for name, p in self.halves.items() if p.grad is not None]
-        if halves:
-            self._step_halves(halves, lr, shrink)
+        low_precision = [name for name, p in self.low_precision.items() if p.grad is not None]
+        if low_precision:
+            self._step_low_precision(low_precision, lr, shrink)
         # these steps change parameters without counting their versions up, by which others notice
-        changed = [self.parameters[name] for name in (*learning, *(blocks or {}), *halves)]
-        torch.autograd.graph.increment_version(changed + [self.halves[name] for name in halves])
+        changed = [self.parameters[name] for name in (*learning, *(blocks or {}), *low_precision)]
+        torch.autograd.graph.increment_version(changed + [self.low_precision[name] for name in low_precision])
 
     def _step(
         self,
@@ -102,21 +103,21 @@ class AdamW:
             maximize=False,
         )
 
-    def squared_norm_of_halves(self) -> float:
-        """Σ g² over the gradients of `halves`."""
-        gradients = [p.grad for p in self.halves.values() if p.grad is not None]
+    def squared_norm_bf16(self) -> float:
+        """Σ g² over the gradients of `low_precision`."""
+        gradients = [p.grad for p in self.low_precision.values() if p.grad is not None]
         return _native().squared_norm(gradients) if gradients else 0.0
 
-    def _step_halves(self, names: list[str], lr: float, shrink: float) -> None:
+    def _step_low_precision(self, names: list[str], lr: float, shrink: float) -> None:
         steps = [self.state[name]["step"] for name in names]
         torch._foreach_add_(steps, 1)
         found = []
         for name, step in zip(names, torch.stack(steps).tolist(), strict=True):
-            stored, moments = self.halves[name], [self.state[name][key] for key in _MOMENTS]
+            stored, moments = self.low_precision[name], [self.state[name][key] for key in _MOMENTS]
             assert stored.grad is not None
             decay = self.weight_decay if stored.dim() > 1 else 0.0
             first, second = moments
-            found.append(Half(self.parameters[name], stored, stored.grad.contiguous(), first, second, int(step), decay))
+            found.append(MasterWeight(self.parameters[name], stored, stored.grad.contiguous(), first, second, int(step), decay))
         _native().step(found, lr, self.betas, self.eps, 1 / shrink)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -145,7 +146,7 @@ class AdamW:
         return {"step": torch.zeros((), device=p.device), **moments}
 
 
-def _native() -> Halves:
+def _native() -> HalfPrecision:
     native = kernels()
-    assert not isinstance(native, str), "else nothing is given as halves"
-    return native.halves
+    assert not isinstance(native, str), "without kernels no weight is stepped in low precision"
+    return native.half_precision

@@ -49,9 +49,9 @@ class Optimizer:
         self.parameters, self.optim = dict(parameters), optim
         half = (torch.bfloat16, torch.float16)
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
-        halves = {name: p for name, p in self.parameters.items() if self.masters[name] is not p}
-        stepped = {n: p for n, p in halves.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
-        self._copied = [(p, self.masters[name]) for name, p in halves.items() if name not in stepped]
+        low_precision = {name: p for name, p in self.parameters.items() if self.masters[name] is not p}
+        stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
+        self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
         betas = (optim.adam_beta1, optim.adam_beta2)
         self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
         self.nonfinite = 0
@@ -80,7 +80,7 @@ class Optimizer:
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
         stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
-        squares += [self.adamw.squared_norm_of_halves()] if self.adamw.halves else []
+        squares += [self.adamw.squared_norm_bf16()] if self.adamw.low_precision else []
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def apply(self, norm: float, lr: float) -> None:

@@ -42,7 +42,7 @@ def test_the_closed_gradient_is_autograds(activation, extra):
 
 @pytest.mark.parametrize("together", [4, 100])
 def test_the_gradient_of_the_first_states_is_theirs_alone(together, monkeypatch):
-    monkeypatch.setattr(networks, "_TOGETHER", together)
+    monkeypatch.setattr(networks, "_GROUPS", together)
     made, x, weight = towers("relu"), torch.randn(11, 5).double(), torch.randn(3, 6, 3).double()
     (made.plain(x[:6]) * weight).sum().backward()
     torch.testing.assert_close(made.record(x).backward(weight), made.flat.grad)

@@ -15,7 +15,7 @@ from psigrad.models import logprobs
 from psigrad.models.fused import activation_cache as kept
 from psigrad.models.fused import decoder as fused
 from psigrad.models.fused.activation_cache import SLAB, ActivationCache
-from psigrad.models.fused.blocks import Block, Parts
+from psigrad.models.fused.blocks import Block, RowLayout
 from psigrad.models.language_model import Lora, prepare
 from psigrad.models.packing import Groups
 from psigrad.native.kernels import kernels
@@ -40,7 +40,7 @@ def model(request, tokenizer):
     assert made.decoder is not None, made.why_unfused
     made.kept = None
     with torch.no_grad():  # sharp distributions, ends at unlike lengths
-        for p in made.hf.parameters():
+        for p in made.as_transformers().parameters():
             p.mul_(2)
     return made
 
@@ -193,7 +193,7 @@ def test_a_changed_weight_makes_them_stale(model):
 
 
 def test_under_lora_they_serve_the_adapter_that_trains_and_nothing_else(model):
-    lora = prepare(model.hf, model.tokenizer, lora=Lora(2))
+    lora = prepare(model.as_transformers(), model.tokenizer, lora=Lora(2))
     with torch.no_grad():
         for p in lora.trainable().values():
             p.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
@@ -252,8 +252,8 @@ def test_copies_of_one_layer_at_a_time_lie_beside_what_was_kept(model, monkeypat
 
     monkeypatch.setattr(kept.CacheHit, "_gathered", noted)
     passed_on = []
-    through = fused._Through.apply
-    monkeypatch.setattr(fused._Through, "apply", lambda *given: passed_on.append(through(*given)) or passed_on[-1])
+    through = fused._LayerFunction.apply
+    monkeypatch.setattr(fused._LayerFunction, "apply", lambda *given: passed_on.append(through(*given)) or passed_on[-1])
     logp = evaluate(model, groups).logp
     last = len(model.decoder.layers) - 1
     assert [bool(y.isnan().all()) for y in passed_on] == [True] * last + [False], "nobody computes with a mere place"
@@ -272,7 +272,7 @@ def test_what_was_let_go_is_not_begun_again(model):
     assert model.kept.rows == before and not model.kept.slabs and found(model, groups) is None
 
 
-PARTS = Parts(2, ((5, torch.float32), (3, torch.bfloat16), (70, torch.float32)))
+PARTS = RowLayout(2, ((5, torch.float32), (3, torch.bfloat16), (70, torch.float32)))
 
 
 def random_layers(rows, parts=PARTS):
@@ -311,7 +311,7 @@ def test_what_is_no_such_part_is_refused(wrong):
     block, given = Block(PARTS, 10), random_layers(4)
     block.write(0, before := random_layers(10), 0, 10)
     given[1] = (wrong, *given[1][1:])
-    with pytest.raises(ValueError, match="were to be written"):
+    with pytest.raises(ValueError, match="can.t be written"):
         block.write(0, given, 0, 4)
     assert all(torch.equal(a, b) for old, new in zip(before, block.layers(), strict=True) for a, b in zip(old, new, strict=True))
 
@@ -322,9 +322,9 @@ def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
     draw = torch.Generator().manual_seed(3)
     table, expected = ActivationCache(float("inf")), {}
     for count in [700, 200, 150, 40, 256, 1, 300, *torch.randint(1, 120, (40,), generator=draw).tolist()]:
-        start, layers = table.start(count), random_layers(count)
+        start, layers = table.next_row(count), random_layers(count)
         expected[start] = layers
-        room = table.room(count, PARTS) if in_place else None
+        room = table.reserve(count, PARTS) if in_place else None
         if room is not None:
             block, place = room
             block.write(place, layers, 0, count)
@@ -342,7 +342,7 @@ def test_rows_are_kept_where_they_were_announced_and_holes_are_filled(in_place):
 
 def test_more_rows_than_a_slab_holds_have_no_room_in_place():
     table = ActivationCache(float("inf"))
-    assert table.room(SLAB + 1, PARTS) is None and not table.slabs, "nothing is made for them"
+    assert table.reserve(SLAB + 1, PARTS) is None and not table.slabs, "nothing is made for them"
 
 
 def test_no_piece_of_a_slab_is_larger_than_a_layers(model):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from psigrad.models import gradients, logprobs
 from psigrad.models.gradients import Sums, embedding, in_place
-from psigrad.models.logprobs import Wanted, token_stats
+from psigrad.models.logprobs import TokenStatsRequest, token_stats
 
 
 def sums(module: nn.Module, run) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def test_a_half_precision_heads_gradient_is_summed_in_float32(monkeypatch):
 
     def gradient():
         head.weight.grad = None
-        token_stats(hidden, ids, head, 30, Wanted()).logp.sum().backward()
+        token_stats(hidden, ids, head, 30, TokenStatsRequest()).logp.sum().backward()
         return head.weight.grad
 
     outside = gradient()

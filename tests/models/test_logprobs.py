@@ -27,7 +27,7 @@ def test_log_probs_under_a_large_head_have_autograds_gradient(tile, temperature,
     monkeypatch.setattr(logprobs, "checkpoint", None)  # the closed form, or nothing
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
-        logp = logprobs.token_stats(hidden, ids, head, 50, logprobs.Wanted(temperature)).logp
+        logp = logprobs.token_stats(hidden, ids, head, 50, logprobs.TokenStatsRequest(temperature)).logp
     assert not any(50 in s and 12 not in s for s in sizes), "no logits are kept"
     inputs = [hidden, head.weight] if learns else [hidden]
     found = torch.autograd.grad((weights * logp).sum(), inputs)
@@ -50,7 +50,7 @@ def test_a_large_head_in_bfloat16_is_as_near_as_autograd(monkeypatch):
         head = torch.nn.Linear(64, 200, bias=False)
         head.load_state_dict(exact.state_dict())
         head.to(dtype)
-        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, logprobs.Wanted(accuracy=not closed)).logp
+        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, logprobs.TokenStatsRequest(accuracy=not closed)).logp
         assert logp.dtype == torch.float32
         return torch.autograd.grad(logp.sum(), head.weight)[0].float()
 
@@ -63,11 +63,11 @@ def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
     head, hidden = torch.nn.Linear(4, 30, bias=False), torch.randn(8, 4)
     ids = torch.tensor([0, 1, 2, 3, 4, 5, 29, 30])
     with pytest.raises((IndexError, RuntimeError)):
-        logprobs.token_stats(hidden, ids, head, 30, logprobs.Wanted())
+        logprobs.token_stats(hidden, ids, head, 30, logprobs.TokenStatsRequest())
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
     with pytest.raises(IndexError, match="token 30; the head has 30"):
-        logprobs.token_stats(hidden, ids, head, 30, logprobs.Wanted())
-    logprobs.token_stats(hidden[:7], ids[:7], head, 30, logprobs.Wanted())
+        logprobs.token_stats(hidden, ids, head, 30, logprobs.TokenStatsRequest())
+    logprobs.token_stats(hidden[:7], ids[:7], head, 30, logprobs.TokenStatsRequest())
 
 
 def test_tiles_of_tokens_that_cannot_come_are_passed_over(monkeypatch):
@@ -76,7 +76,7 @@ def test_tiles_of_tokens_that_cannot_come_are_passed_over(monkeypatch):
     with torch.no_grad():
         head.weight[:20] = -torch.inf
     hidden, ids = torch.ones(2, 1), torch.tensor([25, 39])
-    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.Wanted()).logp
+    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.TokenStatsRequest()).logp
     torch.testing.assert_close(logp, torch.log_softmax(head(hidden), -1).gather(1, ids[:, None])[:, 0])
 
 
@@ -87,7 +87,7 @@ def test_logits_too_large_for_exp_are_not(monkeypatch):
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-500.0, 900.0, 40)[:, None])
     hidden, ids = torch.tensor([[1.0], [-1.0]]), torch.tensor([39, 3])
-    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.Wanted()).logp
+    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.TokenStatsRequest()).logp
     oracle = torch.log_softmax(head(hidden).double(), -1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(logp.double(), oracle, rtol=1e-5, atol=1e-5)
     assert logp.isfinite().all()

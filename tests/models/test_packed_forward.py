@@ -32,19 +32,19 @@ def relative(a, b) -> float:
 def test_log_probs_equal_transformers_on_each_row_alone(model, groups):
     assert not model.why_padded
     packed = model.evaluate(groups).logp
-    assert torch.allclose(packed, oracle(model.hf, groups, 12), atol=1e-5, rtol=0)
+    assert torch.allclose(packed, oracle(model.as_transformers(), groups, 12), atol=1e-5, rtol=0)
 
 
 def test_the_padded_oracle_equals_transformers_on_each_row_alone(model, groups):
     padded = model.evaluate(groups, packed=False).logp
-    assert torch.allclose(padded, oracle(model.hf, groups, 12), atol=1e-5, rtol=0)
+    assert torch.allclose(padded, oracle(model.as_transformers(), groups, 12), atol=1e-5, rtol=0)
 
 
 def test_the_gradient_equals_transformers_on_each_row_alone(model, groups):
     weights = torch.randn(6, 12, generator=torch.Generator().manual_seed(1))
     parameters = list(model.trainable().values())
     ours = torch.autograd.grad((model.evaluate(groups).logp * weights).sum(), parameters)
-    theirs = torch.autograd.grad((oracle(model.hf, groups, 12) * weights).sum(), parameters)
+    theirs = torch.autograd.grad((oracle(model.as_transformers(), groups, 12) * weights).sum(), parameters)
     assert relative(ours, theirs) < 1e-5
 
 
@@ -52,7 +52,7 @@ def test_in_float64_packing_changes_neither_value_nor_gradient(tokenizer, groups
     # GPT-2 alone stays in float64: the RMSNorm and rotary code of the others casts to float32
     model = prepare(tiny.model("gpt2", len(tokenizer)).double(), tokenizer)
     parameters = list(model.trainable().values())
-    ours, theirs = model.evaluate(groups).logp, oracle(model.hf, groups, 12)
+    ours, theirs = model.evaluate(groups).logp, oracle(model.as_transformers(), groups, 12)
     assert float((ours - theirs).detach().abs().max()) < 1e-12
     assert relative(torch.autograd.grad(ours.sum(), parameters), torch.autograd.grad(theirs.sum(), parameters)) < 1e-12
 
@@ -67,7 +67,11 @@ def test_negative_control_a_layout_that_mixes_prefixes_up_is_noticed(qwen3, grou
 
 def test_a_shared_prompt_is_computed_once_and_no_position_is_padding(qwen3, groups):
     seen = []
-    hook = qwen3.hf.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.shape[:-1].numel()))
+    hook = (
+        qwen3.as_transformers()
+        .get_input_embeddings()
+        .register_forward_hook(lambda module, args, out: seen.append(out.shape[:-1].numel()))
+    )
     qwen3.evaluate(groups)
     hook.remove()
     completions = [c for cs in groups.completions for c in cs]
@@ -80,7 +84,7 @@ def test_rows_with_masks_equal_transformers(model):
     )
     logp = model.evaluate(rows).logp
     for n, (ids, mask) in enumerate(zip(rows.rows, rows.masks, strict=True)):
-        expected = torch.cat([torch.zeros(1), alone(model.hf, ids[:1], ids[1:])]) * torch.tensor(mask)
+        expected = torch.cat([torch.zeros(1), alone(model.as_transformers(), ids[:1], ids[1:])]) * torch.tensor(mask)
         assert torch.allclose(logp[n, : len(ids)], expected, atol=1e-5, rtol=0)
     assert logp.shape == (3, 5)
 
@@ -103,9 +107,9 @@ def test_a_sliding_window_is_kept(tokenizer, groups):
     torch.manual_seed(0)
     model = prepare(MistralForCausalLM(config), tokenizer)
     assert not model.why_padded
-    assert torch.allclose(model.evaluate(groups).logp, oracle(model.hf, groups, 12), atol=1e-5, rtol=0)
+    assert torch.allclose(model.evaluate(groups).logp, oracle(model.as_transformers(), groups, 12), atol=1e-5, rtol=0)
     wide = prepare(MistralForCausalLM(MistralConfig(**{**config.to_dict(), "sliding_window": None})), tokenizer)
-    wide.hf.load_state_dict(model.hf.state_dict())
+    wide.as_transformers().load_state_dict(model.as_transformers().state_dict())
     assert float((wide.evaluate(groups).logp - model.evaluate(groups).logp).detach().abs().max()) > 1e-4
 
 
@@ -156,8 +160,8 @@ def test_entropy_and_exact_kl_equal_a_direct_sum_over_the_vocabulary(qwen3, toke
     prompt, completion = groups.prompts[1], groups.completions[1][1]
     ids = torch.tensor([[*prompt, *completion]])
     cut = slice(len(prompt) - 1, -1)
-    p = torch.softmax(qwen3.hf(input_ids=ids).logits[0, cut].double() / 0.7, -1)
-    q = torch.softmax(other.hf(input_ids=ids).logits[0, cut].double() / 0.7, -1)
+    p = torch.softmax(qwen3.as_transformers()(input_ids=ids).logits[0, cut].double() / 0.7, -1)
+    q = torch.softmax(other.as_transformers()(input_ids=ids).logits[0, cut].double() / 0.7, -1)
     assert torch.allclose(out.entropy[3].double(), -(p * p.log()).sum(-1), atol=1e-5)
     assert torch.allclose(out.kl[3].double(), (p * (p / q).log()).sum(-1), atol=1e-5)
 

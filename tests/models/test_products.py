@@ -31,8 +31,8 @@ def products(monkeypatch) -> Products:
     """Which compute all that they can, on whatever processor."""
     native = kernels()
     assert not isinstance(native, str), native
-    monkeypatch.setattr(native.products, "own", True)
-    monkeypatch.setattr(native.products, "halves", True)
+    monkeypatch.setattr(native.products, "float32", True)
+    monkeypatch.setattr(native.products, "bfloat16", True)
     return native.products
 
 
@@ -51,15 +51,15 @@ def apart(rows: int, columns: int, kind: torch.dtype, more: int = 3) -> torch.Te
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("base", ["none", "bias", "rows", "itself"])
-@pytest.mark.parametrize("turned", ["", "a", "b", "ab"])
-def test_a_product_equals_one_in_float64(products, monkeypatch, two_threads, turned, base, threads, kind):
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+def test_a_product_equals_one_in_float64(products, monkeypatch, two_threads, transposed, base, threads, kind):
     """To what float32 loses in a sum; and in bfloat16 half a unit in the last place, as the whole is rounded once."""
     torch.set_num_threads(threads)
     for name in ("mm", "addmm"):
         monkeypatch.delattr(torch, name)  # the oracle is another function
     for m, k, n in SHAPES:
-        a = apart(k, m, kind).t() if "a" in turned else apart(m, k, kind)
-        b = apart(n, k, kind).t() if "b" in turned else apart(k, n, kind)
+        a = apart(k, m, kind).t() if "a" in transposed else apart(m, k, kind)
+        b = apart(n, k, kind).t() if "b" in transposed else apart(k, n, kind)
         whole = torch.full((m, n + 3), 7.0, dtype=kind)
         out = whole[:, :n]
         added = {"none": None, "bias": torch.randn(n).to(kind), "rows": apart(m, n, kind), "itself": out}[base]
@@ -87,16 +87,16 @@ def test_a_number_depends_neither_on_the_threads_nor_on_other_rows_and_columns(p
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_forward_pass_has_the_numbers_that_decoding_reads_from_panels(products, kind):
     x, weight = torch.randn(40, 600).to(kind), torch.randn(331, 600).to(kind)
-    panels = products.through(x, products.turned(weight), torch.empty(40, 331, dtype=kind))
-    assert torch.equal(products.of(x, weight.t()), panels)
+    packed_weights = products.multiply_packed(x, products.pack(weight), torch.empty(40, 331, dtype=kind))
+    assert torch.equal(products.of(x, weight.t()), packed_weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_is_not_finite_stays_so(products, kind, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_not_finite_stays_so(products, kind, transposed):
     a, b = torch.ones(9, 21, dtype=kind), torch.ones(21, 70, dtype=kind)
     b[20, 5], a[4, 2] = torch.nan, torch.inf
-    out = products.of(a.t().contiguous().t(), b.t().contiguous().t()) if turned else products.of(a, b)
+    out = products.of(a.t().contiguous().t(), b.t().contiguous().t()) if transposed else products.of(a, b)
     assert out[:, 5].isnan().all()
     assert out[4, :5].isinf().all()
     assert out.isfinite().sum() == 8 * 69
@@ -137,7 +137,7 @@ def test_gradients_are_the_same_by_whichever_products(kind, tokenizer, monkeypat
 
     found = {}
     for own in (True, False):
-        monkeypatch.setattr(products, "own", own)
+        monkeypatch.setattr(products, "float32", own)
         found[own] = gradient()
     scale = found[False].norm()
     assert scale > 0

@@ -21,7 +21,7 @@ def logits(model) -> torch.Tensor:
 def test_a_saved_model_opens_with_transformers_and_computes_the_same(model, tmp_path):
     model.save(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(opened), logits(model.hf))
+    assert torch.equal(logits(opened), logits(model.as_transformers()))
     assert "psigrad" not in (tmp_path / "config.json").read_text()
     assert AutoTokenizer.from_pretrained(tmp_path)("hello").input_ids == model.tokenizer("hello").input_ids
 
@@ -85,7 +85,7 @@ def test_lora_on_modules_that_do_not_exist_is_refused(tokenizer):
 def test_dropout_of_the_model_is_off_and_its_configuration_is_kept(tokenizer, tmp_path):
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer, gradient_checkpointing=True)
     ids = torch.tensor([[5, 6, 7]])
-    model.hf.train()
-    assert torch.equal(model.hf(input_ids=ids).logits, model.hf(input_ids=ids).logits)
+    model.as_transformers().train()
+    assert torch.equal(model.as_transformers()(input_ids=ids).logits, model.as_transformers()(input_ids=ids).logits)
     model.save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["resid_pdrop"] == 0.1

@@ -49,7 +49,7 @@ def drawn(model, *, keep=False, max_batch=256):
 @pytest.mark.parametrize("name", PLAIN)
 def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):
     monkeypatch.setattr("psigrad.models.fused.layer.fast_bfloat16", lambda: True)
-    monkeypatch.setattr(kernels().products, "halves", True)
+    monkeypatch.setattr(kernels().products, "bfloat16", True)
     model = made(PLAIN[name], tokenizer, kind)
     assert model.decoder.dtype == kind
     together = drawn(model, keep=keep, max_batch=max_batch)

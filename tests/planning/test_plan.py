@@ -181,7 +181,7 @@ def test_a_plan_that_recomputes_has_no_gradient_of_a_large_head_and_gives_memory
 def test_the_cache_is_as_large_as_the_samplers(architecture, monkeypatch):
     hf = tiny.model(architecture, 100, max_length=512)
     model = language_model.prepare(hf, SimpleNamespace(eos_token_id=99))
-    model.hf.get_output_embeddings().weight.data[99] = 0.0
+    model.as_transformers().get_output_embeddings().weight.data[99] = 0.0
     largest = [0]
     remove = embedded._Batch.decode
 

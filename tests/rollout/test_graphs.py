@@ -40,7 +40,7 @@ def model(request):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     made = prepare(tiny.model(request.param, len(tokenizer)), tokenizer)
     with torch.no_grad():
-        for p in made.hf.parameters():
+        for p in made.as_transformers().parameters():
             p.mul_(2)
     return made
 

@@ -34,7 +34,7 @@ def made(config, tokenizer, dtype=torch.float32):
 
 def adapted(config, tokenizer, dtype=torch.float32, **lora):
     """The model under LoRA, its adapter at work."""
-    model = prepare(made(config, tokenizer, dtype).hf, tokenizer, lora=Lora(3, **lora))
+    model = prepare(made(config, tokenizer, dtype).as_transformers(), tokenizer, lora=Lora(3, **lora))
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():  # fresh adapters add nothing: their B is 0
         for p in model.trainable().values():

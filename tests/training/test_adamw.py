@@ -190,7 +190,7 @@ def half_optimizer(monkeypatch, native: bool, *, max_grad_norm: float = 1.0) -> 
     draw = torch.Generator().manual_seed(0)
     weights = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for name, shape in HALVES.items()}
     made = Optimizer(weights, Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm))
-    assert bool(made.adamw.halves) == native
+    assert bool(made.adamw.low_precision) == native
     return made, weights
 
 

@@ -25,7 +25,7 @@ def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_ad
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     model = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2), tokenizer, lora=Lora(rank=2, alpha=16.0))
     with torch.no_grad():
-        for name, parameter in model.hf.named_parameters():
+        for name, parameter in model.as_transformers().named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.5)
     texts = [(7, 8, 9), (10, 11)]

@@ -70,7 +70,7 @@ def some_requests(count: int = 5, longest: int = 20) -> list[Request]:
 def logits_of(model: LanguageModel, request: Request, completion: Completion) -> torch.Tensor:
     """[T, V] by transformers itself, unpadded and unpacked."""
     ids = torch.tensor([[*request.prompt_ids, *completion.ids]])
-    return model.hf(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+    return model.as_transformers()(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
 
 
 def pairs(requests: list[Request], out: list[list[Completion]]) -> list[tuple[Request, Completion]]:
@@ -179,17 +179,19 @@ def test_the_head_alone_is_updated_too():
         model = a_model(tied=is_tied)
         sampler = VLLMSampler(model, 16)
         with torch.no_grad():
-            model.hf.get_output_embeddings().weight.mul_(1.5)
+            model.as_transformers().get_output_embeddings().weight.mul_(1.5)
         assert worst(sampler, SamplingParams(max_tokens=8)) < EQUAL
 
 
 def test_negative_control_a_tied_head_that_is_not_packed_again_is_noticed_at_the_start(monkeypatch):
     monkeypatch.setattr(vllm_backend, "repack_head", lambda model: None)
     model = a_model()
-    weights = {name: p.clone() for name, p in model.hf.named_parameters()}
+    weights = {name: p.clone() for name, p in model.as_transformers().named_parameters()}
     with pytest.raises(UserError, match=r"differ from the trainer's by .* does not compute with the weights it was given"):
         VLLMSampler(model, 16)
-    assert all(torch.equal(weights[name], p) for name, p in model.hf.named_parameters()), "the trainer's weights are as they were"
+    assert all(torch.equal(weights[name], p) for name, p in model.as_transformers().named_parameters()), (
+        "the trainer's weights are as they were"
+    )
 
 
 def test_negative_control_and_after_a_later_update_as_well(monkeypatch):
@@ -210,7 +212,7 @@ def test_negative_control_a_weight_that_is_not_sent_is_noticed(monkeypatch):
     model = a_model()
     sampler = VLLMSampler(model, 16)
     step(model)
-    monkeypatch.setattr(type(model.hf), "named_parameters", without)
+    monkeypatch.setattr(type(model.as_transformers()), "named_parameters", without)
     with pytest.raises(UserError, match="differ from the trainer's"):
         sampler.sample(some_requests(), SamplingParams(max_tokens=4))
 
@@ -250,7 +252,7 @@ def worst_as_it_is(sampler: VLLMSampler, params: SamplingParams) -> float:
 
 def test_bfloat16_agrees_to_its_rounding():
     model = a_model()
-    model.hf.to(torch.bfloat16)
+    model.as_transformers().to(torch.bfloat16)
     sampler = VLLMSampler(model, 16)
     assert sampler.version == 2 and 0 < sampler.gap() < 0.03
 
@@ -259,7 +261,7 @@ def test_the_fingerprint_sees_one_bit_and_a_write_of_the_same_values():
     model = a_model()
     before = fingerprint(model)
     assert fingerprint(model) == before
-    weight = model.hf.get_input_embeddings().weight
+    weight = model.as_transformers().get_input_embeddings().weight
     weight.data.view(torch.int32)[3, 5] ^= 1  # behind autograd's back
     assert fingerprint(model) != before
     again = fingerprint(model)

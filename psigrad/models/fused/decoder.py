@@ -1,7 +1,6 @@
-"""The decoder of Llama's kin (Llama, Mistral, Qwen2, Qwen3) on a CPU: large matrix products by PyTorch, all else by our kernels.
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large matrix products by PyTorch, everything else by our kernels.
 
-transformers' own modules are the oracle and the fallback: a model of another kind, on another device or in float64 runs through
-them.
+Tests compare it with transformers' own modules. Those also run what it can't: other architectures, other devices, float64.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from psigrad.models import gradients
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.fused.activation_cache import ActivationCache, CacheHit, Version, versions
-from psigrad.models.fused.blocks import Block, Parts
+from psigrad.models.fused.blocks import Block, RowLayout
 from psigrad.models.fused.layer import Layer, RowSelection, Unsupported
 from psigrad.models.fused.packed_weights import PackedWeights
 from psigrad.models.fused.weights_only import Backbone, WeightsOnly
@@ -32,12 +31,12 @@ KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 _WHOLE = RowSelection()
 
 
-class _Through(torch.autograd.Function):
-    """A layer, with its gradient by hand.
+class _LayerFunction(torch.autograd.Function):
+    """A layer with a hand-written gradient.
 
-    Where its activations are known they are read in the backward pass, and what is handed on to the next layer is but a place in
-    autograd's chain: NaN, lest anybody compute with it. With `recompute` they are made again there; torch's own checkpoint would
-    import the compiler first, which takes two seconds and forty megabytes.
+    With cached activations the forward pass is skipped, and the backward pass reads the cache. The output that goes to the next
+    layer is then NaN: autograd needs a tensor there, and nobody may compute with it. With `recompute` the backward pass runs the
+    layer again; torch's own checkpoint would import the compiler first, which takes two seconds and forty megabytes.
     """
 
     @staticmethod
@@ -48,36 +47,43 @@ class _Through(torch.autograd.Function):
         angles: tuple[Tensor, Tensor],
         layout: PackedLayout,
         adapted: bool,
-        ends: RowSelection,
-        known: CacheHit | None,
+        selection: RowSelection,
+        cached: CacheHit | None,
         recompute: bool,
         *weights: Tensor,
     ) -> Tensor:
-        if known is None:
-            y, parts = layer.forward(x, angles, layout, adapted, ends)
+        if cached is None:
+            y, parts = layer.forward(x, angles, layout, adapted, selection)
             parts = () if recompute else parts
-        elif layer.index == known.last:
-            y, parts = known.output(layer.index, ends.leave), ()
+        elif layer.index == cached.last:
+            y, parts = cached.output(layer.index, selection.output_rows), ()
         else:
             y, parts = x.new_full((1,), torch.nan).expand(layout.rows, x.shape[1]), ()
-        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.ends, ctx.known = layer, angles, layout, adapted, ends, known
-        ctx.recompute, ctx.parts = recompute and known is None, len(parts)
-        ctx.save_for_backward(x, *parts, *weights)  # the weights only so that a change in place is noticed
+        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.selection, ctx.cached = (
+            layer,
+            angles,
+            layout,
+            adapted,
+            selection,
+            cached,
+        )
+        ctx.recompute, ctx.parts = recompute and cached is None, len(parts)
+        ctx.save_for_backward(x, *parts, *weights)  # the weights only so that autograd notices an in-place change
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
-        if ctx.known is not None:
-            own, parts = ctx.known.behind(ctx.layer.index, ctx.ends.leave)
+        if ctx.cached is not None:
+            own, parts = ctx.cached.saved_for_backward(ctx.layer.index, ctx.selection.output_rows)
             x = x if own is None else own
         elif ctx.recompute:
-            parts = list(ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.ends)[1])
+            parts = list(ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.selection)[1])
         learns, given = ctx.needs_input_grad[8:], (ctx.angles, ctx.layout, ctx.adapted)
-        # what autograd has saved may be asked for again
-        spend = ctx.known is not None or ctx.recompute
-        dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, *given, learns, ctx.ends, spend)
+        # tensors that autograd saved may be asked for again: only our own copies may be overwritten
+        overwrite = ctx.cached is not None or ctx.recompute
+        dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, *given, learns, ctx.selection, overwrite)
         return None, dx, None, None, None, None, None, None, *dweights
 
 
@@ -100,9 +106,9 @@ class _Norm(torch.autograd.Function):
 
 
 class Decoder:
-    """A whole decoder, from token ids to hidden states. Raises `Unsupported` where the model is of another kind.
+    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is not one of `KINDS`.
 
-    With `recompute` a layer keeps only its input for the backward pass and runs forward again there (gradient checkpointing).
+    `recompute` is gradient checkpointing: a layer keeps only its input, and runs forward again in the backward pass.
     """
 
     def __init__(self, network: PreTrainedModel | WeightsOnly, recompute: bool = False) -> None:
@@ -129,7 +135,7 @@ class Decoder:
         self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
         self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
-        self.parts = Parts(len(self.layers), self.layers[0].kinds)
+        self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)
         self.parameters: list[nn.Parameter] = list(base.parameters())
 
@@ -139,35 +145,36 @@ class Decoder:
         position_ids: Tensor,
         layout: FusedLayout,
         keep: ActivationCache | None = None,
-        known: CacheHit | None = None,
+        cached: CacheHit | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, S, E], or [M, E] of the tokens `wanted`; ids and positions are [B, S]. Without gradient what the
-        layers computed goes to `keep`; layers that are `known` are not run.
+        """Hidden states [B, S, E], or [M, E] of the tokens `wanted` [M]; ids and positions are [B, S].
+
+        Without gradient, the layers' activations are added to `keep`. With `cached` activations the layers are not run.
         """
-        ids, enter = input_ids.flatten(), None
-        if isinstance(layout, PackedLayout):  # a decoding step has too few rows for it
+        ids, inputs = input_ids.flatten(), None
+        if isinstance(layout, PackedLayout):  # a decoding step has too few rows to gain by it
             distinct, places = ids.unique(return_inverse=True)
             if 2 * len(distinct) <= len(ids):
-                ids, enter = distinct, places
-        # what is kept may be asked for in whole
-        leave, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
-        ends = [_WHOLE] * len(self.layers)
-        if enter is not None:
-            ends[0] = replace(ends[0], enter=enter)
-        if leave is not None:
-            ends[-1] = replace(ends[-1], leave=leave)
+                ids, inputs = distinct, places
+        # a cached row must hold every token's output
+        outputs, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
+        selection = [_WHOLE] * len(self.layers)
+        if inputs is not None:
+            selection[0] = replace(selection[0], input_rows=inputs)
+        if outputs is not None:
+            selection[-1] = replace(selection[-1], output_rows=outputs)
         x = self._embedded(ids).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
         angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
         adapted = self.adapted
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             assert isinstance(layout, PackedLayout)
-            for layer, at in zip(self.layers, ends, strict=True):
-                x = _Through.apply(layer, x, angles, layout, adapted, at, known, self.recompute, *layer.weights.given)
+            for layer, at in zip(self.layers, selection, strict=True):
+                x = _LayerFunction.apply(layer, x, angles, layout, adapted, at, cached, self.recompute, *layer.weights.given)
             x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
         else:
-            x = self._run(x, angles, layout, adapted, ends, keep) if known is None else known.output(known.last, leave)
+            x = self._run(x, angles, layout, adapted, selection, keep) if cached is None else cached.output(cached.last, outputs)
             x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
         x = x.to(self.stored)
         if back is not None:
@@ -177,7 +184,7 @@ class Decoder:
     def _embedded(self, input_ids: Tensor) -> Tensor:
         table = self.base.embed_tokens
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
-        # a small table's whole gradient is made faster
+        # for a small table the dense gradient is faster
         sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
         if sums is not None:
             return gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
@@ -186,7 +193,7 @@ class Decoder:
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are at work; a LoRA model without them is the one it started from."""
+        """Whether adapters are active. A LoRA model with its adapters off is the model that it started from."""
         return any(layer.adapted for layer in self.layers)
 
     def _run(
@@ -195,16 +202,16 @@ class Decoder:
         angles: tuple[Tensor, Tensor],
         layout: FusedLayout,
         adapted: bool,
-        ends: Sequence[RowSelection],
+        selection: Sequence[RowSelection],
         keep: ActivationCache | None,
     ) -> Tensor:
         """The last layer's output, without gradient."""
-        now = versions(self.parameters) if keep is not None or layout.panels is not None else []
+        now = versions(self.parameters) if keep is not None or layout.packed_weights is not None else []
         y = self._stepped(x, angles, layout, adapted, keep, now)
         if y is not None:
             return y
         layers = []
-        for layer, at in zip(self.layers, ends, strict=True):
+        for layer, at in zip(self.layers, selection, strict=True):
             x, parts = layer.forward(x, angles, layout, adapted, at)
             if keep is not None:
                 layers.append((x, *parts))
@@ -221,17 +228,18 @@ class Decoder:
         keep: ActivationCache | None,
         now: list[Version],
     ) -> Tensor | None:
-        """What the layers make of a step of decoding, where the kernels can take it at once; None where it is another pass, or
-        there are adapters, biases, or matrices that were not turned. What is to be kept is computed where it will be kept.
+        """One decoding step through all layers in a single kernel call, which writes what is kept straight into the cache.
+
+        None if this is not a decoding step, or if there are adapters, biases, or matrices that are not packed.
         """
-        panels, slots, rows = layout.panels, layout.slots, len(x)
-        if panels is None or slots is None or adapted or any(layer.biased for layer in self.layers):
+        packed_weights, slots, rows = layout.packed_weights, layout.slots, len(x)
+        if packed_weights is None or slots is None or adapted or any(layer.biased for layer in self.layers):
             return None
-        weights = panels.table(now, lambda: self._addresses(panels, rows))
+        weights = packed_weights.table(now, lambda: self._addresses(packed_weights, rows))
         if weights is None:
             return None
-        room = None if keep is None else keep.room(rows, self.parts)
-        # where nothing is kept the layers take turns in one room
+        room = None if keep is None else keep.reserve(rows, self.parts)
+        # without a cache all layers share one layer's memory
         block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
         self.native.decode_layers(x, weights, made, self.parts.kinds[-1][0] // 2, slots, angles, self.heads, self.eps)
@@ -239,8 +247,8 @@ class Decoder:
             keep.add(rows, self.parts, now, None if room is not None else block.layers())
         return block.part(block.parts.layers - 1, 0, start, rows)
 
-    def _addresses(self, panels: PackedWeights, rows: int) -> Tensor | None:
-        """Those of the weights as `Kernels.decode_layers` takes them; None where matrices can't be turned."""
-        found = [layer.addresses(panels, rows) for layer in self.layers]
-        known = [row for row in found if row is not None]
-        return torch.tensor(known) if len(known) == len(found) else None
+    def _addresses(self, packed_weights: PackedWeights, rows: int) -> Tensor | None:
+        """The weights' addresses as `Kernels.decode_layers` takes them; None if a matrix can't be packed."""
+        found = [layer.addresses(packed_weights, rows) for layer in self.layers]
+        packed = [row for row in found if row is not None]
+        return torch.tensor(packed) if len(packed) == len(found) else None

@@ -1,8 +1,8 @@
-"""The weights of Llama's kin under transformers' names, without transformers' modules.
+"""The weights of a Llama-like model under transformers' names, without transformers' modules.
 
-The fused decoder computes by itself; of a model it needs the weights. To import transformers' modelling code takes two seconds
-and a hundred megabytes, so the weights are read into plain containers, and who needs the model itself (`generate`, the padded
-forward, LoRA) gets it around the same parameters.
+The fused decoder needs only the weights. Importing transformers' modelling code takes two seconds and a hundred megabytes, so the
+weights are read into plain containers. Code that needs the model itself (`generate`, the padded forward pass, LoRA) gets it
+around the same parameters.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How an architecture differs from the others: biases of (q, k and v; o), norms of each head, a layer's sliding window."""
+class ArchitectureKind:
+    """How an architecture differs from the others: biases of (q, k, v) and of o, each layer's sliding window, head norms."""
 
     biases: Callable[[Any], tuple[bool, bool]]
     window: Callable[[Any, int], int | None]
@@ -48,19 +48,19 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 KINDS = {
-    "LlamaConfig": Kind(_by_setting, lambda config, layer: None),
-    "MistralConfig": Kind(lambda config: (False, False), lambda config, layer: config.sliding_window),
-    "Qwen2Config": Kind(lambda config: (True, False), _by_layer),
-    "Qwen3Config": Kind(_by_setting, _by_layer, head_norms=True),
+    "LlamaConfig": ArchitectureKind(_by_setting, lambda config, layer: None),
+    "MistralConfig": ArchitectureKind(lambda config: (False, False), lambda config, layer: config.sliding_window),
+    "Qwen2Config": ArchitectureKind(lambda config: (True, False), _by_layer),
+    "Qwen3Config": ArchitectureKind(_by_setting, _by_layer, head_norms=True),
 }
 
 
 def suits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether the weights of such a model are read bare: the fused decoder runs it on a CPU."""
-    return known(config) and dtype in (torch.float32, torch.bfloat16) and not isinstance(kernels(), str)
+    """Whether to read only the weights of such a model: the fused decoder runs it on a CPU."""
+    return describes(config) and dtype in (torch.float32, torch.bfloat16) and not isinstance(kernels(), str)
 
 
-def known(config: PreTrainedConfig) -> bool:
+def describes(config: PreTrainedConfig) -> bool:
     """Whether `WeightsOnly` describes the architecture, down to its rotary embedding and activation."""
     rope = getattr(config, "rope_parameters", None) or {}
     layer_types = set(getattr(config, "layer_types", None) or ())
@@ -116,8 +116,8 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
 
-class BareLayer(nn.Module):
-    """One layer."""
+class DecoderLayer(nn.Module):
+    """The weights of one layer."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
@@ -127,12 +127,12 @@ class BareLayer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
 
-# Positions whose angles are made at once, at least.
+# The least number of positions whose angles are computed at once.
 _POSITIONS = 256
 
 
 class Rotary(nn.Module):
-    """Angles p · θ^(−2i/d) of position p, for i = 0 … d/2 − 1 and once more (Su et al. 2021, arXiv:2104.09864)."""
+    """Angles p · θ^(−2i/d) of position p, for i = 0 … d/2 − 1, twice over (Su et al. 2021, arXiv:2104.09864)."""
 
     inv_freq: Tensor
 
@@ -144,7 +144,7 @@ class Rotary(nn.Module):
         self._table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, S, d] in x's type, looked up: a step of decoding asks for those of the steps before once more."""
+        """Cosines and sines [B, S, d] in x's type, from a table: decoding asks for the same positions at every step."""
         needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
         table = self._table
         if table is None or len(table[0]) < needed or table[0].dtype != x.dtype:
@@ -162,28 +162,28 @@ class Rotary(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose weights are read."""
+    """An embedding without random initial weights."""
 
     def reset_parameters(self) -> None:
-        """Nothing is drawn: on the meta device that would import torch's compiler, over a second."""
+        """Draw nothing: on the meta device that would import torch's compiler, which takes over a second."""
 
 
 class Backbone(nn.Module):
-    """Embedding, layers and the last norm."""
+    """The embedding, the layers and the last norm."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        layers = [BareLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        layers = [DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = Rotary(config, layers[0].self_attn.head_dim)
 
 
 class WeightsOnly(nn.Module):
-    """A model's weights, with a head that gives logits (`lm_head`) or one number (`score`). It has no forward pass of its own.
+    """A model's weights, with a head for logits (`lm_head`) or for one number (`score`). It has no forward pass.
 
-    Parameters have the names, the order and the sharing that they have in transformers' model.
+    Names, order and sharing of the parameters are those of transformers' model.
     """
 
     def __init__(self, config: PreTrainedConfig, generation_config: GenerationConfig | None, *, scalar: bool = False) -> None:
@@ -209,7 +209,7 @@ class WeightsOnly(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.model.norm.weight.device
 
     @property
@@ -226,7 +226,7 @@ class WeightsOnly(nn.Module):
         return self.lm_head
 
     def stored(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint holds: a head that is the embedding is not in it."""
+        """The tensors of a checkpoint: a head that is tied to the embedding is left out."""
         tied = not self.scalar and self.lm_head.weight is self.model.embed_tokens.weight
         return {name: x for name, x in self.state_dict().items() if not (tied and name == "lm_head.weight")}
 
@@ -249,7 +249,9 @@ class WeightsOnly(nn.Module):
         auto: Any = AutoModelForSequenceClassification if self.scalar else AutoModelForCausalLM
         learns = {name: p.requires_grad for name, p in self.named_parameters()}
         config = copy.deepcopy(self.config)
-        config.pad_token_id = self.model.embed_tokens.padding_idx  # the configuration's may have come later, and lie beyond it
+        config.pad_token_id = (
+            self.model.embed_tokens.padding_idx
+        )  # the configuration's may have been set later, beyond the vocabulary
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             hf = auto.from_config(config, dtype=self.dtype)
         hf.config.pad_token_id = self.config.pad_token_id
@@ -265,18 +267,18 @@ class WeightsOnly(nn.Module):
 
 
 def load(path: str, dtype: torch.dtype, *, scalar: bool = False) -> tuple[WeightsOnly, list[str]] | None:
-    """The weights at `path` (a folder or a hub name) and the names of those that are not there: at most a scalar head's, which is
-    drawn from N(0, initializer_range²). None where only transformers can read the model, or say what is wrong with it.
+    """The weights at `path` (a folder or a hub name), and the names of those that are missing there.
 
-    Raises `OSError` if `path` is a hub name that can't be reached and is not in the cache, `ValueError` if a tensor has another
-    shape than the configuration says.
+    At most a scalar head may be missing; it is drawn from N(0, initializer_range²). None if only transformers can read the model,
+    or say what is wrong with it. Raises `OSError` if `path` is a hub name that can't be reached and is not in the cache,
+    `ValueError` if a tensor's shape is not the configuration's.
     """
     try:
         config = AutoConfig.from_pretrained(path, **({"num_labels": 1} if scalar else {}))
         files = _files(path) if suits(config, dtype) and not _file(path, "adapter_config.json") else []
         generation = None if scalar else _generation_config(path)
     except (OSError, ValueError, KeyError) as error:
-        # a hub that doesn't answer is asked for half a minute: not once more by transformers
+        # a hub that doesn't answer costs half a minute: transformers must not ask it again
         unanswered = isinstance(error.__cause__, LocalEntryNotFoundError)
         cached = (try_to_load_from_cache(path, name) for name in ("config.json", "adapter_config.json"))
         if unanswered and not any(isinstance(file, str) for file in cached):
@@ -285,9 +287,9 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False) -> tuple[Weight
     if not files:
         return None
     with torch.device("meta"):
-        bare = WeightsOnly(config, generation, scalar=scalar)
+        weights = WeightsOnly(config, generation, scalar=scalar)
     config.dtype = dtype
-    wanted = {name: x.shape for name, x in bare.stored().items()}
+    wanted = {name: x.shape for name, x in weights.stored().items()}
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         found = {name: file for file in opened for name in file.offset_keys()}
@@ -299,22 +301,22 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False) -> tuple[Weight
         for name, file in found.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
-                    raise ValueError(f"its head gives {shape[0]} numbers, that of a reward model or critic gives one")
-                raise ValueError(f"{name} has shape {shape}, by the configuration it is {tuple(wanted[name])}")
-        # a copy each: what the file gives lies on its pages
+                    raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
+                raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
+        # copied: the file's tensors are mapped to its pages
         tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     for name in missing:
         tensors[name] = torch.empty(wanted[name], dtype=dtype).normal_(std=config.initializer_range or 0.02)
     for name, tensor in tensors.items():
         owner, _, last = name.rpartition(".")
-        setattr(bare.get_submodule(owner), last, nn.Parameter(tensor))
+        setattr(weights.get_submodule(owner), last, nn.Parameter(tensor))
     if not scalar and config.tie_word_embeddings:
-        bare.lm_head.weight = bare.model.embed_tokens.weight
-    return bare.eval(), missing
+        weights.lm_head.weight = weights.model.embed_tokens.weight
+    return weights.eval(), missing
 
 
 def _files(path: str) -> list[str]:
-    """The files of weights at `path`, none where they are not in safetensors."""
+    """The safetensors files at `path`; empty if there are none."""
     if whole := _file(path, "model.safetensors"):
         return [whole]
     index = _file(path, "model.safetensors.index.json")
@@ -323,7 +325,7 @@ def _files(path: str) -> list[str]:
 
 
 def _file(path: str, name: str) -> str | None:
-    """Where a file of the model is, None where it has none of the name."""
+    """The path of one of the model's files; None if there is no such file."""
     found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return found
 

@@ -1,4 +1,4 @@
-"""Where bare weights are not used: what they do not describe is left to transformers."""
+"""Where weights alone are not enough: what they do not describe is left to transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.utils import hub
 
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
-from psigrad.models.fused import weights_only as bare
+from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
 
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -46,9 +46,9 @@ OTHERS = {
 )
 def test_settings_that_change_the_model_are_left_to_transformers(settings):
     config = copy.deepcopy(CONFIGS["qwen3"])
-    assert bare.known(config)
+    assert weights_only.describes(config)
     vars(config).update(settings)  # past the checks of its own
-    assert not bare.known(config)
+    assert not weights_only.describes(config)
 
 
 def test_a_llama_has_no_window_whatever_its_file_says(tmp_path, tokenizer):
@@ -61,11 +61,11 @@ def test_a_llama_has_no_window_whatever_its_file_says(tmp_path, tokenizer):
 @pytest.mark.parametrize("name", OTHERS)
 def test_transformers_reads_what_bare_weights_do_not_describe(name, tmp_path, tokenizer):
     hf = written(tmp_path, OTHERS[name], tokenizer)
-    assert not bare.known(hf.config)
+    assert not weights_only.describes(hf.config)
     model = language_model.load(str(tmp_path))
     assert not isinstance(model.network, WeightsOnly)
     ids = torch.tensor([[5, 6, 7, 8]])
-    assert torch.allclose(model.hf(input_ids=ids).logits, hf.eval()(input_ids=ids).logits, atol=1e-5)
+    assert torch.allclose(model.as_transformers()(input_ids=ids).logits, hf.eval()(input_ids=ids).logits, atol=1e-5)
 
 
 def test_every_layers_window_is_its_own(tmp_path, tokenizer):
@@ -111,7 +111,7 @@ def test_files_that_are_not_as_expected_are_left_to_transformers(change, tmp_pat
 def test_a_tensor_of_another_shape_is_refused(tmp_path, tokenizer):
     written(tmp_path, CONFIGS["qwen3"], tokenizer)
     changed(tmp_path, lambda x: {**x, "model.norm.weight": torch.ones(3)})
-    with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(3,\), by the configuration it is \(40,\)"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(3,\); by the configuration it is \(40,\)"):
         language_model.load(str(tmp_path))
 
 
@@ -141,7 +141,7 @@ def test_an_adapter_in_the_hubs_cache_is_left_to_transformers(asked, monkeypatch
     for file, text in {"refs/main": "5e7", "snapshots/5e7/adapter_config.json": "{}"}.items():
         (kept / file).parent.mkdir(parents=True)
         (kept / file).write_text(text)
-    assert bare.load("some/adapter", torch.float32) is None
+    assert weights_only.load("some/adapter", torch.float32) is None
     assert asked == ["config.json"]
 
 

@@ -40,7 +40,7 @@ def test_log_probs_are_those_of_transformers(stored):
     assert isinstance(model.network, WeightsOnly)
     ours = model.evaluate(some_groups()).logp
     theirs = model.evaluate(some_groups(), packed=False).logp
-    assert model.network is model.hf and not model.why_padded
+    assert model.network is model.as_transformers() and not model.why_padded
     assert torch.allclose(ours, theirs, atol=2e-5, rtol=0)
 
 
@@ -88,8 +88,8 @@ def test_generation_settings_are_kept_wherever_they_stand(file, tmp_path, tokeni
     assert isinstance(model.network, WeightsOnly)
     assert model.eos_token_ids == (0, 9)
     model.save(tmp_path / "bare")
-    assert model.hf.generation_config.to_dict() == theirs.generation_config.to_dict()
-    assert model.hf.generation_config.temperature == 0.3
+    assert model.as_transformers().generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert model.as_transformers().generation_config.temperature == 0.3
     theirs.save_pretrained(tmp_path / "theirs")
     for name in ("generation_config.json", "config.json"):
         assert (tmp_path / "bare" / name).read_text() == (tmp_path / "theirs" / name).read_text()
@@ -104,7 +104,7 @@ def test_an_adapter_in_the_folder_is_not_overlooked(tmp_path, tokenizer):
     model = language_model.load(str(tmp_path))
     assert not isinstance(model.network, WeightsOnly)
     ids = torch.tensor([[5, 6, 7, 8]])
-    assert torch.allclose(model.hf(input_ids=ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-5)
+    assert torch.allclose(model.as_transformers()(input_ids=ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-5)
 
 
 def test_around_the_parameters_the_decoder_the_mode_and_chance_stay_as_they_were(tmp_path, tokenizer):
@@ -114,10 +114,10 @@ def test_around_the_parameters_the_decoder_the_mode_and_chance_stay_as_they_were
     model.network.train()
     before = torch.get_rng_state()
     with torch.inference_mode():
-        assert model.hf.training
+        assert model.as_transformers().training
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.decoder is decoder is not None and model.hf.is_gradient_checkpointing
-    assert not any(b.is_inference() for b in model.hf.buffers())
+    assert model.decoder is decoder is not None and model.as_transformers().is_gradient_checkpointing
+    assert not any(b.is_inference() for b in model.as_transformers().buffers())
     padded = [model.evaluate(some_groups(), packed=False).logp for _ in range(2)]
     assert torch.equal(*padded), "no dropout"
 
@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_put_around_the_parameters_stays_as_it_was(tmp_pa
 
     monkeypatch.setattr(WeightsOnly, "as_transformers", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        _ = model.hf
+        _ = model.as_transformers()
     assert isinstance(model.network, WeightsOnly) and model.decoder is not None
 
 
@@ -144,7 +144,7 @@ def test_a_padding_token_beyond_the_embedding_is_no_hindrance(tmp_path, tokenize
     assert model.network.config.pad_token_id == len(longer) - 1 == len(tokenizer)
     ours = model.scores(some_groups()).detach()
     assert torch.allclose(ours, model.scores(some_groups(), packed=False).detach(), atol=2e-5, rtol=0)
-    assert model.hf.config.pad_token_id == len(tokenizer)
+    assert model.as_transformers().config.pad_token_id == len(tokenizer)
 
 
 def test_the_fused_gradient_is_that_of_the_same_decoder_around_transformers_modules(stored):
@@ -166,7 +166,7 @@ def test_files_are_those_that_transformers_writes(stored, tmp_path):
     model = language_model.load(str(folder))
     model.save(tmp_path / "bare")
     assert isinstance(model.network, WeightsOnly)
-    assert not isinstance(model.hf, WeightsOnly)
+    assert not isinstance(model.as_transformers(), WeightsOnly)
     model.save(tmp_path / "theirs")
     names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "bare").iterdir())
@@ -178,8 +178,8 @@ def test_transformers_model_is_put_around_the_same_parameters(stored):
     model = language_model.load(str(folder))
     before = {name: id(p) for name, p in model.trainable().items()}
     frozen = model.frozen_copy()
-    frozen_hf = frozen.hf
-    assert {name: id(p) for name, p in model.hf.named_parameters()} == before
+    frozen_hf = frozen.as_transformers()
+    assert {name: id(p) for name, p in model.as_transformers().named_parameters()} == before
     assert not any(p.requires_grad for p in frozen_hf.parameters())
     with torch.no_grad():
         for p in model.trainable().values():

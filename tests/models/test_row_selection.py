@@ -80,13 +80,13 @@ def test_hidden_states_and_gradients_are_those_of_a_decoder_that_computes_all(na
     assert unlike(our_gradient(weights), their_gradient(weights)) < 1e-5
 
 
-@pytest.mark.parametrize("wrong", ["enter", "leave"])
+@pytest.mark.parametrize("wrong", ["input_rows", "output_rows"])
 def test_negative_control_rows_of_other_tokens_are_noticed(wrong, tokenizer, monkeypatch):
     model, forward, rows = made(CONFIGS["qwen3"], tokenizer), inputs(5), torch.tensor([3, 40])
     theirs, their_gradient = whole(model, forward, rows)
     methods = {
-        "enter": ("summed", lambda self, dx, count: dx[:count]),
-        "leave": ("among", lambda self, dx, tokens: dx.new_zeros(60, dx.shape[1])),
+        "input_rows": ("sum_input_grads", lambda self, dx, count: dx[:count]),
+        "output_rows": ("scatter_output_grads", lambda self, dx, tokens: dx.new_zeros(60, dx.shape[1])),
     }
     name, instead = methods[wrong]
     plain = getattr(RowSelection, name)
@@ -102,7 +102,7 @@ def test_a_sum_over_many_equal_tokens_is_rounded_once():
     kinds = torch.arange(6000) % 3
     dx = torch.rand(6000, 4, generator=torch.Generator().manual_seed(2)).bfloat16()
     exact = torch.stack([dx[kinds == k].double().sum(0) for k in range(3)])
-    ours = RowSelection(enter=kinds).summed(dx, 3)
+    ours = RowSelection(input_rows=kinds).sum_input_grads(dx, 3)
     assert ours.dtype == torch.bfloat16
     assert torch.allclose(ours.double(), exact, rtol=2**-8)
     one_by_one = sum(dx[kinds == 0].unbind())

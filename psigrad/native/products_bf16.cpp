@@ -1,4 +1,4 @@
-// Products of bfloat16 matrices, two numbers at a time, summed in float32: of rows with one that was turned for it before, and of any.
+// Products of bfloat16 matrices, two numbers at a time, summed in float32: with a packed matrix, and of any two.
 #include <omp.h>
 
 #include <algorithm>
@@ -109,8 +109,8 @@ inline void panel_of(uint32_t* to, const bfloat16* b, int64_t count, int64_t dep
                 turn(square);
                 for (int i = 0; i < WIDTH; i++) memcpy(to + i * PANEL + c, &square[i], sizeof(vec));
             }
-        bool turned = p / (2 * WIDTH) * (2 * WIDTH) + 2 * WIDTH <= depth;
-        for (int64_t c = turned ? count / WIDTH * WIDTH : 0; c < PANEL; c++) to[c] = c >= count ? 0 : p + 1 < depth ? pair(b + c * b_col + p) : b[c * b_col + p].bits;
+        bool whole = p / (2 * WIDTH) * (2 * WIDTH) + 2 * WIDTH <= depth;
+        for (int64_t c = whole ? count / WIDTH * WIDTH : 0; c < PANEL; c++) to[c] = c >= count ? 0 : p + 1 < depth ? pair(b + c * b_col + p) : b[c * b_col + p].bits;
     }
 }
 
@@ -118,9 +118,9 @@ inline void panel_of(uint32_t* to, const bfloat16* b, int64_t count, int64_t dep
 
 extern "C" {
 
-// As `through_panels`, for bfloat16: k is even, `turned` has turned the matrix as one of k / 2 words to a row. What is summed, base
+// As `multiply_packed`, for bfloat16: k is even, and `pack_matrix` has packed the matrix as one of k / 2 words to a row. What is summed, base
 // included, is rounded once. A row's numbers do not depend on how many others there are here either.
-void through_half_panels(bfloat16* out, const bfloat16* x, const uint32_t* panels, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
+void multiply_packed_bf16(bfloat16* out, const bfloat16* x, const uint32_t* panels, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
     int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
     int64_t shares = std::max<int64_t>(1, std::min(tall, (4 * threads + wide - 1) / wide));
     int64_t share = (tall + shares - 1) / shares * TILE_ROWS;
@@ -138,7 +138,7 @@ void through_half_panels(bfloat16* out, const bfloat16* x, const uint32_t* panel
 }
 
 // As `product`, for bfloat16: what is summed, c or base included, is rounded once.
-void half_product(bfloat16* c, const bfloat16* a, const bfloat16* b, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads) {
+void product_bf16(bfloat16* c, const bfloat16* a, const bfloat16* b, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads) {
     int64_t tall = std::max<int64_t>(1, (m + TILE_ROWS - 1) / TILE_ROWS), down = std::max<int64_t>(1, (m + BLOCK_ROWS - 1) / BLOCK_ROWS);
     int64_t columns = std::min(BLOCK_COLUMNS, std::max<int64_t>(1, (n + PANEL - 1) / PANEL) * PANEL);
     if (tall >= 8 * threads)
