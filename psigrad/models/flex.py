@@ -1,4 +1,4 @@
-"""FlexAttention over packed sequences that share prefixes: one compiled kernel that leaves out the blocks which nobody sees (Dong
+"""FlexAttention over packed sequences that share prefixes: one compiled kernel that skips blocks which no query attends to (Dong
 et al. 2024, arXiv:2412.05496), where scaled_dot_product_attention needs padded views and a mask of every pair.
 """
 

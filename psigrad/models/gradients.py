@@ -1,9 +1,8 @@
-"""Gradients that are added up where they lie, or not stored at all.
+"""Gradients of vocabulary-sized weights, added in place or not stored at all.
 
-For every use of a weight autograd makes a whole gradient, and then adds it to the sum. An embedding that is also the head is used
-twice, and each gradient is as large as the vocabulary is long. Inside `in_place` such uses write into the sum themselves; and
-where the sum is to be recomputed, what they need for it is kept instead, some numbers per token, and rows of the gradient are
-made when they are asked for.
+Autograd makes a full gradient for every use of a weight, and then adds it to the sum. An embedding that is tied to the head is
+used twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With `recompute` the
+sum is not stored either: each use keeps a few numbers per token, and rows of the gradient are computed on demand.
 """
 
 from __future__ import annotations
@@ -18,30 +17,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# Numbers of a gradient that are made at a time, and the share of a gradient's numbers that its uses may hold on to.
+# How many numbers of a gradient are computed at a time; the memory that its uses may hold, as a share of the gradient's.
 BLOCK_ELEMENTS = 1 << 20
 HELD = 0.5
 
 
 class Use(Protocol):
-    """A use of a weight [V, E] whose gradient can be made more than once."""
+    """A use of a weight [V, E] whose gradient can be computed again."""
 
     @property
     def size(self) -> int:
-        """Numbers that it holds on to."""
+        """How many numbers it keeps in memory."""
         ...
 
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add those rows of its gradient to `out` [rows, E]."""
+        """Add these rows of its gradient to `out` [rows, E]."""
         ...
 
 
 class Sums:
-    """The sums of the gradients of `weights` (None: of any).
+    """Sums of the gradients of `weights` (None: of any weight).
 
-    Each sum keeps its tensor from one optimiser step to the next: whenever one as large as a vocabulary is let go, smaller ones
-    settle in its place, and it has to be made elsewhere. With `recompute` there is no such tensor where every use of a weight in
-    the step can make its gradient again.
+    A sum keeps its tensor between optimiser steps: a freed block of that size gets fragmented by smaller tensors. With `recompute`
+    there is no tensor, as long as every use of the weight in the step can compute its gradient again.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
@@ -51,11 +49,11 @@ class Sums:
         self._weights = None if weights is None else set(weights)
 
     def owns(self, weight: Tensor) -> bool:
-        """Whether the weight is one of theirs."""
+        """Whether this object sums the weight's gradients."""
         return self._weights is None or weight in self._weights
 
     def of(self, weight: Tensor) -> Tensor:
-        """The sum of a weight's gradients, 0 where there is none yet, in the tensor of the step before if there is one."""
+        """The sum of a weight's gradients, 0 at first. It reuses the tensor of the step before."""
         if weight.grad is None:
             before = self.tensors.get(weight)
             fits = before is not None and (before.shape, before.dtype, before.device) == (
@@ -67,8 +65,8 @@ class Sums:
             self.tensors[weight] = weight.grad
         return weight.grad
 
-    def puts_off(self, weight: Tensor, use: Use) -> bool:
-        """Whether the use's gradient will be made when it is asked for; else it is for the caller to add."""
+    def defers(self, weight: Tensor, use: Use) -> bool:
+        """Whether the use's gradient is left for `blocks` to compute; if not, the caller adds it to the sum now."""
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
         if self.recompute and weight.grad is None and room >= 0:
@@ -78,14 +76,15 @@ class Sums:
         return False
 
     def settle(self) -> None:
-        """The backward passes of a step are over: where autograd made a sum of its own, nothing lies beside it."""
+        """End the backward passes of a step: deferred gradients join the sums that autograd has made of the same weights."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The gradient of a weight whose uses were put off, some rows at a time, which the next overwrite. Rows of the weight
-        that have been given may change.
+        """The gradient of a weight with deferred uses, a block of rows at a time; each block overwrites the one before.
+
+        The caller may change rows of the weight after their block was given.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -97,7 +96,7 @@ class Sums:
             yield rows, block
 
     def forget(self) -> None:
-        """What was put off is not wanted any more."""
+        """Drop all deferred uses."""
         self.uses = {}
 
     def _store(self, weight: Tensor) -> None:
@@ -110,8 +109,8 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Where losses are made whose `backward()` only has to fill in `.grad`, or `sums`. `torch.autograd.grad` and hooks on
-    parameters would miss what is written there.
+    """Inside this context, `backward()` adds to `.grad` or `sums` directly. `torch.autograd.grad` and hooks on parameters do not see
+    those gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
     try:
@@ -121,8 +120,9 @@ def in_place(*sums: Sums) -> Iterator[None]:
 
 
 def sums_for(weight: Tensor) -> Sums | None:
-    """Where the gradients of `weight` may be added up, None where they may not: in half precision a sum would lose small ones.
-    Forward passes ask, since backward passes may run in another thread, which knows nothing of `in_place`.
+    """The `Sums` that take the gradients of `weight`; None if autograd must, as in half precision, where a sum loses small terms.
+
+    Forward passes call this: backward passes may run in another thread, where `in_place` is not set.
     """
     whole = weight.dtype in (torch.float32, torch.float64)
     if not (whole and weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()):
@@ -138,7 +138,7 @@ class _Rows:
 
     @property
     def size(self) -> int:
-        """Numbers of the gradient."""
+        """How many numbers the gradient has."""
         return self.dy.numel()
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class _Lookup(torch.autograd.Function):
         if ctx.padding is not None:
             dy = dy.masked_fill((ids == ctx.padding)[..., None], 0.0)
         use = _Rows(ids.flatten(), dy.flatten(0, -2))
-        if not ctx.sums.puts_off(ctx.table, use):
+        if not ctx.sums.defers(ctx.table, use):
             ctx.sums.of(ctx.table).index_add_(0, use.ids, use.dy)
         return None, None, None, None
 

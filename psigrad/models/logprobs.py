@@ -143,7 +143,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         dhidden = torch.zeros_like(hidden, dtype=normaliser.dtype) if ctx.needs_input_grad[0] else None
         dweight = None
         if ctx.sums is not None:
-            dweight = None if ctx.sums.puts_off(ctx.head, use) else ctx.sums.of(ctx.head)
+            dweight = None if ctx.sums.defers(ctx.head, use) else ctx.sums.of(ctx.head)
         elif ctx.needs_input_grad[1]:
             dweight = torch.zeros_like(weight, dtype=normaliser.dtype)
         if dhidden is not None or dweight is not None:

@@ -60,7 +60,7 @@ class Targets:
     shape: tuple[int, int]
 
     def some(self, which: Tensor) -> Targets:
-        """Those at the places `which` [K] among the M."""
+        """The targets at the indices `which` [K] of the M."""
         rows, ids, n, t = (x.index_select(0, which) for x in (self.rows, self.ids, self.n, self.t))
         return Targets(rows, ids, n, t, self.shape)
 
@@ -83,7 +83,7 @@ class ForwardInputs:
     attention_mask: Tensor | None = None
     prefix_ends: Tensor | None = None
     cached: CacheHit | None = None
-    """Layers that need not be run, where they were kept."""
+    """Activations of these tokens from sampling, if they were kept: the layers need not run."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class _TargetLists:
 
 
 def on_device(numbers: Any, device: torch.device | str) -> Tensor:
-    """Whole numbers where they are wanted; to a GPU from memory that it reads by itself, so that nobody waits for the copy."""
+    """An int64 tensor on `device`. It goes to a GPU from pinned memory, so that the copy does not block."""
     made = torch.as_tensor(numbers, dtype=torch.long)
     return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
 
@@ -121,7 +121,7 @@ def _places(lengths: np.ndarray) -> np.ndarray:
 
 
 def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
-    """All of their ids, `count` of them."""
+    """The ids of all pieces, `count` in total."""
     return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=count)
 
 

@@ -32,7 +32,7 @@ class ScalarModel(Pretrained):
     """A transformers `…ForSequenceClassification` with one label, under its tokenizer.
 
     Formula: V(s_t) = w · h_t, with h_t the hidden state behind the tokens before step t; the score of a text is V behind its last
-    token. Models whose head is not a plain `score` layer (BERT's kin) can only score whole texts.
+    token. Models whose head is not a plain `score` layer (such as BERT) can only score whole texts.
     """
 
     @property

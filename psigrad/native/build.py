@@ -62,7 +62,7 @@ def _folder() -> Path:
 
 
 def _key(compiler: str) -> str:
-    """Names sources, compiler and processor: a home folder may be shared by machines of unlike kinds."""
+    """A hash of sources, flags, compiler and processor: machines of different kinds may share a home folder."""
     source = resources.files("psigrad.native")
     parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -70,7 +70,7 @@ def _key(compiler: str) -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compile to a name of our own, then rename: whoever comes second finds a whole file or none."""
+    """Compile to a temporary name, then rename: another process finds either the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, resources.as_file(resources.files("psigrad.native")) as source:
         made = Path(folder) / path.name

@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors. float32 or bfloat16 in memory, float32 within; every tensor contiguous in its rows."""
+"""The kernels as functions of tensors: float32 or bfloat16 in memory, float32 inside; every tensor has contiguous rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, key heads, the width of one, the epsilon of their norms, and the factor of the scores."""
+    """Number of query heads and key heads, the width of a head, the epsilon of head norms, the scale of the scores."""
 
     queries: int
     keys: int
@@ -60,7 +60,7 @@ class Heads:
 
 
 class Spans:
-    """Where packed sequences lie: `prefixes` (start, length), and per prefix the `members` (start, length) that continue it.
+    """Where packed sequences lie: the `prefixes` (start, length), and for each the `members` (start, length) that continue it.
 
     A prefix attends to itself causally, a member to its prefix and causally to itself.
     """
@@ -81,28 +81,28 @@ class Slots:
     own: Sequence[Tensor]
     """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens."""
     addresses: Tensor
-    """[layers] where they are."""
+    """[layers] addresses of `own`."""
     slots: Tensor
-    """[B] which slot each row continues."""
+    """[B] the slot that each row continues."""
     places: Tensor
-    """[B] where its token goes there."""
+    """[B] the position of its token in the slot."""
     prompts: Tensor
     """[layers, 2, G] addresses of the prompts' keys and values, as `Kernels.prompt_tables` makes them."""
     prompt_lengths: Tensor
-    """[G]"""
+    """[G] the prompts' lengths."""
     first: Tensor
-    """[G + 1] where each group begins: its rows stand together."""
+    """[G + 1] the first row of each group; its rows are neighbours."""
 
 
 @functools.cache
 def kernels() -> Kernels | str:
-    """The kernels, compiled if need be, or why there are none."""
+    """The kernels, compiled if necessary; a string says why there are none."""
     loaded = library()
     return loaded if isinstance(loaded, str) else Kernels(loaded)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """out ← a · b + base as `Products.of` computes it; by PyTorch on a GPU, and where there are no kernels."""
+    """out ← a · b + base by `Products.of`; by PyTorch on a GPU, or without kernels."""
     native = kernels() if a.device.type == "cpu" else "a GPU has its own"
     return by_pytorch(a, b, out, base) if isinstance(native, str) else native.products.of(a, b, out, base)
 
@@ -111,7 +111,7 @@ class Kernels:
     """The functions of the compiled library."""
 
     dtypes = tuple(_HALF)
-    """What all but `products` take, which takes any."""
+    """The types that the kernels take; `products` takes any type."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
@@ -151,8 +151,8 @@ class Kernels:
         return out, normaliser
 
     def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, layer: int, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
-        """Output [B, H·D] and log-normaliser [B, H] of a layer's new token per row, which sees its prompt and its own slot; its
-        key and value enter the slot.
+        """Output [B, H·D] and log-normaliser [B, H] of one new token per row in a layer. It attends to its prompt and its own
+        slot, where its key and value are appended.
         """
         normaliser = torch.empty(len(qkv), heads.queries)
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
@@ -207,14 +207,14 @@ class Kernels:
         self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
 
     def copy(self, to: Sequence[int], given: Sequence[int], sizes: Sequence[int]) -> None:
-        """Bytes from some addresses to others."""
+        """Copy `sizes` bytes from the addresses `given` to the addresses `to`."""
         count = len(to)
         tables = [(ctypes.c_int64 * count)(*numbers) for numbers in (to, given, sizes)]
         self._call.copies(*tables, count, torch.get_num_threads())
 
     def gather(self, out: Sequence[Tensor], tables: Tensor, rows: Sequence[Tensor], slab: int) -> None:
-        """Each of `out` [n, …] ← the rows at its `rows` [n] of a table that lies in slabs of `slab` rows; of every table the
-        addresses of the slabs, `tables` [len(out), slabs]. Integers are int64.
+        """Each of `out` [n, …] ← the rows at its `rows` [n] of a table in slabs of `slab` rows; `tables`
+        [len(out), slabs] holds the addresses of each table's slabs. Integers are int64.
         """
         wanted = []
         for to, table, places in zip(out, tables, rows, strict=True):
@@ -233,7 +233,7 @@ class Kernels:
 
 
 class Gradients:
-    """Of the kernels of the same names."""
+    """The gradients of the kernels of the same names."""
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
@@ -255,7 +255,7 @@ class Gradients:
         return dw
 
     def swiglu(self, both: Tensor, dy: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
-        """The gradient [S, gate | up], and `swiglu(both)` once more; `in_place` they take the places of `both` and `dy`."""
+        """The gradient [S, gate | up] and `swiglu(both)` again; with `in_place` they overwrite `both` and `dy`."""
         gradient, out = (both, dy) if in_place else (torch.empty_like(both), torch.empty_like(dy))
         pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
         self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())

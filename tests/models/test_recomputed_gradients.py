@@ -89,13 +89,13 @@ def test_no_gradient_of_the_head_is_ever_stored(tokenizer, monkeypatch):
 
 def test_uses_that_hold_more_than_a_gradient_are_stored_instead(tokenizer, monkeypatch):
     model = tied_or_not(True, tokenizer)
-    weight, puts_off, asked = model.network.get_input_embeddings().weight, Sums.puts_off, []
+    weight, defers, asked = model.network.get_input_embeddings().weight, Sums.defers, []
 
     def watched(sums, weight, use):
-        asked.append((puts_off(sums, weight, use), weight.grad is None))
+        asked.append((defers(sums, weight, use), weight.grad is None))
         return asked[-1][0]
 
-    monkeypatch.setattr(Sums, "puts_off", watched)
+    monkeypatch.setattr(Sums, "defers", watched)
     norms, stored = trained(tied_or_not(True, tokenizer), recompute=False, steps=2)
     size = sum(map(len, some_groups().prompts)) + 100
     monkeypatch.setattr(gradients, "HELD", 1.5 * size / len(weight))  # the second use finds no room
