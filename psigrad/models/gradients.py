@@ -38,8 +38,8 @@ class Use(Protocol):
 class Sums:
     """Sums of the gradients of `weights` (None: of any weight).
 
-    A sum keeps its tensor between optimiser steps: a freed block of that size gets fragmented by smaller tensors. With `recompute`
-    there is no tensor, as long as every use of the weight in the step can compute its gradient again.
+    A sum keeps its tensor between optimiser steps: a freed block of that size gets fragmented by smaller tensors. With
+    `recompute` there is no tensor, as long as every use of the weight in the step can compute its gradient again.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
@@ -109,8 +109,8 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Inside this context, `backward()` adds to `.grad` or `sums` directly. `torch.autograd.grad` and hooks on parameters do not see
-    those gradients.
+    """Inside this context, `backward()` adds to `.grad` or `sums` directly. `torch.autograd.grad` and hooks on parameters do not
+    see those gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
     try:
