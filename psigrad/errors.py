@@ -17,3 +17,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known name closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of another library's error, for a sentence of ours. Its advice about remote code becomes our setting."""
+    text = str(error).strip() or type(error).__name__
+    if "trust_remote_code" in text:
+        return "it comes with Python code of its own; set model.trust_remote_code=true if you have read and trust it"
+    return text.splitlines()[0]

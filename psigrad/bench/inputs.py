@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from psigrad.bench.workload import Workload
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.planning.shape import model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -57,9 +57,9 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     random; where it has no tokenizer one of letters is made.
     """
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = reason_of(error)
         raise UserError(
             f"No model configuration could be read from {model!r} ({reason}); give a folder or a hub name."
         ) from error
@@ -77,7 +77,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
         shutil.copytree(source, folder / "model")
         made.save_pretrained(folder / "model")
     else:
-        AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder / "model")
+        AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False).save_pretrained(folder / "model")
         made.save_pretrained(folder / "model")
     _write(work, made, folder)
 
@@ -90,7 +90,7 @@ def _make(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path)
 
 def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     try:
-        found = AutoTokenizer.from_pretrained(model)
+        found = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         found = None
     if found is None or len(found) < 2 or found.eos_token_id is None:

@@ -26,6 +26,10 @@ class Model:
 
     path: str = ""
     """Folder or hub name of any Hugging Face causal language model."""
+    revision: str = ""
+    """Branch, tag or commit of a hub model; empty: its newest."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model, with all your rights. Set it only for models whose code you have read."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and of the forward pass."""
     lora_rank: CountOrZero = 0
@@ -151,6 +155,10 @@ class Run:
     """Checkpoints kept; the newest that verifies is never deleted."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from the newest checkpoint if there is one; never: refuse a folder with one; must: refuse a folder without."""
+    extend: bool = False
+    """Go on beyond the end of a run to a larger max_steps (control: total_timesteps). The schedule bends to the new end."""
+    allow: tuple[str, ...] = ()
+    """What a resumed run may find changed, by name: a setting, or dataset, model, reward, threads and so on. It is recorded."""
     report_to: tuple[str, ...] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio."""
     threads: CountOrZero = 0

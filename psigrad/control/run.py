@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 
 from psigrad import report, seeds
@@ -11,11 +13,12 @@ from psigrad.control.collector import play
 from psigrad.control.trainer import Trainer, generator
 from psigrad.control.vector import Environments
 from psigrad.errors import UserError
-from psigrad.records import checkpoint
+from psigrad.records import checkpoint, pins
 from psigrad.training import session
 from psigrad.training.journal import Clock, Journal
 from psigrad.training.progress import bar
 from psigrad.training.session import Result
+from psigrad.training.state import versions
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
 
@@ -31,8 +34,11 @@ def run(config: ControlConfig) -> Result:
     envs = evaluation_environments(config) if config.eval_episodes else None
     try:
         with session.open_run(config, "control") as journal:
+            if (done := session.finished(config, journal)) is not None:
+                return done
             found = session.newest_checkpoint(journal)
             if found is not None:
+                session.check_pins(config.run, journal, checkpoint.verify(found), pinned(config))
                 trainer.restore(found)
             journal.folder.event("started" if found is None else "resumed", step=trainer.timesteps)
             train(trainer, envs, journal)
@@ -82,8 +88,16 @@ def train(trainer: Trainer, envs: Environments | None, journal: Journal) -> None
 def save(trainer: Trainer, journal: Journal) -> None:
     """A checkpoint of everything that changes; old ones go."""
     root = journal.folder.checkpoints
-    checkpoint.save(root, trainer.timesteps, trainer.save, meta={"kind": "control"})
+    checkpoint.save(root, trainer.timesteps, trainer.save, meta={"kind": "control", **versions(), **pinned(trainer.config)})
     checkpoint.prune(root, trainer.config.run.save_total_limit)
+
+
+def pinned(config: ControlConfig) -> dict[str, str]:
+    """What a run of control pins: the user's code of the environment and the algorithm, and the machine."""
+    algorithm = builder.resolve(config)
+    parts = [] if isinstance(algorithm, str) else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
+    found = {"environment": pins.code_of(vector.source(config.env)), "algorithm": pins.code_of(*parts)}
+    return {**{name: digest for name, digest in found.items() if digest is not None}, **session.machine(config.run)}
 
 
 def evaluation_environments(config: ControlConfig) -> Environments:

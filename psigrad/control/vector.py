@@ -180,6 +180,14 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", **kwargs: Any) 
         ) from error
 
 
+def source(env: Made) -> Any:
+    """The class or function behind an environment, whose code a run pins."""
+    if isinstance(env, str):
+        entry = gym.spec(env).entry_point
+        return gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    return type(env.unwrapped) if isinstance(env, gym.Env) else env
+
+
 def _mode(vector: Any) -> AutoresetMode:
     mode = vector.metadata.get("autoreset_mode")
     try:

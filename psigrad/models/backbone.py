@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.models import attention
 from psigrad.models.fused.activation_cache import ActivationCache, CacheHit
 from psigrad.models.fused.decoder import Decoder
@@ -182,7 +182,7 @@ class Pretrained(ABC):
             gap = max(float((a - b).abs().max()) for a, b in zip(self._probe_with_gradient(learns), own, strict=True))
         except (RuntimeError, ValueError) as error:
             self.flex = False
-            reason = str(error).strip().splitlines()[0].rstrip(".")
+            reason = reason_of(error).rstrip(".")
             raise UserError(
                 f"attention is 'flex', and it does not run on {self.device} ({reason}); leave it at 'sdpa'."
             ) from error
@@ -328,4 +328,4 @@ def _probe(hf: PreTrainedModel, run: Callable[[bool], Tensor], implementation: s
         hf.set_attn_implementation(implementation)
         return run(packed), ""
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        return None, str(error).strip().splitlines()[0]
+        return None, reason_of(error)

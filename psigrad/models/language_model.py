@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.activation_cache import ActivationCache
@@ -197,20 +197,23 @@ def load(
     lora: Lora | None = None,
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
 ) -> LanguageModel:
     """The model at `path` (a folder or a hub name), ready to train and to sample.
 
-    `adapter` is a folder with LoRA weights to go on from. Raises `UserError` if nothing loads from `path`.
+    `adapter` is a folder with LoRA weights to go on from. `trust_remote_code` runs the Python code that comes with the model.
+    Raises `UserError` if nothing loads from `path`.
     """
     plain = lora is None and device == "cpu"
     try:
         found = weights_only.load(path, DTYPES[dtype]) if plain else None
-        network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]) if found is None else found[0]
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        network: Any = found[0] if found is not None else None
+        if network is None:
+            network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"No causal language model could be loaded from {path!r} ({reason}); give a folder or a hub name."
+            f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
         ) from error
     return prepare(network.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 

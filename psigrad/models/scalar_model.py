@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
@@ -89,6 +89,7 @@ def load(
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
     fresh_head: str = "random",
+    trust_remote_code: bool = False,
 ) -> ScalarModel:
     """The scalar model at `path`: one that was saved as such, or any causal language model, which gets a fresh head.
 
@@ -98,12 +99,11 @@ def load(
     try:
         found = weights_only.load(path, DTYPES[dtype], scalar=True) if lora is None and device == "cpu" else None
         network: Any
-        network, missing = _by_transformers(path, DTYPES[dtype]) if found is None else found
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"No model with a scalar head could be loaded from {path!r} ({reason}); give the folder or hub name of a "
+            f"No model with a scalar head could be loaded from {path!r} ({reason_of(error)}); give the folder or hub name of a "
             "reward model with one label, or of a causal language model."
         ) from error
     if missing and fresh_head == "refuse":
@@ -116,10 +116,12 @@ def load(
     return prepare(network.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 
-def _by_transformers(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
     """transformers' model, and the names of its head's weights where they are fresh."""
     with _quiet():
-        hf, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
+        hf, found = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
+        )
     return hf, [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
 
 

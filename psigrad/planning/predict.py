@@ -233,7 +233,7 @@ def _pair(made: pairs.Pair) -> tuple[int, list[int]]:
 
 def _tokenizer(path: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path!r} has no tokenizer to measure the dataset with; leave the dataset out and give --prompt-length."

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
 
@@ -84,10 +84,10 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
     try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
         return found
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = reason_of(error)
         raise UserError(f"No model configuration could be read from {path!r} ({reason}); give a folder or a hub name.") from error
 
 

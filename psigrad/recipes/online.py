@@ -19,6 +19,7 @@ from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
+from psigrad.recipes.pinned import pinned
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.rewards import resolve
 from psigrad.rollout import samplers
@@ -37,6 +38,8 @@ def run(config: OnlineConfig) -> Result:
     algorithm = method(config)
     check(config, algorithm)
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
+        if (done := session.finished(config, journal)) is not None:
+            return done
         found = session.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
         episodes = episodes_for(config)
@@ -57,7 +60,7 @@ def run(config: OnlineConfig) -> Result:
         policy = Learner(model, setup.optimizer_of(model, config))
         learners = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         fresh = State(algorithm=algorithm.initial_state())
-        begun = session.begin(config, journal, learners, setup.identity(model.tokenizer, rows, held), found, fresh)
+        begun = session.begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh)
         job = Online(
             config=config,
             algorithm=algorithm,
@@ -147,6 +150,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> V
         device=session.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
         fresh_head="zero" if found is None else "refuse",
+        trust_remote_code=config.model.trust_remote_code,
     )
     setup.attend(config.model, made)
     if not made.per_token:

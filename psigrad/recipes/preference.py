@@ -43,6 +43,8 @@ def run(config: PreferenceConfig) -> Result:
     loss = resolve_loss(config.loss)
     setup.check_sampling(config.sampling)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
+        if (done := session.finished(config, journal)) is not None:
+            return done
         found = session.newest_checkpoint(journal)
         rows, held = setup.read_rows(config, "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference")
         model = setup.load_model(config.model, config.run, found)

@@ -29,6 +29,8 @@ def run(config: RewardConfig) -> Result:
     of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "reward") as journal:
+        if (done := session.finished(config, journal)) is not None:
+            return done
         found = session.newest_checkpoint(journal)
         model = setup.load_scalar_model(config.model, config.run, found)
         if config.process and not model.per_token:

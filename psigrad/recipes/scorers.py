@@ -14,13 +14,11 @@ from psigrad.config import Evaluation, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
-from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.recipes import setup
 from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rollout.episodes import Episodes
-from psigrad.training import session
 from psigrad.training.evaluator import Evaluator
 from psigrad.training.scoring import Mixture, ModelScorer
 
@@ -69,7 +67,7 @@ def judge_for(config: Scored, tokenizer: PreTrainedTokenizerBase, functions: Seq
 
 def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:
     """A reward model that never learns, under a name that no other has."""
-    model = scalar_model.load(path, dtype=config.model.dtype, device=session.device(config.run), fresh_head="refuse")
+    model = setup.load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
     model.network.requires_grad_(False)
     name = base = Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
     for count in range(2, len(names) + 2):

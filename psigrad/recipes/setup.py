@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import (
     EvalConfig,
@@ -26,12 +24,12 @@ from psigrad.config import (
 from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.records import pins
+from psigrad.recipes.pinned import pinned
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
@@ -42,12 +40,31 @@ from psigrad.training.state import Learner, State
 from psigrad.training.tasks import Task
 from psigrad.training.update import Optimizer
 
+# What a revision of a hub model is made of; other frameworks' weights are left out.
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
 def check_sampling(sampling: Sampling) -> None:
     """Refuse settings that describe no distribution before anything is loaded."""
     SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def located(settings: Model) -> str:
+    """Where to load the model from: its path, or the folder that a hub model's `revision` was downloaded to."""
+    if not settings.revision:
+        return settings.path
+    if Path(settings.path).is_dir():
+        raise UserError(f"model.revision is {settings.revision!r} and {settings.path!r} is a folder; leave the revision out.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(settings.path, revision=settings.revision, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The revision {settings.revision!r} of {settings.path!r} could not be downloaded ({reason_of(error)}); give a "
+            "branch, tag or commit of a hub model."
+        ) from error
 
 
 def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
@@ -58,12 +75,13 @@ def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
-            str(found) if found is not None and lora is None else settings.path,
+            str(found) if found is not None and lora is None else located(settings),
             dtype=settings.dtype,
             device=session.device(run),
             lora=lora,
             adapter=found if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
+            trust_remote_code=settings.trust_remote_code,
         )
     attend(settings, model)
     return model
@@ -84,13 +102,14 @@ def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarMo
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
         model = scalar_model.load(
-            str(found) if whole else settings.path,
+            str(found) if whole else located(settings),
             dtype=settings.dtype,
             device=session.device(run),
             lora=lora,
             adapter=found if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
             fresh_head="refuse" if whole else "random",
+            trust_remote_code=settings.trust_remote_code,
         )
     attend(settings, model)
     return model
@@ -100,7 +119,13 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     """A reward model to score with."""
     if not settings.path:
         raise UserError("No reward model was given; name its folder or hub name with --model (model.path).")
-    return scalar_model.load(settings.path, dtype=settings.dtype, device=session.device(run), fresh_head="refuse")
+    return scalar_model.load(
+        located(settings),
+        dtype=settings.dtype,
+        device=session.device(run),
+        fresh_head="refuse",
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 def optimizer_of(
@@ -123,20 +148,6 @@ def lora_of(settings: Model) -> Lora | None:
     if not settings.lora_rank:
         return None
     return Lora(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_target_modules)
-
-
-def identity(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], held: Sequence[Row]) -> dict[str, str]:
-    """Hashes of what a run stands on besides its settings: a continuation must find them as they were."""
-    return pins.hashes(
-        {
-            **{
-                name: [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in part]
-                for name, part in (("dataset", rows), ("held-out dataset", held))
-            },
-            "tokenizer": tokenizer.get_vocab(),
-            "chat template": tokenizer.chat_template,
-        }
-    )
 
 
 def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
@@ -208,7 +219,7 @@ def train_on_rows(
     `rows` are those of training and those that are held out.
     """
     learner = Learner(model, optimizer_of(model, config))
-    begun = session.begin(config, journal, [learner], identity(model.tokenizer, *rows), found, State())
+    begun = session.begin(config, journal, [learner], pinned(config, model.tokenizer, *rows), found, State())
     steps = config.run.max_steps or math.ceil(len(task) / config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:

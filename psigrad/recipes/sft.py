@@ -23,6 +23,8 @@ def run(config: SFTConfig) -> Result:
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
+        if (done := session.finished(config, journal)) is not None:
+            return done
         found = session.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
         rows, held = setup.read_rows(config, "sft")

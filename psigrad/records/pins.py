@@ -1,24 +1,63 @@
-"""What a run stands on and must find again when it goes on: its format, its settings, its data and tokenizer."""
+"""What a run must find unchanged when it goes on: its settings, data, models, code and machine.
+
+A continuation that finds something changed is refused by name. `run.allow` takes a change deliberately; it is then recorded among
+the run's events.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from psigrad.errors import UserError
+from huggingface_hub import try_to_load_from_cache
+
+from psigrad.errors import UserError, nearest
 from psigrad.records.rows import FORMAT
 
-# Settings that may differ between a run and its continuation, because nothing that is computed depends on them.
+# What is pinned besides the settings, by the names that `run.allow` takes.
+PINS = (
+    *("dataset", "eval_dataset", "tokenizer", "chat_template"),
+    *("model", "reference", "critic", "reward_model"),
+    *("reward", "environment", "tools", "algorithm", "sampler"),
+    *("kernels", "threads", "device"),
+)
+# Names in checkpoints of format 0.
+_OLD_NAMES = {"held-out dataset": "eval_dataset", "chat template": "chat_template"}
+# Settings that change nothing that is computed.
+_FREE = frozenset(f"run.{name}" for name in ("output_dir", "progress", "report", "resume", "allow", "extend")) | {"format"}
+# Settings that change results by rounding at most. A change is recorded.
 MAY_CHANGE = frozenset(
-    f"run.{name}"
-    for name in (
-        *("max_steps", "save_steps", "save_minutes", "save_total_limit", "logging_steps"),
-        *("report_to", "progress", "report", "resume", "output_dir"),
+    (
+        *(f"run.{name}" for name in ("save_steps", "save_minutes", "save_total_limit", "logging_steps", "report_to")),
+        *("reward_timeout", "reward_workers", "record_tokens", "optim.rehearse"),
+        *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
+        *("sampling.max_decode_batch", "sampling.vllm_memory"),
     )
-) | {"format", "reward_timeout", "reward_workers", "record_tokens", "optim.rehearse"}
+)
+# Settings that say how long a run is. `run.extend` lets them grow.
+LENGTH = ("run.max_steps", "total_timesteps")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that was one thing in the run so far and is another now."""
+
+    name: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.before!r} and is {self.now!r}"
 
 
 def check_format(place: Path, held: Mapping[str, Any]) -> None:
@@ -31,15 +70,44 @@ def check_format(place: Path, held: Mapping[str, Any]) -> None:
         )
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
-    """What differs between two runs' settings, "name was … and is …" each.
+def check_settings(
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], usual: Mapping[str, Any] | None = None
+) -> list[Change]:
+    """The settings that differ between a run and its continuation, all of which may.
 
-    A setting that an older psigrad did not have counts as having its `usual` value.
+    A setting that an older psigrad did not have counts as having its `usual` value. Raises `UserError` naming the settings that
+    must not differ.
     """
-    old, new, default = dict(_leaves(before)), dict(_leaves(now)), dict(_leaves(usual))
+    old, new, default = dict(_leaves(before)), dict(_leaves(now)), dict(_leaves(usual or {}))
     old = {name: default[name] for name in new.keys() & default.keys()} | old
-    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in MAY_CHANGE]
-    return [f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names]
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in _FREE]
+    changes = [Change(name, old.get(name), new.get(name)) for name in names]
+    allowed = _allowed(now, new)
+    refused = [c for c in changes if c.name not in MAY_CHANGE and not {c.name, c.name.rpartition(".")[2]} & allowed]
+    longer = [c for c in refused if c.name in LENGTH]
+    if now.get("run", {}).get("extend"):
+        for change in longer:
+            if change.before and (change.now or 0) < change.before:
+                raise UserError(f"{change}; run.extend goes on beyond the end, so give more than {change.before}.")
+        refused = [c for c in refused if c.name not in LENGTH]
+    if refused:
+        more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
+        advice = "set them back to go on with it, or choose another output_dir"
+        if refused == longer:
+            advice = "the learning rate's schedule depends on it: give --extend to go on to the new end, or set it back"
+        else:
+            advice += f"; --allow {refused[0].name} goes on with the change"
+        raise UserError(f"{folder} is a run with other settings ({'; '.join(map(str, refused[:5]))}{more}); {advice}.")
+    return changes
+
+
+def _allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
+    """The names in `run.allow`. Raises `UserError` for one that is neither a pin nor a setting."""
+    names = set(now.get("run", {}).get("allow", ()))
+    known = {*PINS, *leaves, *(name.rpartition(".")[2] for name in leaves)}
+    for name in sorted(names - known):
+        raise UserError(f"run.allow has {name!r}; expected one of {', '.join(PINS)}, or a setting{nearest(name, known) or '.'}")
+    return names
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -57,11 +125,103 @@ def hashes(parts: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def check_hashes(folder: Path, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
-    """Refuse to go on where a part is another than the one that the checkpoint's manifest `before` names."""
-    changed = [name for name, value in now.items() if before.get(name, value) != value]
-    if changed:
-        raise UserError(
-            f"{folder} was trained with another {' and another '.join(changed)}; put it back to go on with this run, or choose "
-            "another output_dir."
+def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
+    """The pins that differ from those in the checkpoint's manifest `before`, all of them allowed.
+
+    A pin that only one side has is not compared. Raises `UserError` naming the pins that differ and are not allowed.
+    """
+    before = {_OLD_NAMES.get(name, name): value for name, value in before.items()}
+    changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
+    refused = [change for change in changes if change.name not in set(allow)]
+    if refused:
+        what = " and ".join(
+            f"{c.name} {c.before} (now {c.now})" if len(c.now) < 16 else f"another {c.name.replace('_', ' ')}" for c in refused
         )
+        names = " ".join(c.name for c in refused)
+        raise UserError(
+            f"{folder} was trained with {what}. Put it back to go on with this run, go on all the same with --allow {names}, or "
+            "choose another output_dir."
+        )
+    return changes
+
+
+def model_of(path: str, revision: str = "") -> str | None:
+    """What identifies the model at `path`: a hub model's commit, or the SHA-256 of a folder's files. None if it is not here."""
+    if Path(path).is_dir():
+        return _folder_hash(Path(path))
+    try:
+        cached = try_to_load_from_cache(path, "config.json", revision=revision or None)
+    except ValueError:  # neither a folder nor a hub name
+        return None
+    return Path(cached).parent.name if isinstance(cached, str) else None
+
+
+@functools.lru_cache(maxsize=8)
+def _folder_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+        with file.open("rb") as stream:
+            digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def code_of(*objects: Any) -> str | None:
+    """The SHA-256 of the user's code behind functions, classes and objects; None where all of it is psigrad's or a library's.
+
+    It covers the files that define them, and the user's own modules that those files import. What a script or notebook defines is
+    covered function by function, since the rest of the script may well change.
+    """
+    found: dict[str, str] = {}
+    for thing in objects:
+        thing = thing.func if isinstance(thing, functools.partial) else thing
+        owner = thing if isinstance(thing, type) or hasattr(thing, "__qualname__") else type(thing)
+        module = sys.modules.get(getattr(owner, "__module__", None) or "")
+        if module is None or not _is_users(module):
+            continue
+        if getattr(module, "__name__", "") == "__main__":
+            found[f"__main__.{owner.__qualname__}"] = _source(owner)
+        else:
+            _add_module(module, found)
+    if not found:
+        return None
+    # by the files' names: a project may move to another folder
+    parts = sorted((Path(name).name, text) for name, text in found.items())
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _source(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):  # typed into a prompt: there is only the compiled code
+        code = getattr(thing, "__code__", None)
+        return repr((code.co_code, code.co_consts, code.co_names)) if code is not None else ""
+
+
+def _add_module(module: ModuleType, found: dict[str, str]) -> None:
+    """Add the file of a user's module, and those of the user's modules that it refers to."""
+    file = str(module.__file__)
+    if file in found:
+        return
+    found[file] = ""
+    for value in list(vars(module).values()):
+        other = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+        if other is not None and other is not module and _is_users(other) and other.__name__ != "__main__":
+            _add_module(other, found)
+    found[file] = Path(file).read_text(errors="replace")
+
+
+def _is_users(module: ModuleType) -> bool:
+    """Whether a module's file is neither psigrad's nor Python's nor an installed package's."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return getattr(module, "__name__", "") == "__main__"
+    path = Path(file).resolve()
+    return path.is_file() and not any(path.is_relative_to(home) for home in _libraries())
+
+
+@functools.cache
+def _libraries() -> tuple[Path, ...]:
+    paths = sysconfig.get_paths()
+    homes = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    homes += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    return tuple({Path(home).resolve() for home in homes})

@@ -51,6 +51,8 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, BinaryIO] = {}
+        self.finished = False
+        """Whether the run came to its end before and has nothing left to do."""
 
     @classmethod
     @contextlib.contextmanager
@@ -93,15 +95,11 @@ class RunFolder:
             )
         file = self.path / "config.json"
         now = json.loads(to_line(config))
+        changes: list[pins.Change] = []
         if file.exists():
             before = _settings(file)
             pins.check_format(self.path, before)
-            if changed := pins.changed_settings(before, now, json.loads(to_line(usual))):
-                more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
-                raise RunFolderError(
-                    f"{self.path} is a run with other settings ({'; '.join(changed[:5])}{more}); set them back to go on with it, "
-                    "or choose another output_dir."
-                )
+            changes = pins.check_settings(self.path, before, now, json.loads(to_line(usual)))
         _replace(file, (json.dumps(now, indent=1) + "\n").encode())
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
@@ -109,6 +107,10 @@ class RunFolder:
             rows = self.path / f"{name}.jsonl"
             self._files[name] = rows.open("ab", buffering=0)
             _truncate(rows, _end_of_lines(rows))
+        longer = any(change.name in pins.LENGTH for change in changes)
+        self.finished = not longer and (self.path / "model").is_dir() and _last_kind(self.path / "events.jsonl") == "finished"
+        if changes:
+            self.event("settings_changed", changes={c.name: [c.before, c.now] for c in changes})
 
     def _append(self, name: str, lines: bytes) -> None:
         stream, rest = self._files[name], memoryview(lines)
@@ -204,6 +206,17 @@ def _end_of_lines(file: Path) -> int:
         for line in stream:
             end += len(line) if line.endswith(b"\n") else 0
     return end
+
+
+def _last_kind(events: Path) -> str:
+    """The kind of the last event, or nothing."""
+    with events.open("rb") as stream:
+        stream.seek(max(0, events.stat().st_size - (1 << 16)))
+        lines = stream.read().splitlines()
+    try:
+        return str(json.loads(lines[-1])["kind"]) if lines else ""
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
 
 
 def _truncate(file: Path, size: int) -> None:

@@ -20,6 +20,7 @@ import transformers
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, Run, SFTConfig
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
+from psigrad.native.kernels import kernels
 from psigrad.records import checkpoint, pins
 from psigrad.records.run_folder import RunFolder
 from psigrad.training import state
@@ -54,7 +55,7 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
     usual = to_dict(type(config)())
     with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
-        trackers = open_trackers(config.run.report_to, folder.path, settings)
+        trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
         try:
             yield Journal(folder, trackers, stop)
         except Stopped:
@@ -108,6 +109,17 @@ def device(run: Run) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
 
 
+def finished(config: Config, journal: Journal) -> Result | None:
+    """The result of a run that came to its end before, after saying so; None where there is something left to do."""
+    folder = journal.folder.path
+    if not journal.folder.finished:
+        return None
+    print(f"{folder} is finished; nothing was done. To train on, give a larger max_steps with --extend.", file=sys.stderr)
+    before, after = evaluations(folder)
+    report = folder / "report.html"
+    return Result(folder, folder / "model", report if report.exists() else None, before, after)
+
+
 def newest_checkpoint(journal: Journal) -> Path | None:
     """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
     found = checkpoint.latest(journal.folder.checkpoints)
@@ -126,25 +138,43 @@ class Begun:
 
 
 def begin(
-    config: Config, journal: Journal, learners: Sequence[Learner], known: Mapping[str, str], found: Path | None, fresh: State
+    config: Config, journal: Journal, learners: Sequence[Learner], pinned: Mapping[str, str], found: Path | None, fresh: State
 ) -> Begun:
     """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
 
-    `known` are the hashes of `identity`. Raises `UserError` where the data, the tokenizer or its template are not those that
-    the checkpoint was trained with.
+    `pinned` is what checkpoints pin (`psigrad.recipes.pinned`). Raises `UserError` where it differs from the checkpoint's, and
+    `run.allow` does not name the difference.
     """
     if found is not None:
-        pins.check_hashes(journal.folder.path, checkpoint.verify(found), known)
+        check_pins(config.run, journal, checkpoint.verify(found), pinned)
     first = fresh if found is None else state.restore(found, learners)
     why_padded = getattr(learners[0].model, "why_padded", "")
     journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=why_padded)
 
     def save(now: State) -> None:
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
-        state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=known)
+        state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned)
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, save)
+
+
+def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
+    """Refuse to go on with what a checkpoint's manifest pins otherwise, and record what `run.allow` takes."""
+    for change in pins.check_pins(journal.folder.path, manifest, pinned, run.allow):
+        journal.folder.event("allowed", name=change.name, before=change.before, now=change.now)
+    versions = {name: [manifest[name], now] for name, now in state.versions().items() if manifest.get(name, now) != now}
+    if versions:
+        journal.folder.event("versions_changed", versions=versions)
+
+
+def machine(run: Run) -> dict[str, str]:
+    """Pins of the machine: threads and kernels change the last bits of sums, and a device more."""
+    return {
+        "threads": str(torch.get_num_threads()),
+        "kernels": "off" if isinstance(kernels(), str) else "on",
+        "device": torch.device(device(run)).type,
+    }
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 
+import psigrad
 from psigrad.records import checkpoint
 from psigrad.training.update import NonFiniteError, Optimizer
 
@@ -66,9 +68,14 @@ def save(root: Path, state: State, learners: Sequence[Learner], *, keep: int, me
             checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
 
-    path = checkpoint.save(root, state.step, write, meta={"torch": torch.__version__, **(meta or {})})
+    path = checkpoint.save(root, state.step, write, meta={**versions(), **(meta or {})})
     checkpoint.prune(root, keep)
     return path
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes, as a checkpoint's manifest records them."""
+    return {"psigrad": psigrad.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def restore(path: Path, learners: Sequence[Learner]) -> State:

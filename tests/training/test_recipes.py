@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -86,7 +87,8 @@ def test_every_form_of_training_is_repeatable(form, job, tmp_path):
     whole = online.run(config("whole", 6))
     online.run(config("parts", 4))
     # the evaluation at the end of the first part is not in the whole run: take the run back to its checkpoint at step 4
-    resumed = online.run(config("parts", 6))
+    longer = config("parts", 6)
+    resumed = online.run(replace(longer, run=replace(longer.run, extend=True)))
     assert (resumed.folder / "model/model.safetensors").read_bytes() == (whole.folder / "model/model.safetensors").read_bytes()
     trained = [row for row in lines(resumed.folder / "metrics.jsonl") if "reward" in row]
     assert trained == [row for row in lines(whole.folder / "metrics.jsonl") if "reward" in row]
@@ -158,14 +160,14 @@ def test_python_trains_on_rows(job, tmp_path):
     assert figures["eval/prompts"] == 3
 
 
-@pytest.mark.parametrize("change", ["setting", "dataset", "held-out dataset"])
+@pytest.mark.parametrize("change", ["setting", "dataset", "eval dataset"])
 def test_a_run_does_not_go_on_with_something_else(change, job, tmp_path):
     data, held = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
     for file in (data, held):
         file.write_text((job / file.name).read_text())
 
     def config(steps: int):
-        made = sft_config(job, tmp_path / "run", max_steps=steps)
+        made = sft_config(job, tmp_path / "run", max_steps=steps, extend=True)
         return replace(made, data=replace(made.data, dataset=str(data), eval_dataset=str(held)))
 
     sft.run(config(2))
@@ -185,6 +187,7 @@ def test_a_broken_checkpoint_is_passed_over_by_name(job, tmp_path):
     newest = checkpoint.latest(tmp_path / "run" / "checkpoints").path
     weights = newest / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
+    shutil.rmtree(tmp_path / "run" / "model")  # as if killed before the end
     online.run(config)
     assert digest(tmp_path / "run") == expected
     ignored = [e for e in lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "checkpoint_ignored"]

@@ -274,7 +274,7 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False) -> tuple[Weight
     `ValueError` if a tensor's shape is not the configuration's.
     """
     try:
-        config = AutoConfig.from_pretrained(path, **({"num_labels": 1} if scalar else {}))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
         files = _files(path) if suits(config, dtype) and not _file(path, "adapter_config.json") else []
         generation = None if scalar else _generation_config(path)
     except (OSError, ValueError, KeyError) as error:
