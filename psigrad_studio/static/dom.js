@@ -18,6 +18,9 @@ export const el = (tag, attributes, ...children) => filled(document.createElemen
 /** An SVG element. */
 export const svg = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
+/** A name as text that may break after each of its parts. */
+export const parted = (name) => name.split(/(?<=[/_.-])/).flatMap((part) => [part, el("wbr")]);
+
 let fading;
 
 /** A message across the bottom of the page, gone after a while. */

@@ -29,23 +29,23 @@ const form = () => ({
   world: world.form(settings()),
   options: { sweeps: state.sweeps, exploration: state.exploration, step_size: state.stepSize, episodes: state.episodes, seed: state.seed, evaluated: state.evaluated },
 });
-const last = () => Math.max(0, ...panels.map((panel) => panel.film.length - 1));
-const awaiting = () => panels.some((panel) => panel.film.awaited);
+const last = () => Math.max(0, ...panels.map((panel) => panel.playback.length - 1));
+const awaiting = () => panels.some((panel) => panel.playback.awaited);
 const planners = () => panels.filter((panel) => panel.family === "planning");
-const finished = (those = panels) => those.every(({ film }) => film.failure !== null || (film.ended && state.at >= film.last));
+const finished = (those = panels) => those.every(({ playback }) => playback.failure !== null || (playback.ended && state.at >= playback.last));
 const warmth = () => panels.map((panel) => {
-  const frame = panel.film?.at(state.at) ?? null;
+  const frame = panel.playback?.at(state.at) ?? null;
   return frame === null || frame.index === 0 && panel.warm === null ? panel.warm : { value: frame.value, q: frame.q };
 });
 const moment = () => ({ state: structuredClone(state), warm: panels.map((panel) => panel.warm) });
 
-/** Adopt a state: the panels of its algorithms, and a film for each, warm where `warm` holds values. */
+/** Adopt a state: the panels of its algorithms, and a playback for each, warm where `warm` holds values. */
 function adopt(next, warm = []) {
   const same = panels.length === next.run.length && panels.every((panel, index) => panel.algorithm === next.run[index]);
   state = next;
   world = World.parse(state.map);
   if (!same) {
-    panels.forEach((panel) => panel.film?.stop());
+    panels.forEach((panel) => panel.playback?.stop());
     panels = state.run.map((name, index) => new Panel(index, name, algorithms, told(index)));
     $("compare").disabled = panels.length === MOST_PANELS;
     $("panels").replaceChildren(...panels.map((panel) => panel.node));
@@ -53,11 +53,11 @@ function adopt(next, warm = []) {
     active = Math.min(active, panels.length - 1);
   }
   panels.forEach((panel, index) => panel.start(form(), warm[index] ?? null));
-  panels.forEach((panel) => panel.film.ensure(state.at));
+  panels.forEach((panel) => panel.playback.ensure(state.at));
   draw();
 }
 
-/** A change that undo brings back. The films go on from the values on the grid, and play until the solvers have arrived. */
+/** A change that undo brings back. The playbacks go on from the values on the grid, and play until the solvers have arrived. */
 function change(changes, { cold = false, remembered = true } = {}) {
   if (remembered) history_.push(moment());
   carried = null;
@@ -69,17 +69,17 @@ function change(changes, { cold = false, remembered = true } = {}) {
 
 /** What playing ends with, for those who want no motion. */
 async function arriveAtOnce() {
-  const films = planners().map((panel) => panel.film);
-  await Promise.all(films.map((film) => film.ensure(END)));
-  if (films.every((film) => panels.some((panel) => panel.film === film))) go(Math.max(...films.map((film) => film.last)));
+  const playbacks = planners().map((panel) => panel.playback);
+  await Promise.all(playbacks.map((playback) => playback.ensure(END)));
+  if (playbacks.every((playback) => panels.some((panel) => panel.playback === playback))) go(Math.max(...playbacks.map((playback) => playback.last)));
 }
 
 /** Show another step, unless something else has been asked for when it is there. */
 async function go(step) {
   stop();
-  const films = panels.map((panel) => panel.film);
-  await Promise.all(films.map((film) => film.ensure(Math.max(0, step))));
-  if (!films.every((film, index) => film === panels[index]?.film)) return;
+  const playbacks = panels.map((panel) => panel.playback);
+  await Promise.all(playbacks.map((playback) => playback.ensure(Math.max(0, step))));
+  if (!playbacks.every((playback, index) => playback === panels[index]?.playback)) return;
   state.at = Math.max(0, Math.min(step, last()));
   draw();
 }
@@ -93,10 +93,10 @@ function play(which = () => panels) {
       draw();
       return;
     }
-    const films = panels.map((panel) => panel.film);
-    await Promise.all(films.map((film) => film.ensure(state.at + 1)));
+    const playbacks = panels.map((panel) => panel.playback);
+    await Promise.all(playbacks.map((playback) => playback.ensure(state.at + 1)));
     if (timer === null) return;
-    if (films.every((film, index) => film === panels[index]?.film)) state.at = Math.min(state.at + 1, last());
+    if (playbacks.every((playback, index) => playback === panels[index]?.playback)) state.at = Math.min(state.at + 1, last());
     draw();
     timer = setTimeout(tick, 1000 / Number($("speed").value));
   };
@@ -218,12 +218,12 @@ function edit(cell, what) {
 
 function draw() {
   const at = Math.min(state.at, last());
-  const targets = panels.flatMap((panel) => panel.film.target.map(Math.abs));
+  const targets = panels.flatMap((panel) => panel.playback.target.map(Math.abs));
   const scale = Math.max(1e-9, ...targets) > 1e-9 ? Math.max(...targets) : 1;
   panels.forEach((panel, index) => {
     panel.draw(world, state.at, scale, { cell: state.cell, carried, here: index === active }, panels.length === 1);
   });
-  chart.draw(panels.map((panel, index) => ({ title: panel.title, frames: panel.film.frames, endless: panel.family !== "planning", at, colour: index })), at);
+  chart.draw(panels.map((panel, index) => ({ title: panel.title, frames: panel.playback.frames, endless: panel.family !== "planning", at, colour: index })), at);
   drawTransport(at);
   drawSettings();
   drawCell();
@@ -281,8 +281,8 @@ async function drawCell() {
   const piece = world.at(...state.cell), panel = panels[active];
   $("worth-field").hidden = piece.kind !== "prize";
   if (document.activeElement !== $("worth")) $("worth").value = piece.worth ?? "";
-  const frame = panel.film.at(state.at);
-  const wanted = frame === null ? null : { ...panel.film.request, frame: frame.index, cell: state.cell };
+  const frame = panel.playback.at(state.at);
+  const wanted = frame === null ? null : { ...panel.playback.request, frame: frame.index, cell: state.cell };
   const held = carried?.join() === state.cell.join(), name = JSON.stringify([wanted, held]);
   if (answer?.name === name || (answer === null && asking === name && wanted !== null)) return;
   if (answer === null) show(inspection(state.cell, piece, held, panel.family, panel.algorithm, null));
@@ -348,7 +348,7 @@ $("compare").addEventListener("click", addPanel);
 $("undo").addEventListener("click", () => turn("undo"));
 $("redo").addEventListener("click", () => turn("redo"));
 $("copy-link").addEventListener("click", () => copy(location.href, "The link"));
-$("copy-map").addEventListener("click", () => copy(panels[0].film.map, "The map"));
+$("copy-map").addEventListener("click", () => copy(panels[0].playback.map, "The map"));
 document.addEventListener("keydown", (event) => {
   const typing = event.target instanceof HTMLInputElement && event.target.type !== "range";
   if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "z" && !typing) {

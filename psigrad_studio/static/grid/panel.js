@@ -1,15 +1,15 @@
-// One algorithm on the shared world: its name, its board, and what its film says at this step.
+// One algorithm on the shared world: its name, its board, and what its playback shows at this step.
 import { el } from "../dom.js";
 import { Board, signed } from "./board.js";
 import { number } from "./chart.js";
-import { Film } from "./films.js";
+import { Playback } from "./playback.js";
 
 const FAMILIES = [["planning", "The model is known"], ["prediction", "What a policy is worth, from episodes"], ["control", "Learning to act, from episodes"]];
 
 export class Panel {
   /** `told` as of Board, and also: replace(name), remove(), loaded(). */
   constructor(index, algorithm, algorithms, told) {
-    Object.assign(this, { index, algorithm, algorithms, told, film: null, warm: null });
+    Object.assign(this, { index, algorithm, algorithms, told, playback: null, warm: null });
     this.board = new Board(`${algorithms.get(algorithm).title} on the grid world`, told);
     const groups = FAMILIES.map(([family, label]) =>
       el(
@@ -40,39 +40,39 @@ export class Panel {
     return this.algorithms.get(this.algorithm).title;
   }
 
-  /** A new film, from zeros or from the {value, q} of a warm start. */
+  /** A new playback, from zeros or from the {value, q} of a warm start. */
   start(form, warm) {
-    this.film?.stop();
+    this.playback?.stop();
     this.warm = warm;
     const values = { value: warm?.value ?? null, q: this.family === "control" ? (warm?.q ?? null) : null };
-    this.film = new Film({ ...form, algorithm: this.algorithm, ...values }, this.family === "planning", () => this.told.loaded());
+    this.playback = new Playback({ ...form, algorithm: this.algorithm, ...values }, this.family === "planning", () => this.told.loaded());
   }
 
   /** `mark` is {cell, carried, here}: the cell that was chosen, the one carried, and whether that was on this board. */
   draw(world, at, scale, mark, alone) {
-    const frame = this.film.at(at);
+    const frame = this.playback.at(at);
     // until the first frame is there, what was drawn last stays, under the world as it is now
-    if (frame !== null || this.film.failure !== null || this.shown === undefined) this.shown = frame;
+    if (frame !== null || this.playback.failure !== null || this.shown === undefined) this.shown = frame;
     const fits = this.shown !== null && this.shown.value.length === world.rows * world.columns;
     this.board.draw(world, fits ? this.shown : null, scale, mark);
     this.removal.hidden = alone;
-    this.failure.hidden = this.film.failure === null;
-    this.failure.textContent = this.film.failure?.message ?? "";
-    this.caption.hidden = this.film.failure !== null;
+    this.failure.hidden = this.playback.failure === null;
+    this.failure.textContent = this.playback.failure?.message ?? "";
+    this.caption.hidden = this.playback.failure !== null;
     this.caption.textContent = frame === null ? "" : this.said(frame, at);
-    this.node.classList.toggle("done", this.film.ended && frame?.index === this.film.last);
+    this.node.classList.toggle("done", this.playback.ended && frame?.index === this.playback.last);
   }
 
   /** The frame in words. */
   said(frame, at) {
     const parts = [];
-    const ended = this.film.ended && frame.index === this.film.last;
+    const ended = this.playback.ended && frame.index === this.playback.last;
     if (frame.step === "start") parts.push(this.warm === null ? "Start: nothing is known" : "Start: the values that were there");
-    else if (frame.step === "learn") parts.push(`${(frame.index * this.film.request.options.episodes).toLocaleString("en")} episodes`, episode(frame.episode));
+    else if (frame.step === "learn") parts.push(`${(frame.index * this.playback.request.options.episodes).toLocaleString("en")} episodes`, episode(frame.episode));
     else if (frame.step === "improve") parts.push(`Step ${frame.index}: improve, ${frame.changed === 1 ? "1 action" : `${frame.changed} actions`} changed`);
     else parts.push(`${frame.step === "evaluate" ? "Evaluate" : "Back up"}, step ${frame.index}: change ${number(frame.residual)}`);
     parts.push(`error ${number(frame.error)}${frame.bound === null ? "" : `, proven ≤ ${number(frame.bound)}`}`);
-    if (ended && this.film.note) parts.push(this.film.note);
+    if (ended && this.playback.note) parts.push(this.playback.note);
     else if (ended && frame.step !== "learn") parts.push(at > frame.index ? `done at step ${frame.index}` : "done");
     return parts.join(" · ");
   }

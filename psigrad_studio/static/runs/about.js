@@ -4,14 +4,21 @@ import { el, notice } from "../dom.js";
 import { figure, whole } from "./format.js";
 
 /** An episode to watch; it moves only while it is open. */
-export function film(run) {
+export function episodePicture(run) {
   const picture = el("img", { alt: "An episode of the trained policy, animated", width: "300" });
-  const node = el("details", { class: "card film" }, el("summary", {}, "Watch an episode of the trained policy"), picture);
+  const node = el("details", { class: "card episode" }, el("summary", {}, "Watch an episode of the trained policy"), picture);
   node.addEventListener("toggle", () => {
     if (node.open) picture.src = `/api/runs/picture?run=${run}`;
     else picture.removeAttribute("src");
   });
   return node;
+}
+
+/** A setting as the studio sends it, Python's text of a value, in words: None, True and False, and lists without brackets. */
+function setting(text) {
+  const words = { None: "not set", True: "yes", False: "no", "[]": "none" };
+  if (Object.hasOwn(words, text)) return words[text];
+  return /^\[[^[\]{}]*\]$/.test(text) ? text.slice(1, -1).replace(/'([^']*)'/g, "$1") : text;
 }
 
 /** Rows that may be wider than the page, and can be scrolled by keyboard then. */
@@ -37,7 +44,7 @@ export class About {
   }
 
   draw(run) {
-    this.node.replaceChildren(this.alerts(run), run.picture ? film(run.id) : "", this.events(run), this.settings(run));
+    this.node.replaceChildren(this.alerts(run), run.picture ? episodePicture(run.id) : "", this.events(run), this.settings(run));
   }
 
   alerts(run) {
@@ -74,7 +81,7 @@ export class About {
   }
 
   settings(run) {
-    const rows = Object.entries(run.settings).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)));
+    const rows = Object.entries(run.settings).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, setting(value))));
     return el("section", { class: "card" }, el("h2", {}, "Settings"), table("Settings", rows));
   }
 }

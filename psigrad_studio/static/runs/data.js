@@ -82,7 +82,7 @@ export class Runs {
     if (!known || known.generation !== one.generation) known = { ...EMPTY, curves: new Map() };
     for (const [name, curve] of Object.entries(one.curves)) {
       const old = known.curves.get(name);
-      const steps = one.grids[curve.steps], x = curve.x ?? steps, values = curve.values.map((v) => v ?? NaN);
+      const steps = one.grids[curve.steps], x = curve.x ?? steps, { values } = curve;
       if (!old || curve.first === 0 || curve.first !== old.count) {
         const own = steps.slice(); // curves share them in the answer, and each grows by itself
         known.curves.set(name, { steps: own, x: curve.x ?? own, values, count: curve.count });

@@ -32,12 +32,6 @@ export function duration(seconds) {
 /** How long ago something was, from seconds since 1970. */
 export const ago = (time) => (time > 0 ? `${duration(Date.now() / 1000 - time)} ago` : "");
 
-/** A round number near a third of a range, for ticks. */
-export function stride(range, wanted) {
-  const raw = range / Math.max(1, wanted), power = 10 ** Math.floor(Math.log10(raw));
-  return power * ([1, 2, 5, 10].find((m) => m * power >= raw * 0.999) ?? 10);
-}
-
 /** A tick: as short as its neighbours let it be. */
 export function tick(value, step) {
   const size = Math.abs(value);

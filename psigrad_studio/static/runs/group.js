@@ -1,7 +1,7 @@
 // A group side by side: the prompt once, then each completion with its reward, its parts, its advantage and its tokens.
 import { get, post } from "../api.js";
 import { el, notice } from "../dom.js";
-import { film } from "./about.js";
+import { episodePicture } from "./about.js";
 import { figure, whole } from "./format.js";
 import { MEASURES, measures, reach, tokenText } from "./tokens.js";
 
@@ -55,7 +55,7 @@ export class Group {
     // what holds for all of them is said once
     this.common = group.members.length > 1 && group.members.every((m) => m.why === group.members[0].why) ? group.members[0].why : "";
     if (this.common) head.append(el("p", { class: "why" }, this.common));
-    this.node.replaceChildren(head, ...(group.picture ? [film(this.run.id)] : []), ...(this.offered.length ? [this.colours()] : []), this.members, this.sending);
+    this.node.replaceChildren(head, ...(group.picture ? [episodePicture(this.run.id)] : []), ...(this.offered.length ? [this.colours()] : []), this.members, this.sending);
     this.fill();
   }
 

@@ -1,5 +1,5 @@
-// The list of runs: seeds of the same settings under one head, a box to lay a run over others, a name to look at it alone.
-import { el } from "../dom.js";
+// The list of runs: seeds of the same settings under one head, a box to overlay a run on others, a name to look at it alone.
+import { el, parted } from "../dom.js";
 import { ago, figure, whole } from "./format.js";
 
 /** Runs in order of their last word, those of the same settings together: [{title, runs}]. */
@@ -91,7 +91,7 @@ export class List {
     row.box.checked = looks.every((l) => l.chosen);
     row.box.indeterminate = !row.box.checked && looks.some((l) => l.chosen);
     row.box.setAttribute("aria-label", `Lay all seeds of ${group.title} over the others`);
-    text(row.name, group.title);
+    if (row.name.textContent !== group.title) row.name.replaceChildren(el("span", {}, ...parted(group.title)));
     text(row.meta, `${group.runs.length} seeds · ${group.runs[0].method}${group.runs[0].model ? ` · ${short(group.runs[0].model)}` : ""}`);
     return row;
   }
@@ -101,7 +101,7 @@ export class List {
     row.box.setAttribute("aria-label", `Lay ${run.name} over the others`);
     row.node.classList.toggle("chosen", chosen);
     row.key.className = chosen ? `key run-${colour} dash-${dash}` : "key";
-    text(row.name, run.name);
+    if (row.name.textContent !== run.name) row.name.replaceChildren(el("span", {}, ...parted(run.name)));
     const model = run.model ? ` · ${short(run.model)}` : "";
     text(row.meta, `${run.method}${model} · ${ago(run.written)}`);
     row.state.className = `state ${run.state}`;

@@ -1,7 +1,8 @@
 // The runs page: what is selected, what is seen of it, and the address that says so.
 import { el, notice } from "../dom.js";
 import { About } from "./about.js";
-import { Chart, COLOURS, Palette } from "./chart.js";
+import { Alerts } from "./alerts.js";
+import { Chart, COLOURS } from "./chart.js";
 import { Runs } from "./data.js";
 import { figure, whole } from "./format.js";
 import { grouped, List, matches } from "./list.js";
@@ -9,12 +10,12 @@ import { Rollouts } from "./rollouts.js";
 
 const $ = (id) => document.getElementById(id);
 const TABS = ["curves", "rollouts", "about"];
-const state = { runs: [], tab: "curves", axis: "step", smooth: 0, log: false, bands: true, which: "", n: null, ready: false, waiting: false };
+const state = { runs: [], tab: "curves", axis: "step", smooth: 0, log: false, zoom: null, bands: true, which: "", n: null, ready: false, waiting: false };
 const NOTHING = "There are no runs here yet. Start one whose output_dir lies in this folder, or start the studio with the folder " +
   "that holds your runs: psigrad studio RUNS_FOLDER.";
-const palette = new Palette();
 const data = new Runs(changed, (well) => { $("live").textContent = well && data.list.some((r) => state.runs.includes(r.id) && r.state === "running") ? "live" : ""; });
 const list = new List($("runs"), pick);
+const alerts = new Alerts($("alerts"), (run) => { state.which = run.id; state.tab = "about"; showTab(); });
 const about = new About($("about"), (run, step, n) => openRollouts(run, step, n));
 const rollouts = new Rollouts($("rollouts"), () => { state.n = rollouts.n; remember(); });
 const charts = new Map();
@@ -29,6 +30,7 @@ function remember() {
   if (state.axis !== "step") said.set("axis", state.axis);
   if (state.smooth > 0) said.set("smooth", String(state.smooth));
   if (state.log) said.set("log", "1");
+  if (state.zoom) said.set("zoom", state.zoom.map((x) => Number(x.toPrecision(6))).join("_"));
   if (!state.bands) said.set("bands", "0");
   if (state.tab !== "curves" && state.runs.length > 1) said.set("of", state.which);
   if (state.tab === "rollouts") {
@@ -46,6 +48,8 @@ function recall() {
   state.axis = ["time", "tokens"].includes(said.get("axis")) ? said.get("axis") : "step";
   state.smooth = Math.max(0, Math.min(0.99, Number(said.get("smooth")) || 0));
   state.log = said.get("log") === "1";
+  const zoom = (said.get("zoom") ?? "").split("_").map(Number);
+  state.zoom = zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null;
   state.bands = said.get("bands") !== "0";
   state.which = said.get("of") ?? "";
   const n = said.get("n");
@@ -156,7 +160,7 @@ function changed(kind) {
     if (first || $("empty").hidden !== chosenRuns().length > 0) selected();
     drawList();
     followRuns();
-    if (state.tab === "curves") drawAlerts();
+    if (state.tab === "curves") alerts.draw(chosenRuns());
   } else if (!painting) {
     painting = requestAnimationFrame(() => {
       painting = 0;
@@ -185,18 +189,17 @@ export function drawCurves() {
   const shown = new Set(wanted.map((signal) => signal.name));
   const others = keys.filter((key) => !named.has(key) && !shown.has(key)).sort();
   drawLegend(bands);
-  drawAlerts();
-  const groups = Map.groupBy ? Map.groupBy(wanted, (s) => s.group) : byGroup(wanted);
-  place($("charts"), [...groups].map(([title, signals]) => [title, signals.map((s) => chartOf(s).node)]));
+  alerts.draw(chosenRuns());
   $("more").hidden = others.length === 0;
   $("more-count").textContent = others.length ? `(${others.length})` : "";
-  const extra = $("more").open ? others : [];
-  swap($("more-charts"), extra.map((name) => chartOf({ name, title: name, says: "", unit: "" }).node));
-  const span = spanOf(bands);
-  for (const signal of [...wanted, ...extra.map((name) => ({ name }))]) {
+  const extra = ($("more").open ? others : []).map((name) => ({ name, title: name, says: "", unit: "" }));
+  swap($("more-charts"), extra.map((signal) => chartOf(signal).node));
+  for (const signal of [...wanted, ...extra]) {
     const marks = bands.flatMap(({ members }) => members.flatMap((run) => run.alerts.filter((a) => a.signal === signal.name).map((a) => placeOf(run, a.step))));
-    charts.get(signal.name).show(linesOf(signal.name, bands), { smooth: state.smooth, log: state.log, span }, marks);
+    chartOf(signal).show(linesOf(signal.name, bands), { smooth: state.smooth, log: state.log, zoom: state.zoom }, marks);
   }
+  const groups = Map.groupBy ? Map.groupBy(wanted, (s) => s.group) : byGroup(wanted);
+  place($("charts"), [...groups].map(([title, signals]) => [title, signals.map(chartOf)]));
   const drawn = document.querySelectorAll("#charts .chart").length;
   $("charts").dataset.milliseconds = (performance.now() - begun).toFixed(1);
   $("charts").dataset.drawn = String(drawn);
@@ -209,21 +212,6 @@ function byGroup(signals) {
   return found;
 }
 
-/** One x for all charts, so that the cross-hair stands at the same place in each. */
-function spanOf(bands) {
-  let low = Infinity, high = -Infinity;
-  for (const { members } of bands) {
-    for (const run of members) {
-      for (const { x } of data.curves.get(run.id)?.curves.values() ?? []) {
-        if (!x.length) continue;
-        low = Math.min(low, x[0]);
-        high = Math.max(high, x[x.length - 1]);
-      }
-    }
-  }
-  return low <= high ? [low, high] : null;
-}
-
 /** The x of a step. */
 function placeOf(run, step) {
   for (const { steps, x } of data.curves.get(run.id)?.curves.values() ?? []) {
@@ -234,7 +222,7 @@ function placeOf(run, step) {
 }
 
 function chartOf(signal) {
-  if (!charts.has(signal.name)) charts.set(signal.name, new Chart(signal, palette, follow, openRollouts));
+  if (!charts.has(signal.name)) charts.set(signal.name, new Chart(signal, { follow, zoom, open: openRollouts }));
   return charts.get(signal.name);
 }
 
@@ -246,13 +234,26 @@ function follow(x, aloud = false) {
   if (aloud) $("said").textContent = x === null ? "" : [...charts.values()].find((c) => c.frame === document.activeElement)?.sentence() ?? "";
 }
 
+/** Show a stretch of x in all charts, or all of it. */
+function zoom(range) {
+  state.zoom = range;
+  controls();
+  changed("curves");
+  remember();
+}
+
+/** Charts by group; those with nothing but zeros are small and come last. */
 function place(node, groups) {
   const titles = groups.map(([title]) => title).join();
   if (node.dataset.groups !== titles) {
     node.dataset.groups = titles;
-    node.replaceChildren(...groups.map(([title]) => el("section", { class: "figures", "aria-label": title }, el("h2", {}, title), el("div", { class: "charts" }))));
+    node.replaceChildren(...groups.map(([title]) => el("section", { class: "figures", "aria-label": title }, el("h2", {}, title), el("div", { class: "charts" }), el("div", { class: "flats" }))));
+    if (!groups.length && state.runs.some((id) => data.curves.has(id))) node.replaceChildren(el("p", { class: "card soft" }, "No figures have been written yet."));
   }
-  groups.forEach(([, nodes], i) => swap(node.children[i].querySelector(".charts"), nodes));
+  groups.forEach(([, shown], i) => {
+    swap(node.children[i].querySelector(".charts"), shown.filter((chart) => !chart.flat).map((chart) => chart.node));
+    swap(node.children[i].querySelector(".flats"), shown.filter((chart) => chart.flat).map((chart) => chart.node));
+  });
 }
 
 function swap(node, children) {
@@ -268,22 +269,6 @@ function drawLegend(bands) {
   }));
 }
 
-function drawAlerts() {
-  const rows = chosenRuns().flatMap((run) => run.alerts.map((alert) => el(
-    "li",
-    { class: alert.grave ? "alert grave" : "alert" },
-    el("strong", {}, alert.title),
-    chosenRuns().length > 1 ? ` in ${run.name}` : "",
-    ` since step ${whole(alert.step)}. `,
-    el("span", { class: "soft" }, alert.says, " "),
-    el("button", { type: "button", class: "link", onclick: () => { state.which = run.id; state.tab = "about"; showTab(); } }, "Which completions"),
-  )));
-  const node = $("alerts"), said = rows.map((row) => row.textContent).join("\n");
-  if (node.dataset.said === said) return;
-  node.dataset.said = said;
-  node.replaceChildren(...(rows.length ? [el("ul", { class: "card plain", "aria-label": "Alerts" }, ...rows)] : []));
-}
-
 // ---- controls
 
 function controls() {
@@ -291,11 +276,13 @@ function controls() {
   $("smooth").value = String(state.smooth);
   $("log").checked = state.log;
   $("bands").checked = state.bands;
+  $("unzoom").hidden = state.zoom === null;
   document.querySelector("output[for=smooth]").textContent = state.smooth ? figure(state.smooth) : "none";
 }
 
 for (const id of ["search", "state", "method"]) $(id).addEventListener("input", drawList);
-$("axis").addEventListener("change", () => { state.axis = $("axis").value; follow(null); ask(); remember(); });
+$("axis").addEventListener("change", () => { state.axis = $("axis").value; follow(null); zoom(null); ask(); });
+$("unzoom").addEventListener("click", () => zoom(null));
 $("smooth").addEventListener("input", () => { state.smooth = Number($("smooth").value); controls(); changed("curves"); remember(); });
 $("log").addEventListener("change", () => { state.log = $("log").checked; changed("curves"); remember(); });
 $("bands").addEventListener("change", () => { state.bands = $("bands").checked; drawList(); changed("curves"); remember(); });
@@ -317,12 +304,6 @@ document.addEventListener("keydown", (event) => {
   $("search").focus();
   event.preventDefault();
 });
-const repaint = () => {
-  palette.read();
-  for (const chart of charts.values()) chart.draw();
-};
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-new MutationObserver(repaint).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
 addEventListener("hashchange", () => { recall(); controls(); selected(); });
 
 async function watch() {

@@ -1,4 +1,4 @@
-// Frames of an algorithm, fetched from the server in pieces as they are needed.
+// A playback: the frames of an algorithm, fetched from the server in pieces as they are needed.
 import { post } from "../api.js";
 
 const FIRST = 20, NEAR = 30, AHEAD = 60, ATTEMPTS = 6;
@@ -15,7 +15,7 @@ async function patiently(ask) {
   }
 }
 
-export class Film {
+export class Playback {
   /** `request` is the server's form without first and count; `whole` asks for all at once; `changed` is called after every piece. */
   constructor(request, whole, changed) {
     Object.assign(this, { request, whole, changed, frames: [], length: 0, ended: false, note: "", target: [], map: "", failure: null });
@@ -24,7 +24,7 @@ export class Film {
     this.loading = null;
   }
 
-  /** Resolves when frame `index` is there, or the film has ended before it, or cannot be made. */
+  /** Resolves when frame `index` is there, or the playback has ended before it, or cannot be made. */
   async ensure(index) {
     const here = this.frames.length > index;
     this.wanted = Math.max(this.wanted, here ? index + NEAR : index);
@@ -48,7 +48,7 @@ export class Film {
     return this.frames.length - 1;
   }
 
-  /** The frame of a step: the last one where the film is shorter, or not here yet. */
+  /** The frame of a step: the last one where the playback is shorter, or not here yet. */
   at(index) {
     return this.frames[Math.min(index, this.last)] ?? null;
   }
