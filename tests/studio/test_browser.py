@@ -195,7 +195,7 @@ def test_side_by_side_with_one_chart(opened):
     page.click("#forward")
     at_step(page, 1)
     expect(page.locator(".legend li")).to_have_count(4)
-    expect(page.locator(".curve[points]")).to_have_count(4)
+    expect(page.locator(".chart .hover-point")).to_have_count(4)  # a dot on each curve
     page.locator(".panel select").nth(1).select_option("monte_carlo")
     expect(page.locator(".panel").nth(1)).to_have_attribute("aria-label", "Monte Carlo control")
     page.locator(".panel button", has_text="Remove").nth(2).click()

@@ -79,7 +79,7 @@ def readout(page: Page, name: str) -> str:
 def painted(page: Page, name: str) -> int:
     """Pixels of a chart that aren't empty; none while the chart isn't there yet."""
     script = """name => {
-      const canvas = document.querySelector(`.chart[data-name="${name}"] canvas.base`);
+      const canvas = document.querySelector(`.chart[data-name="${name}"] canvas`);
       if (!canvas) return 0;
       const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
       let n = 0; for (let i = 3; i < pixels.length; i += 4) n += pixels[i] > 0; return n; }"""
@@ -123,6 +123,87 @@ def test_axes_smoothing_and_a_logarithmic_scale(opened, ids):
     until(lambda: painted(page, "reward") > 1000)
 
 
+def test_a_logarithmic_scale_of_a_figure_that_hardly_moves(opened, tmp_path):
+    run = make_run(tmp_path / "runs" / "still", 1)
+    append(run / "metrics.jsonl", *(figures(s, reward=0.3 + 1e-16 * (s % 2), grad_norm=1e3 + 1e-9 * s) for s in range(2, 30)))
+    with live_studio(runs=tmp_path / "runs") as studio:
+        page = opened("log=1&smooth=0.5", at=studio)
+        expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.3")
+        until(lambda: painted(page, "grad_norm") > 100)
+        page.goto("about:blank")
+
+
+def test_figures_that_are_always_zero_take_little_room(opened, ids):
+    page = opened(f"runs={ids['compare/grpo-0']}")
+    expect(page.locator('.flats .chart[data-name="unscored"] .readout')).to_have_text("0 at every step")
+    expect(page.locator('.flats .chart[data-name="unscored"] .frame')).to_be_hidden()
+
+
+def x_ends(page: Page, name: str) -> list[float]:
+    """Where the x axis of a chart begins and ends: what the cross-hair says at its ends."""
+    page.locator(f'.chart[data-name="{name}"]').scroll_into_view_if_needed()
+    box = page.locator(f'.chart[data-name="{name}"] .u-over').bounding_box()
+    found = []
+    for share in (0.001, 0.999):
+        page.mouse.move(box["x"] + box["width"] * share, box["y"] + 60)
+        expect(page.locator(f'.chart[data-name="{name}"] .readout')).to_contain_text("step")
+        found.append(float(re.search(r"step (\d+)", readout(page, name))[1]))
+    page.mouse.move(0, 0)
+    return found
+
+
+def test_zooming_by_mouse_and_by_keyboard(opened, ids):
+    page = opened(f"runs={ids['compare/grpo-0']}")
+    assert x_ends(page, "reward") == [1, 20]
+    box = page.locator('.chart[data-name="reward"] .u-over').bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 5 / 19, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 9 / 19, box["y"] + 60, steps=4)
+    page.mouse.up()
+    expect(page.locator("#unzoom")).to_be_visible()
+    expect(page.locator("#curves")).to_be_visible()  # the end of a drag is no click, which would open the completions
+    assert x_ends(page, "reward") == [6, 10] == x_ends(page, "grad_norm")
+    again = opened(page.url.partition("#")[2])
+    assert x_ends(again, "reward") == [6, 10]
+    page.click("#unzoom")
+    expect(page.locator("#unzoom")).to_be_hidden()
+    assert x_ends(page, "reward") == [1, 20]
+    page.locator('.chart[data-name="reward"] .frame').focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("+")
+    expect(page.locator("#unzoom")).to_be_visible()
+    assert x_ends(page, "reward")[1] < 10
+    page.locator('.chart[data-name="reward"] .frame').focus()
+    page.keyboard.press("Escape")
+    assert x_ends(page, "reward") == [1, 20]
+
+
+def test_a_chart_reaches_as_far_as_its_own_runs(opened, tmp_path):
+    make_run(tmp_path / "runs" / "short", 20)
+    longer = make_run(tmp_path / "runs" / "longer", 20, algorithm="rloo")
+    append(longer / "metrics.jsonl", *({"step": s, "reward": 0.5} for s in range(21, 61)))
+    with live_studio(runs=tmp_path / "runs") as studio:
+        ids = [run["id"] for run in studio.ask("GET", "/api/runs").json["runs"]]
+        page = opened(f"runs={'.'.join(ids)}", at=studio)
+        assert x_ends(page, "reward") == [1, 60]
+        assert x_ends(page, "grad_norm") == [1, 20]
+        page.goto("about:blank")
+
+
+def test_a_failed_run_says_why(opened, tmp_path):
+    run = tmp_path / "runs" / "broken"
+    with RunFolder.open(run, {"algorithm": "grpo", "run": {"seed": 3}}) as folder:
+        folder.event("started", step=0)
+        folder.event("failed", reason="ZeroDivisionError: division by zero")
+    with live_studio(runs=tmp_path / "runs") as studio:
+        page = opened(at=studio)
+        expect(page.locator("#alerts")).to_contain_text("ZeroDivisionError: division by zero")
+        expect(page.locator("#charts")).to_contain_text("No figures have been written yet")
+        page.get_by_role("button", name="What happened").click()
+        expect(page.get_by_role("tab", name="About")).to_have_attribute("aria-selected", "true")
+        page.goto("about:blank")
+
+
 def test_all_other_figures_stand_under_more(opened, ids):
     page = opened(f"runs={ids['compare/grpo-0']}")
     expect(page.locator("#more-count")).to_have_text(re.compile(r"\(\d+\)"))
@@ -143,12 +224,12 @@ def test_searching_and_filtering_runs(opened):
 
 def test_the_cross_hair_stands_at_one_step_in_every_chart(opened, ids):
     page = opened(f"runs={ids['compare/grpo-0']}")
-    box = page.locator('.chart[data-name="reward"] canvas.base').bounding_box()
-    page.mouse.move(box["x"] + 52 + (box["width"] - 62) * 9 / 19, box["y"] + 60)
+    box = page.locator('.chart[data-name="reward"] .u-over').bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 9 / 19, box["y"] + 60)
     expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("step 10")
-    steps = {readout(page, name).split("  ")[0][:7] for name in shown(page)}
+    steps = {readout(page, name).split("  ")[0][:7] for name in shown(page) if name != "unscored"}
     assert steps == {"step 10"}
-    page.mouse.click(box["x"] + 52 + (box["width"] - 62) * 9 / 19, box["y"] + 60)
+    page.mouse.click(box["x"] + box["width"] * 9 / 19, box["y"] + 60)
     expect(page.locator("#rollouts .prompt h2")).to_contain_text("Step 10")
 
 
@@ -271,8 +352,8 @@ def test_episodes_of_a_control_run_and_their_picture(opened, ids):
     for place in ("#rollouts", "#about"):
         if place == "#about":
             page.get_by_role("tab", name="About").click()
-        page.locator(f"{place} .film summary").click()
-        until(lambda place=place: page.evaluate(f"document.querySelector('{place} .film img').naturalWidth") == 1)
+        page.locator(f"{place} .episode summary").click()
+        until(lambda place=place: page.evaluate(f"document.querySelector('{place} .episode img').naturalWidth") == 1)
 
 
 def test_alerts_lead_to_their_completions(opened, ids):
@@ -364,7 +445,7 @@ def test_the_theme_changes_the_curves_too(opened, ids):
 
 
 MAIN_COLOURS = """() => {
-  const canvas = document.querySelector(".chart[data-name=reward] canvas.base");
+  const canvas = document.querySelector(".chart[data-name=reward] canvas");
   if (!canvas) return null; // a chart that is drawn anew
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const found = new Map();

@@ -37,7 +37,10 @@ export function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`.replace("-", MINUS);
   if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`.replace("-", MINUS);
-  if (size !== 0 && size < 1e-3) return value.toExponential(0).replace("e-", "e−").replace("-", MINUS);
+  if (size !== 0 && size < 1e-3) {
+    const digits = Math.max(1, Math.min(4, 1 + Math.ceil(Math.log10(size / step) - 1e-9)));
+    return Number(value.toPrecision(digits)).toExponential().replaceAll("-", MINUS);
+  }
   const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step || 1) + 1e-9)));
   return String(Number(value.toFixed(digits))).replace("-", MINUS);
 }
