@@ -59,6 +59,10 @@ class RewardSettings:
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
     reward_workers: Count = 1
     """Processes that score."""
+    worker_memory_gb: PositiveOrZero = 16.0
+    """Memory that each process with your rewards, environments or tools may take, in 1e9 bytes; 0: no limit."""
+    worker_env: tuple[str, ...] = ()
+    """Environment variables that these processes get besides the usual ones, as API keys. They get no secrets by default."""
 
 
 @dataclass(frozen=True)

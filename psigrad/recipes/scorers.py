@@ -49,7 +49,12 @@ def judge_for(config: Scored, tokenizer: PreTrainedTokenizerBase, functions: Seq
         if functions:
             specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
             made = RewardPool(
-                specs, weights=weights[: len(functions)], timeout=config.reward_timeout, workers=config.reward_workers
+                specs,
+                weights=weights[: len(functions)],
+                timeout=config.reward_timeout,
+                workers=config.reward_workers,
+                memory_gb=config.worker_memory_gb,
+                variables=config.worker_env,
             )
             pool = stack.enter_context(made)
             names += [spec.name for spec in pool.specs]

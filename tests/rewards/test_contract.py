@@ -124,7 +124,7 @@ def test_failures_are_counted_sample_by_sample(scorer_of, zoo, score, share):
     texts = ["raise" if i % 100 < share else "ok" for i in range(100)]
     results = score(scorer_of(zoo("act")), texts, size=8)
     assert [isinstance(r, Unscored) for r in results] == [t == "raise" for t in texts]
-    assert {r.reason for r in results if isinstance(r, Unscored)} == {"act raised ValueError: boom"}
+    assert {r.reason for r in results if isinstance(r, Unscored)} == {"act raised ValueError: boom (zoo.py, line 33)"}
 
 
 @pytest.mark.parametrize("how", ["fail", "failure", "fussy", "fussy value"])
