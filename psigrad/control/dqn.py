@@ -129,6 +129,7 @@ class DQNTrainer(Trainer):
         checkpoint.save_tensors(folder / REPLAY, {**self.replay.tensors(), "target": self.target})
 
     def restore(self, folder: Path) -> dict[str, Any]:
+        """Restore the target network and the replay buffer too; return the stored numbers."""
         numbers = super().restore(folder)
         stored = checkpoint.load_tensors(folder / REPLAY)
         self.target.copy_(stored.pop("target"))

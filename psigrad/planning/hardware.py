@@ -38,7 +38,7 @@ class Machine:
 
 
 def parse_bytes(text: str) -> int:
-    """ "24GB" or "24 GiB" or "512m" in bytes."""
+    """Bytes of a size such as "24GB", "24 GiB" or "512m"."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
         assert match is not None
@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int:
 
 
 def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops: float = 0.0, *, measure: bool = True) -> Machine:
-    """This machine, or one with the `memory` and the `tflops` that were given.
+    """The machine at hand, or one with the given `memory` and `tflops`.
 
     A GPU that this machine lacks needs its memory given; its speed stays unknown without `tflops`.
     """

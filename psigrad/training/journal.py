@@ -29,6 +29,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent inside the `with` block to `phase`."""
         begin = time.perf_counter()
         try:
             yield
