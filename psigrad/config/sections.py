@@ -87,8 +87,8 @@ class Optim:
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up."""
     rehearse: bool = False
-    """Before the first step, one forward and backward pass over the longest samples, whose gradients are thrown away: memory
-    that does not suffice shows at once."""
+    """Run one forward and backward pass over the longest samples before the first step, and discard its gradients: a lack of
+    memory shows at once."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Run:
     save_minutes: PositiveOrZero = 10.0
     """Checkpoint too when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: CountOrZero = 10
-    """Where the output is no terminal: print a line of figures every this many steps; 0: none."""
+    """If the output is not a terminal: print a line of figures every this many steps; 0: none."""
     save_total_limit: Count = 2
     """Checkpoints kept; the newest that verifies is never deleted."""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -158,7 +158,8 @@ class Run:
     extend: bool = False
     """Go on beyond the end of a run to a larger max_steps (control: total_timesteps). The schedule bends to the new end."""
     allow: tuple[str, ...] = ()
-    """What a resumed run may find changed, by name: a setting, or dataset, model, reward, threads and so on. It is recorded."""
+    """What may have changed since the run was started, by name: a setting, or dataset, model, reward, threads and so on. It is
+    recorded."""
     report_to: tuple[str, ...] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio."""
     threads: CountOrZero = 0

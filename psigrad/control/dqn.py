@@ -141,11 +141,11 @@ class DQNTrainer(Trainer):
 def _check(config: ControlConfig, network: ActorCritic) -> None:
     """Refuse settings that cannot work. Raises `UserError`."""
     if not isinstance(network.distribution, Categorical):
-        raise UserError("DQN chooses among numbered actions and this environment's are continuous; choose ppo, a2c or trpo.")
+        raise UserError("DQN needs discrete actions, and this environment's are continuous; choose ppo, a2c or trpo.")
     if config.batch_size < 1:
         raise UserError("DQN needs a batch_size: transitions per minibatch; 64 is usual.")
     if config.dqn.learning_starts >= config.total_timesteps:
         raise UserError(
             f"learning_starts is {config.dqn.learning_starts} and the run has {config.total_timesteps} steps: nothing would be "
-            "learned; lower it."
+            "learned; set learning_starts lower."
         )

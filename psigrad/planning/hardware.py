@@ -45,7 +45,7 @@ def parse_bytes(text: str) -> int:
         value = float(match[1]) * {**_UNITS, **_BINARY}[match[2]]
         assert value >= 1
     except (AssertionError, KeyError, ValueError):
-        raise UserError(f"The memory {text!r} is no size; write it as 24GB, 80GiB or 512MB.") from None
+        raise UserError(f"The memory {text!r} is not a size; write it as 24GB, 80GiB or 512MB.") from None
     return int(value)
 
 

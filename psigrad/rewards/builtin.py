@@ -91,7 +91,7 @@ class Format:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise UserError(f"format: pattern {self.pattern!r} is no regular expression ({error}).") from error
+            raise UserError(f"format: pattern {self.pattern!r} is not a regular expression ({error}).") from error
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         """1.0 or 0.0 for each completion."""
