@@ -30,6 +30,7 @@ from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import offline
 from psigrad.training import online_rl as online
+from psigrad.training.journal import Clock
 from psigrad.training.ledger import Prompt
 from psigrad.training.online_rl import Online, ValueModel
 from psigrad.training.session import prepare_torch
@@ -62,9 +63,9 @@ class TimingJournal:
         self.phases = {name.removeprefix("time/"): seconds for name, seconds in clock.phases.items()}
         self.tokens = tokens
 
-    def stop_requested(self) -> bool:
-        """Never."""
-        return False
+    def clock(self) -> Clock:
+        """A clock for one step."""
+        return Clock()
 
 
 class Inline:

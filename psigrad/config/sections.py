@@ -150,7 +150,9 @@ class Run:
     save_minutes: PositiveOrZero = 10.0
     """Checkpoint too when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: CountOrZero = 10
-    """If the output is not a terminal: print a line of figures every this many steps; 0: none."""
+    """Where the output is no terminal: print a line of figures every this many steps; 0: none."""
+    watchdog_minutes: PositiveOrZero = 30.0
+    """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
     save_total_limit: Count = 2
     """Checkpoints kept; the newest that verifies is never deleted."""
     resume: Literal["auto", "never", "must"] = "auto"

@@ -15,7 +15,7 @@ from psigrad.control.vector import Environments
 from psigrad.errors import UserError
 from psigrad.records import checkpoint, pins
 from psigrad.training import session
-from psigrad.training.journal import Clock, Journal
+from psigrad.training.journal import Journal
 from psigrad.training.progress import bar
 from psigrad.training.session import Result
 from psigrad.training.state import versions
@@ -70,7 +70,7 @@ def train(trainer: Trainer, envs: Environments | None, journal: Journal) -> None
             if journal.stop_requested():
                 save(trainer, journal)
                 journal.stopped(trainer.timesteps)
-            before, clock = trainer.timesteps, Clock()
+            before, clock = trainer.timesteps, journal.clock()
             with clock("time/update"):
                 figures = trainer.train_interval()
             journal.metrics(trainer.timesteps, figures)

@@ -35,6 +35,8 @@ _OWN = {
 # Keyword arguments that every reward function gets; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
+MAX_DEPTH = 100
+"""Levels of lists and objects in a column: what walks them recursively, JSON and pickle among it, must not run out of stack."""
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a string", "dict": "an object", "list": "a list"}
 
 
@@ -273,6 +275,8 @@ class _Check:
 
     def columns(self, columns: Mapping[str, Any], *, prompt_only: bool) -> None:
         for name, value in columns.items():
+            if (depth := _depth(value)) > MAX_DEPTH:
+                self.fail(name, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read, so flatten it or leave it out")
             if prompt_only and name in _TAKEN:
                 self.fail(name, "has the name of an argument of reward functions; rename it")
             for path, number in _numbers(name, value):
@@ -289,6 +293,15 @@ class _Check:
             self.fail("tools", f"is a string that is not JSON ({error}); it must be a list of tool schemas")
         if value is not None and not isinstance(value, list):
             self.fail("tools", f"is {_kind(value)}; it must be a list of tool schemas")
+
+
+def _depth(value: object) -> int:
+    """Levels of lists and objects, without recursion."""
+    depth, level = 0, [value]
+    while level := [x for x in level if isinstance(x, Mapping | list | tuple)]:
+        depth += 1
+        level = [inner for x in level for inner in (x.values() if isinstance(x, Mapping) else x)]
+    return depth
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:

@@ -64,6 +64,11 @@ class Pretrained(ABC):
         """The device of the weights."""
         return self.network.device
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens of one sequence, prompt and completion together."""
+        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", 1 << 31))
+
     def as_transformers(self) -> PreTrainedModel:
         """transformers' model around the same parameters. The first call replaces `network` by it; `decoder` stays in use."""
         if isinstance(self.network, WeightsOnly):

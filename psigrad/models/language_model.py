@@ -45,11 +45,6 @@ class LanguageModel(Pretrained):
         return int(self.network.config.get_text_config().vocab_size)
 
     @property
-    def max_length(self) -> int:
-        """Most tokens of one sequence (prompt and completion)."""
-        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", 1 << 31))
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a completion: the generation config's and the tokenizer's."""
         ids = self.network.generation_config.eos_token_id if self.network.generation_config else None

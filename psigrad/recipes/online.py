@@ -20,7 +20,7 @@ from psigrad.objective.penalty import kl_penalty
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.pinned import pinned
-from psigrad.recipes.scorers import evaluator_for, judge_for
+from psigrad.recipes.scorers import completion_room, evaluator_for, judge_for
 from psigrad.rewards import resolve
 from psigrad.rollout import samplers
 from psigrad.training import rehearsal, session
@@ -52,7 +52,7 @@ def run(config: OnlineConfig) -> Result:
             metric = config.evaluation.metric
             judge = stack.enter_context(judge_for(config, model.tokenizer, [metric])) if metric else reward
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes)
-        prompts = setup.prompts_of(rows, model, config.data.max_prompt_length)
+        prompts = setup.prompts_of(rows, model, config.data, completion_room(config, episodes), journal)
         sampler = samplers.make(config.sampling, model)
         critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic_shared else None
         if algorithm.needs_critic and config.critic_shared:
@@ -79,8 +79,8 @@ def run(config: OnlineConfig) -> Result:
         )
         if config.optim.rehearse:
             rehearsal.online(job)
-        train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model)
+        after = train(job, begun.state, begun.save)
+        return setup.finish(config, journal, model, ledger=after.ledger)
 
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:

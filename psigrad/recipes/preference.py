@@ -93,13 +93,14 @@ def _task(
     journal: Journal,
 ) -> Task:
     """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
+    limit = setup.token_limit(config, model)
     if isinstance(loss, KahnemanTversky):
-        judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, config.max_length)
-        setup.refuse_none(config, len(judged), left, journal)
+        judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, limit)
+        setup.refuse_none(config, limit, len(judged), left, journal)
         answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
         return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers))
-    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, config.max_length)
-    setup.refuse_none(config, len(made), left, journal)
+    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
+    setup.refuse_none(config, limit, len(made), left, journal)
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)
     known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made])

@@ -47,14 +47,15 @@ def run(config: RewardConfig) -> Result:
 
 def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:
     """The rows as tokens; those above max_length are left out and counted."""
+    limit = setup.token_limit(config, model)
     if config.process:
         solutions, left = pairs.within(
-            [pairs.steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, config.max_length
+            [pairs.steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, limit
         )
-        setup.refuse_none(config, len(solutions), left, journal)
+        setup.refuse_none(config, limit, len(solutions), left, journal)
         return ProcessRewardTask(model, solutions)
-    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, config.max_length)
-    setup.refuse_none(config, len(made), left, journal)
+    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
+    setup.refuse_none(config, limit, len(made), left, journal)
     return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
 
 

@@ -88,6 +88,11 @@ def _for_length(spec: RewardSpec, given: Any, tokens: int) -> RewardSpec:
     return spec
 
 
+def completion_room(config: Scored, episodes: Episodes | None) -> int:
+    """Tokens that a prompt must leave free: a whole completion's; an episode ends by itself where its room does."""
+    return config.sampling.max_completion_length if episodes is None else 1
+
+
 def evaluator_for(
     settings: Evaluation,
     config: Scored,
@@ -100,7 +105,7 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by what the judge measures."""
     return Evaluator(
-        prompts=setup.prompts_of(rows, model, 0),
+        prompts=setup.prompts_of(rows, model, config.data, completion_room(config, episodes)),
         scorer=judge.scorer,
         metric=judge.metric,
         params=setup.sampling_params(config.sampling, model, rows, settings.eval_temperature),

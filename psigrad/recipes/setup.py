@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from psigrad.config import (
+    Data,
     EvalConfig,
     Model,
     OnlineConfig,
@@ -135,12 +136,25 @@ def optimizer_of(
     return Optimizer(model.trainable(), config.optim, recompute=config.model.gradient_checkpointing)
 
 
-def refuse_none(config: RewardConfig | PreferenceConfig, kept: int, left_out: int, journal: Journal) -> None:
-    """Note how many rows were too long; refuse a dataset of which nothing is left."""
+def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
+    """The most tokens of a row: `max_length`, or the model's positions if they are fewer."""
+    return min(config.max_length or model.max_length, model.max_length)
+
+
+def named_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) -> str:
+    """What a `token_limit` comes from, and what to do about it."""
+    if limit == config.max_length:
+        return f"max_length {limit} tokens; raise it"
+    return f"{limit} tokens, the model's number of positions; shorten them or take a model with more"
+
+
+def refuse_none(config: RewardConfig | PreferenceConfig, limit: int, kept: int, left_out: int, journal: Journal) -> None:
+    """Note how many rows have more tokens than `limit`; refuse a dataset if none is left."""
     if left_out:
-        journal.folder.event("rows_left_out", longer_than_max_length=left_out, kept=kept)
+        text = f"{left_out} of {left_out + kept} rows have more than {limit} tokens and are left out."
+        journal.tell("rows_left_out", text, longer_than_max_length=left_out, kept=kept)
     if not kept:
-        raise UserError(f"All {left_out} rows have more than max_length {config.max_length} tokens; raise it.")
+        raise UserError(f"All {left_out} rows have more than {named_limit(config, limit)}.")
 
 
 def lora_of(settings: Model) -> Lora | None:
@@ -174,16 +188,38 @@ def read_dataset(config: Config | EvalConfig | SampleConfig, form: Form, dataset
     return load(dataset, form=form, split=split, bad_rows=config.data.bad_rows)
 
 
-def prompts_of(rows: Sequence[Row], model: LanguageModel, max_prompt_length: int) -> list[Prompt]:
-    """The rows with their prompt tokens. A prompt above `max_prompt_length` tokens is refused by its place in the file."""
+def prompts_of(
+    rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, journal: Journal | None = None
+) -> list[Prompt]:
+    """The rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
+
+    A prompt that is empty or too long is refused by its place in the file, or left out and counted with `bad_rows: skip`.
+    """
     prompts = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(rows)]
+    room = model.max_length - completion
+    bad = {}
     for prompt in prompts:
-        if 0 < max_prompt_length < len(prompt.ids):
-            raise UserError(
-                f"{prompt.row.source}: the prompt has {len(prompt.ids)} tokens, above max_prompt_length {max_prompt_length}; "
-                "shorten the prompt, leave the row out or raise the limit."
+        tokens = len(prompt.ids)
+        if not tokens:
+            bad[prompt.index] = "the prompt has no tokens; give it some text, or the tokenizer a BOS token"
+        elif 0 < data.max_prompt_length < tokens:
+            bad[prompt.index] = (
+                f"the prompt has {tokens} tokens, above max_prompt_length {data.max_prompt_length}; shorten it or raise the limit"
             )
-    return prompts
+        elif tokens > room:
+            bad[prompt.index] = (
+                f"the prompt has {tokens} tokens, and with max_completion_length {completion} the model's {model.max_length} "
+                f"positions leave {max(0, room)}; shorten it or lower max_completion_length"
+            )
+    kept = [prompt for prompt in prompts if prompt.index not in bad]
+    if bad and (data.bad_rows == "stop" or not kept):
+        first = next(iter(bad))
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise UserError(f"{rows[first].source}: {bad[first]}, or leave such rows out with bad_rows=skip{more}.")
+    if bad and journal is not None:
+        text = f"{len(bad)} of {len(rows)} prompts have no tokens or too many and are left out."
+        journal.tell("rows_left_out", text, longer_than_max_length=len(bad), kept=len(kept))
+    return kept
 
 
 def sampling_params(
@@ -228,11 +264,11 @@ def train_on_rows(
     return finish(config, journal, model)
 
 
-def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel) -> Result:
-    """The final model, the report, and what they hold."""
+def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel, **noted: Any) -> Result:
+    """The final model, the report, and what they hold; `noted` goes into the event."""
     journal.folder.save_model(model.save_merged)
     journal.folder.flush()
-    journal.folder.event("finished")
+    journal.folder.event("finished", **noted)
     written = write_report(journal.folder.path) if config.run.report else None
     before, after = session.evaluations(journal.folder.path)
     return Result(journal.folder.path, journal.folder.path / "model", written, before, after)

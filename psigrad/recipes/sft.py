@@ -28,11 +28,12 @@ def run(config: SFTConfig) -> Result:
         found = session.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
         rows, held = setup.read_rows(config, "sft")
-        examples = [example(model.tokenizer, row, config.max_length) for row in rows]
+        limit = setup.token_limit(config, model)
+        examples = [example(model.tokenizer, row, limit) for row in rows]
+        if cut := sum(e.truncated for e in examples):
+            journal.tell("rows_cut", f"{cut} of {len(examples)} rows are cut at {limit} tokens.", at=limit, count=cut)
         if not any(any(e.mask) for e in examples):
-            raise UserError(
-                f"No row of {config.data.dataset} has a token to learn within max_length {config.max_length}; raise it."
-            )
+            raise UserError(f"No row of {config.data.dataset} has a token to learn within {setup.named_limit(config, limit)}.")
         generated = None
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
         if functions and held:
@@ -40,5 +41,5 @@ def run(config: SFTConfig) -> Result:
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
         task = SFTTask(model, examples)
-        held_out = SFTTask(model, [example(model.tokenizer, row, config.max_length) for row in held]) if held else None
+        held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held]) if held else None
         return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)

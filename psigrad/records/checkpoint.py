@@ -71,12 +71,17 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[
             raise
         raise CheckpointError(
             f"The checkpoint of step {step} could not be written to {root}: {error}; {written} bytes were written and "
-            f"{disk.free_bytes(root)} bytes are free. The older checkpoints are intact: fix that and start again, "
-            "the run goes on from the newest."
+            f"{disk.free_bytes(root)} bytes are free{_needed(root)}. The older checkpoints are intact: make room and start "
+            "again, the run goes on from the newest."
         ) from error
     for path in root.glob(f"{final.name}.replaced-*"):
         _discard(path)
     return final
+
+
+def _needed(root: Path) -> str:
+    before = max((disk.size_of(path) for path in _steps(root)), default=0)
+    return f"; the last one takes {before}" if before else ""
 
 
 def _temporary(root: Path, step: int) -> Path:

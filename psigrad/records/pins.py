@@ -38,7 +38,8 @@ _FREE = frozenset(f"run.{name}" for name in ("output_dir", "progress", "report",
 # Settings that change results by rounding at most. A change is recorded.
 MAY_CHANGE = frozenset(
     (
-        *(f"run.{name}" for name in ("save_steps", "save_minutes", "save_total_limit", "logging_steps", "report_to")),
+        *("run.save_steps", "run.save_minutes", "run.save_total_limit"),
+        *("run.logging_steps", "run.report_to", "run.watchdog_minutes"),
         *("reward_timeout", "reward_workers", "record_tokens", "optim.rehearse"),
         *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
         *("sampling.max_decode_batch", "sampling.vllm_memory"),

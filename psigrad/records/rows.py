@@ -56,13 +56,46 @@ class EventRow(TypedDict):
     time: float
     """Seconds since 1970."""
     kind: str
-    """started, resumed, saved, stopped, finished, checkpoint_ignored or rows_left_out."""
+    """started, resumed, saved, stopped, finished, failed, warning, allowed, settings_changed, versions_changed,
+    checkpoint_ignored, rows_damaged, rows_left_out, rows_cut or hanging."""
     step: NotRequired[int]
-    """Of started, resumed, saved, stopped: the step at that moment."""
+    """Of started, resumed, saved, stopped: the step at that moment. Of warning: the step from which on the rule holds."""
     why_padded: NotRequired[str]
     """Of started, resumed: why batches are padded instead of packed; empty where they are packed."""
     reason: NotRequired[str]
-    """Of checkpoint_ignored: which checkpoint was passed over, and why."""
+    """Of checkpoint_ignored: which checkpoint was passed over, and why. Of failed: the error."""
+    traceback: NotRequired[str]
+    """Of failed: where the error was raised."""
+    rule: NotRequired[str]
+    """Of warning: the rule of `psigrad.records.warnings` that was raised."""
+    value: NotRequired[float]
+    """Of warning: what the rule measured."""
+    says: NotRequired[str]
+    """Of warning: the rule in words."""
+    name: NotRequired[str]
+    """Of allowed: the pin that was another than before, by `run.allow`."""
+    before: NotRequired[str]
+    """Of allowed: its value so far."""
+    now: NotRequired[str]
+    """Of allowed: its value from here on."""
+    changes: NotRequired[dict[str, list[Any]]]
+    """Of settings_changed: each changed setting's value before and now."""
+    versions: NotRequired[dict[str, list[str]]]
+    """Of versions_changed: each changed package's version before and now."""
+    ledger: NotRequired[dict[str, int]]
+    """Of finished: what became of the prompts; `issued` is the sum of the others."""
+    at: NotRequired[int]
+    """Of rows_cut: the number of tokens at which they are cut."""
+    count: NotRequired[int]
+    """Of rows_cut: how many rows."""
+    phase: NotRequired[str]
+    """Of hanging: the phase that lasts so long."""
+    seconds: NotRequired[float]
+    """Of hanging: how long it has lasted."""
+    file: NotRequired[str]
+    """Of rows_damaged: the file."""
+    lines: NotRequired[int]
+    """Of rows_damaged: how many lines of it are damaged."""
     longer_than_max_length: NotRequired[int]
     """Of rows_left_out: dataset rows that were too long to train on."""
     kept: NotRequired[int]

@@ -51,6 +51,8 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, BinaryIO] = {}
+        self.checkpoint_bytes = 0
+        """The size of this process' newest checkpoint."""
         self.finished = False
         """Whether the run came to its end before and has nothing left to do."""
 
@@ -156,6 +158,13 @@ class RunFolder:
                 _truncate(file, end)
                 if damaged:
                     self.event("rows_damaged", file=file.name, lines=damaged)
+
+    def disk_low(self) -> str:
+        """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
+        free, needed = disk.free_bytes(self.path), self.checkpoint_bytes
+        if free >= 1.5 * needed:
+            return ""
+        return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """The final `model/`, written beside, fsynced and renamed, so that it is whole or the old one."""

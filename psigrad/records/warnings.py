@@ -152,6 +152,25 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
     return _mean(cuts[10:]) - _mean(cuts[:10]) if rose > 0 else 0.0
 
 
+def _apart(figures: Figures, memory: Memory) -> float | None:
+    """How far the held-out metric is below its best, in half widths of their difference's 95 % interval, while the reward of
+    training is above what it was then. Looked at when the run is evaluated.
+    """
+    reward, held_out = figures.get("reward"), figures.get("held_out")
+    if reward is not None and math.isfinite(reward):
+        memory.values.append(reward)
+    if held_out is None or not math.isfinite(held_out) or not memory.values:
+        return None
+    recent = _mean(list(memory.values)[-10:])
+    low = next((v for k, v in figures.items() if k.startswith("eval/") and k.endswith("/low")), math.nan)
+    width = held_out - low if math.isfinite(low) else 0.1 * abs(memory.best)
+    if held_out > memory.best:
+        memory.best, memory.start = held_out, [width, recent]
+        return 0.0
+    spread = math.hypot(width, memory.start[0])
+    return (memory.best - held_out) / spread if spread > 0 and recent > memory.start[1] else 0.0
+
+
 def _unscored_share(figures: Figures, memory: Memory) -> float | None:
     unscored, samples = figures.get("unscored"), figures.get("samples")
     return unscored / samples if unscored is not None and samples and math.isfinite(unscored + samples) else None
@@ -273,6 +292,16 @@ RULES = (
         patience=3,
         worst="longest",
         signal="length",
+    ),
+    Rule(
+        "apart",
+        "Reward up, held-out metric down",
+        "The reward rises while the held-out metric falls: the policy exploits the reward.",
+        measure=_apart,
+        above=1.5,
+        until=1.0,
+        patience=2,
+        signal="held_out",
     ),
     Rule(
         "unscored",

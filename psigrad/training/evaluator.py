@@ -18,7 +18,7 @@ from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.training.generation import rollout
-from psigrad.training.journal import Clock, Journal
+from psigrad.training.journal import Journal
 from psigrad.training.ledger import Prompt
 
 
@@ -62,7 +62,7 @@ class Evaluator:
 
     def record(self, model: LanguageModel, sampler: Sampler, step: int, journal: Journal) -> None:
         """Evaluate after `step` steps and write figures, completions and seconds to the run folder."""
-        clock = Clock()
+        clock = journal.clock()
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
         rows = {p.index: p.row for p in self.prompts}

@@ -16,7 +16,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.rollout.types import Sampler
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluator import Evaluator
-from psigrad.training.journal import Clock, Journal
+from psigrad.training.journal import Journal
 from psigrad.training.state import State
 from psigrad.training.tasks import Share, Task
 from psigrad.training.update import Optimizer, learning_rate
@@ -72,12 +72,13 @@ def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     often = run.config.evaluation.eval_steps
     turn, evaluate = partial(step, run), partial(_evaluate, run)
-    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal)
+    updates = lambda: run.optimizer.updates  # noqa: E731
+    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates)
 
 
 def step(run: Offline, state: State) -> tuple[State, str]:
     """One optimiser step on `batch_size` rows."""
-    config, clock = run.config, Clock()
+    config, clock = run.config, run.journal.clock()
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
     lr = learning_rate(config.optim, state.step, run.total_steps)
     figures: dict[str, float] = {}
@@ -111,7 +112,7 @@ def _counted(share: Share, figures: dict[str, float]) -> Tensor:
 
 def _evaluate(run: Offline, state: State) -> None:
     if run.held_out is not None:
-        clock = Clock()
+        clock = run.journal.clock()
         with clock("time/eval"), torch.no_grad():
             figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens)
         run.journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})

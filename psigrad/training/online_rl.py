@@ -7,6 +7,7 @@ Who samples is the `Sampler`, who judges the `Scorer`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer, check_unscored
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
+from psigrad.training import ledger
 from psigrad.training.best_and_worst import pick
 from psigrad.training.collate import MicroBatch, micro_batches, minibatches, scored_groups, to_batch
 from psigrad.training.cycle import cycle
@@ -81,6 +83,10 @@ class Online:
     critic: ValueModel | None = None
     episodes: Episodes | None = None
 
+    def updates(self) -> int:
+        """How often this process has updated weights."""
+        return self.optimizer.updates + (self.critic.optimizer.updates if self.critic is not None else 0)
+
     @property
     def exact_sampling(self) -> bool:
         """Whether the sampler's log-probs need not be computed again before several passes over a batch."""
@@ -96,12 +102,12 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 
     often = run.config.evaluation.eval_steps
     name, turn = run.algorithm.name or "policy gradient", partial(step, run)
-    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal)
+    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates)
 
 
 def step(run: Online, state: State) -> tuple[State, str]:
     """One step: from `state` to the next, with what the progress bar shows."""
-    number, clock, config = state.step + 1, Clock(), run.config
+    number, clock, config = state.step + 1, run.journal.clock(), run.config
     lr = learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
     collected = collect(run, state, clock, cache)
@@ -117,14 +123,24 @@ def step(run: Online, state: State) -> tuple[State, str]:
         "learning_rate": lr,
         "num_tokens": tokens,
         "groups": len(collected.groups),
-        "prompts": collected.prompts,
+        "prompts": collected.entries[ledger.ISSUED],
     }
     record(run, collected, outcome, number)
     run.journal.metrics(number, metrics)
     run.journal.timings(number, clock, sum(len(t.completion.ids) for t in trajectories))
     run.optimizer.check(number)
-    nonfinite, cursor = run.optimizer.nonfinite, collected.cursor
-    after = replace(state, step=number, cursor=cursor, tokens=tokens, nonfinite=nonfinite, algorithm=outcome.algorithm)
+    cursor = collected.cursor
+    entries = ledger.entered(ledger.opened(state.ledger, state.cursor), collected.entries)
+    ledger.check_balance(entries, cursor)
+    after = replace(
+        state,
+        step=number,
+        cursor=cursor,
+        tokens=tokens,
+        nonfinite=run.optimizer.nonfinite,
+        algorithm=outcome.algorithm,
+        ledger=entries,
+    )
     return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
 
 
@@ -142,7 +158,8 @@ class Collected:
     trajectories: list[Trajectory]
     groups: list[list[Trajectory]]
     cursor: int
-    prompts: int
+    entries: dict[str, int]
+    """What became of the prompts, as the ledger has it."""
 
 
 def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | None = None) -> Collected:
@@ -152,6 +169,7 @@ def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | No
     config, cursor = run.config, state.cursor
     trajectories: list[Trajectory] = []
     groups: list[list[Trajectory]] = []
+    entries: Counter[str] = Counter()
     refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
     for _ in range(1 + (config.max_refills if refills else 0)):
         wanted = prompts_from(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
@@ -172,11 +190,20 @@ def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | No
         cursor += len(wanted)
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
-        found = scored_groups(fresh, config.num_generations, run.algorithm.min_group_size)
-        groups += [g for g in found if not refills or len({t.reward for t in g}) > 1]
+        found = list(scored_groups(fresh, config.num_generations, run.algorithm.min_group_size))
+        useful = [g for g in found if not refills or len({t.reward for t in g}) > 1]
+        groups += useful
+        entries += Counter(
+            {
+                ledger.ISSUED: len(wanted),
+                ledger.TRAINED: len(useful),
+                ledger.UNSCORED: len(wanted) - len(found),
+                ledger.NO_SIGNAL: len(found) - len(useful),
+            }
+        )
         if len(groups) == config.prompts_per_step:
             break
-    return Collected(trajectories, groups, cursor, cursor - state.cursor)
+    return Collected(trajectories, groups, cursor, dict(entries))
 
 
 def seed_at(seed: int, cursor: int, i: int, k: int) -> int:

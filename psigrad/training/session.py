@@ -21,13 +21,14 @@ from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, Reward
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.native.kernels import kernels
-from psigrad.records import checkpoint, pins
+from psigrad.records import checkpoint, disk, pins
 from psigrad.records.run_folder import RunFolder
 from psigrad.training import state
-from psigrad.training.journal import Journal, Stopped
+from psigrad.training.journal import Announcer, Journal, Stopped
 from psigrad.training.state import Learner, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
+from psigrad.training.watchdog import Watchdog
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -56,8 +57,12 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
     usual = to_dict(type(config)())
     with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
         trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
+        watchdog = Watchdog(
+            60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
+        )
         try:
-            yield Journal(folder, trackers, stop)
+            with watchdog.watching():
+                yield Journal(folder, trackers, stop, Announcer(folder), watchdog)
         except Stopped:
             raise
         except BaseException as error:
@@ -153,7 +158,8 @@ def begin(
 
     def save(now: State) -> None:
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
-        state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned)
+        path = state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned)
+        journal.folder.checkpoint_bytes = disk.size_of(path)
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, save)

@@ -24,7 +24,7 @@ class State:
 
     `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
     `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `evaluated` says that the model was
-    evaluated before its first step.
+    evaluated before its first step; `ledger` says what became of the prompts (online; see `psigrad.training.ledger`).
     """
 
     step: int = 0
@@ -33,6 +33,7 @@ class State:
     nonfinite: int = 0
     evaluated: bool = False
     algorithm: dict[str, float] = field(default_factory=dict)
+    ledger: dict[str, int] = field(default_factory=dict)
 
 
 class Saved(Protocol):

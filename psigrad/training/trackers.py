@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
+import importlib
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,49 +77,60 @@ KNOWN: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 }
 
 
-class Quiet:
-    """A tracker whose failures are said once, and which is then left alone: observability never raises into training."""
+class Background:
+    """A tracker in a thread of its own. If it fails or hangs, it is told about once and left alone; training never waits for it.
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self.name, self.tracker = name, tracker
-        self.broken = False
+    `make` opens the tracker there. Figures wait in a queue of `ROOM` steps; beyond that the oldest are lost.
+    """
+
+    ROOM = 10_000
+    PATIENCE = 20.0
+    """Seconds that `close` waits for what is still in the queue."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self.name, self._make = name, make
+        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=self.ROOM)
+        self._wake, self._closing = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The figures of one step, unless it failed before."""
-        self._quietly(lambda: self.tracker.log(step, metrics))
+        """Queue the figures of one step."""
+        self._waiting.append((step, metrics))
+        self._wake.set()
 
     def close(self) -> None:
-        """No more will come."""
-        self._quietly(self.tracker.close)
+        """Let the tracker finish, for at most `PATIENCE` seconds."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(self.PATIENCE)
+        if self._thread.is_alive():
+            _tell(self.name, f"does not answer after {self.PATIENCE:g} s; {len(self._waiting)} steps were not sent")
 
-    def _quietly(self, work: Callable[[], None]) -> None:
-        if self.broken:
-            return
+    def _work(self) -> None:
         try:
-            work()
+            tracker = self._make()
+            while not (self._closing and not self._waiting):
+                self._wake.wait()
+                self._wake.clear()
+                while self._waiting:
+                    tracker.log(*self._waiting.popleft())
+            tracker.close()
         except Exception as error:
-            self.broken = True
-            _say(self.name, error)
+            _tell(self.name, f"failed and gets nothing more: {type(error).__name__}: {error}")
 
 
-def _say(name: str, error: Exception) -> None:
-    warnings.warn(f"The tracker {name} failed and gets nothing more: {type(error).__name__}: {error}", stacklevel=4)
+def _tell(name: str, what: str) -> None:
+    print(f"psigrad: the tracker {name} {what}", file=sys.stderr)
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers of these names; one that does not start is said and left out.
-
-    Raises `UserError` for an unknown name or a package that is not installed.
-    """
+    """The trackers of these names. Raises `UserError` for an unknown name or a package that is not installed."""
     for name in names:
         if name not in KNOWN:
             raise UserError(f"There is no tracker {name!r}; expected {', '.join(KNOWN)}{nearest(name, KNOWN)}")
-    opened: list[Tracker] = []
-    for name in names:
         try:
-            opened.append(Quiet(name, KNOWN[name](folder, config)))
+            importlib.import_module(name)
         except ImportError as error:
             raise UserError(f"The tracker {name} is not installed ({error}); run: pip install {name}") from error
-        except Exception as error:
-            _say(name, error)
-    return opened
+    return [Background(name, partial(KNOWN[name], folder, config)) for name in names]

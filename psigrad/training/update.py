@@ -54,7 +54,8 @@ class Optimizer:
         self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
         betas = (optim.adam_beta1, optim.adam_beta2)
         self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
-        self.nonfinite = 0
+        self.nonfinite = self.updates = 0
+        """Steps in a row without a finite gradient; updates of the weights by this object."""
         self.sums = Sums(self.parameters.values(), recompute=recompute)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
@@ -85,6 +86,7 @@ class Optimizer:
 
     def apply(self, norm: float, lr: float) -> None:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
+        self.updates += 1
         most = self.optim.max_grad_norm
         put_off = {name: self.sums.blocks(p) for name, p in self.parameters.items() if p in self.sums.uses}
         self.adamw.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from run_folders import figures
@@ -13,6 +14,7 @@ from psigrad.records.signals import name_of
 from psigrad.records.warnings import BY_NAME, RULES, Watch
 
 ROWS = 80
+rng_seed = SimpleNamespace(value=0)
 BEGIN = 60
 
 
@@ -41,6 +43,7 @@ WRONG = {
     "grad_norm": lambda s: {"grad_norm": 30.0 if s == BEGIN else 1.0},
     "longer": lambda s: {"completions/mean_length": 90.0, **({"eval/exact/mean": 0.3} if s % 3 == 0 else {})},
     "unscored": lambda s: {"unscored": 4},
+    "apart": lambda s: {"eval/exact/mean": 0.9 - 0.02 * (s - BEGIN), "eval/exact/low": 0.85 - 0.02 * (s - BEGIN)},
 }
 
 
@@ -66,6 +69,31 @@ def test_negative_control_fewer_rows_than_its_patience_raise_nothing(name):
     few = BY_NAME[name].patience - 1
     alerts = watched(lambda s: WRONG[name](s) if s < BEGIN + few and name not in ("critic", "longer", "cut_and_rewarded") else {})
     assert name not in {alert.rule for alert in alerts}
+
+
+def evaluated(rewards, solved, prompts=64, every=5):
+    """The rules that a run raises whose reward and chance to solve a held-out prompt are such, evaluated every five steps."""
+    watch, rng = Watch(), random.Random(repr((rewards[0], solved[-1], len(rewards), rng_seed.value)))
+    for step, (reward, chance) in enumerate(zip(rewards, solved, strict=True)):
+        row = {"reward": reward + rng.gauss(0, 0.05)}
+        if step % every == 0:
+            mean = sum(rng.random() < chance for _ in range(prompts)) / prompts
+            row |= {"eval/exact/mean": mean, "eval/exact/low": mean - 1.96 * math.sqrt(mean * (1 - mean) / prompts)}
+        watch.see(step, named(row))
+    return {alert.rule for alert in watch.alerts()}
+
+
+def test_how_often_the_held_out_rule_is_right(record_property):
+    """200 runs each: a metric that stays, one that rises with the reward, and rewards that are exploited."""
+    rates = {}
+    for name, last in (("stays", 0.5), ("rises", 0.8), ("exploited", 0.2)):
+        hits = 0
+        for rng_seed.value in range(200):
+            share = [step / 199 for step in range(200)]
+            hits += "apart" in evaluated([0.5 + 0.4 * x for x in share], [0.5 + (last - 0.5) * x for x in share])
+        rates[name] = hits / 200
+    record_property("rates", rates)
+    assert rates["stays"] <= 0.1 and rates["rises"] <= 0.02 and rates["exploited"] >= 0.95, rates
 
 
 def test_a_rule_that_trembles_about_its_threshold_is_raised_once():

@@ -14,6 +14,7 @@ from psigrad.models.language_model import prepare
 from psigrad.rewards import resolve as reward
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
+from psigrad.training.journal import Clock
 from psigrad.training.ledger import Prompt
 from psigrad.training.online_rl import Online
 from psigrad.training.update import Optimizer
@@ -36,6 +37,12 @@ class Silent:
 
     def stop_requested(self):
         return False
+
+    def disk_low(self):
+        return ""
+
+    def clock(self):
+        return Clock()
 
 
 def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> Online:

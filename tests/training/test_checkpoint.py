@@ -294,7 +294,10 @@ def test_a_huge_header_is_refused_without_taking_the_memory(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
-DISK_FULL = r"could not be written to \S+checkpoints: .*No space left.*; \d+ bytes were written and \d+ bytes are free"
+DISK_FULL = (
+    r"could not be written to \S+checkpoints: .*No space left.*; "
+    r"\d+ bytes were written and \d+ bytes are free; the last one takes \d+"
+)
 
 
 def test_a_full_disk_at_any_write_leaves_the_older_checkpoint_and_a_clear_error(tmp_path):

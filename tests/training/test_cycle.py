@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tiny_jobs import online_config
 
@@ -15,6 +17,7 @@ from psigrad.recipes import online
 from psigrad.records import checkpoint
 from psigrad.rewards import RewardError
 from psigrad.training import cycle as module
+from psigrad.training import online_rl as training
 from psigrad.training.cycle import cycle
 from psigrad.training.progress import bar
 from psigrad.training.state import State
@@ -25,12 +28,17 @@ class Quiet:
     def stop_requested(self):
         return False
 
+    def disk_low(self):
+        return ""
+
 
 def saves(settings, total=10, step=None):
     """The steps that were saved."""
     found = []
     turn = step or (lambda state: (replace(state, step=state.step + 1), ""))
-    cycle("x", State(evaluated=True), total, turn, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet())
+    cycle(
+        "x", State(evaluated=True), total, turn, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet(), lambda: 0
+    )
     return found
 
 
@@ -62,12 +70,14 @@ def test_what_was_good_is_saved_before_an_error_that_leaves_the_weights_alone(er
 
     settings = Run(progress=False, save_minutes=0.0)
     with pytest.raises(type(error)):
-        cycle("x", State(evaluated=True), 10, step, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet())
+        cycle(
+            "x", State(evaluated=True), 10, step, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet(), lambda: 0
+        )
     assert found == [4], "the steps behind it had no finite gradient"
 
 
-def test_an_error_that_may_have_moved_the_weights_saves_nothing():
-    found = []
+def test_an_error_after_a_weight_has_moved_saves_nothing():
+    found, moves = [], itertools.count()
 
     def step(state):
         if state.step == 3:
@@ -75,7 +85,18 @@ def test_an_error_that_may_have_moved_the_weights_saves_nothing():
         return replace(state, step=state.step + 1), ""
 
     with pytest.raises(ValueError):
-        cycle("x", State(evaluated=True), 10, step, lambda s: None, found.append, Run(progress=False), 0, Quiet())
+        cycle(
+            "x",
+            State(evaluated=True),
+            10,
+            step,
+            lambda s: None,
+            found.append,
+            Run(progress=False),
+            0,
+            Quiet(),
+            lambda: next(moves),
+        )
     assert found == []
 
 
@@ -124,3 +145,82 @@ def test_weights_that_are_not_finite_are_never_sealed(job, tmp_path):
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     for file in [] if found.path is None else found.path.glob("*.safetensors"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
+
+
+def failing(error, at, moves=None):
+    """The steps saved by a cycle whose step number `at` raises `error`, and the error that came out."""
+    found = []
+
+    def step(state):
+        if state.step + 1 == at:
+            raise error
+        return replace(state, step=state.step + 1), ""
+
+    settings = Run(progress=False, save_minutes=0.0)
+    count = (lambda: next(moves)) if moves else (lambda: 0)
+    with pytest.raises(Exception) as raised:
+        cycle(
+            "x",
+            State(evaluated=True),
+            10,
+            step,
+            lambda s: None,
+            lambda s: found.append(s.step),
+            settings,
+            0,
+            Quiet(),
+            count,
+        )
+    return found, raised.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+        ),
+    ],
+    ids=["python", "gpu", "cpu"],
+)
+def test_a_run_out_of_memory_is_saved_and_told_what_takes_less(error):
+    found, raised = failing(error, 7)
+    assert found == [6] and isinstance(raised, UserError)
+    assert "Step 7 ran out of memory; the run is saved at step 6. Go on with a smaller micro_batch_tokens" in str(raised)
+
+
+def test_out_of_memory_after_a_weight_has_moved_names_the_last_checkpoint():
+    found, raised = failing(MemoryError(), 7, moves=itertools.count())
+    assert found == [] and "saved at step 0" in str(raised)
+
+
+def test_memory_that_does_not_suffice_in_a_real_run_leaves_a_checkpoint(job, tmp_path, monkeypatch):
+    config = online_config(job, tmp_path / "run", max_steps=6, save_steps=0)
+    steps = itertools.count()
+    whole = training.learn
+
+    def learn(*given):
+        if next(steps) == 3:
+            torch.empty(1 << 60)
+        return whole(*given)
+
+    monkeypatch.setattr(training, "learn", learn)
+    with pytest.raises(UserError, match=r"Step 4 ran out of memory; the run is saved at step 3\."):
+        online.run(config)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").step == 3
+    monkeypatch.setattr(training, "learn", whole)
+    smaller = replace(config, micro_batch_tokens=16)
+    assert online.run(smaller).after["step"] == 6
+
+
+def test_a_disk_that_gets_full_stops_the_run_while_a_checkpoint_still_fits(job, tmp_path, monkeypatch):
+    config = online_config(job, tmp_path / "run", max_steps=6, save_steps=2)
+    free = iter([1 << 40] * 2 + [1000] * 9)
+    monkeypatch.setattr("psigrad.records.run_folder.disk.free_bytes", lambda path: next(free))
+    with pytest.raises(UserError, match=r"has 1000 bytes free, and a checkpoint takes \d+\. The run is saved at step 5"):
+        online.run(config)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").step == 5
+    monkeypatch.undo()
+    assert online.run(config).after["step"] == 6

@@ -195,12 +195,12 @@ def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end
 
     run = make(tokenizer, "dapo", function=only_some, num_generations=8, prompts_per_step=2, max_refills=6)
     collected = training.collect(run, State(), Clock())
-    assert len(collected.groups) == 2 and collected.cursor == collected.prompts > 2
+    assert len(collected.groups) == 2 and collected.cursor == collected.entries["issued"] > 2
     assert all(len({t.reward for t in g}) > 1 for g in collected.groups)
-    assert len({t.completion.seed for t in collected.trajectories}) == 8 * collected.prompts
+    assert len({t.completion.seed for t in collected.trajectories}) == 8 * collected.entries["issued"]
     never = make(tokenizer, "dapo", function=equal, max_refills=2)
     assert training.collect(never, State(), Clock()).groups == []
-    assert training.collect(never, State(), Clock()).prompts == 3 * 4
+    assert training.collect(never, State(), Clock()).entries["issued"] == 3 * 4
 
 
 def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):

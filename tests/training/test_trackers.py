@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import types
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.training.trackers import Quiet, open_trackers
+from psigrad.training.trackers import Background, open_trackers
 
 CONFIG = {"run": {"seed": 0}}
 
@@ -95,27 +97,46 @@ def test_trackio_gets_each_step(tmp_path, monkeypatch):
     ]
 
 
-def test_a_tracker_that_raises_is_said_once_and_left_alone():
+def test_a_tracker_that_raises_is_told_about_once_and_left_alone(capsys):
     failing = Failing()
-    tracker = Quiet("mine", failing)
-    with pytest.warns(UserWarning, match="The tracker mine failed and gets nothing more: ConnectionError: no route") as said:
-        tracker.log(1, {})
-    assert len(said) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tracker.log(2, {})
-        tracker.close()
+    tracker = Background("mine", lambda: failing)
+    tracker.log(1, {})
+    tracker._thread.join(10)
+    tracker.log(2, {})
+    tracker.close()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "tracker mine failed and gets nothing more: ConnectionError: no route" in told
     assert failing.calls == 1
 
 
-def test_a_tracker_that_does_not_start_is_said_and_left_out(tmp_path, monkeypatch):
-    fake = Fake("wandb")
-    fake.init = lambda **settings: Failing().log(0, {})
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setitem(sys.modules, "trackio", Fake("trackio"))
-    with pytest.warns(UserWarning, match="tracker wandb failed"):
-        opened = open_trackers(["wandb", "trackio"], tmp_path, CONFIG)
-    assert [tracker.name for tracker in opened] == ["trackio"]
+def test_a_tracker_that_does_not_start_is_told_about_and_left_out(tmp_path, monkeypatch, capsys):
+    broken, sound = Fake("wandb"), Fake("trackio")
+    broken.init = lambda **settings: Failing().log(0, {})
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    monkeypatch.setitem(sys.modules, "trackio", sound)
+    run(["wandb", "trackio"], tmp_path)
+    assert "tracker wandb failed" in capsys.readouterr().err
+    assert sound.calls[-1] == ("finish",)
+
+
+@pytest.mark.parametrize("where", ["start", "log", "close"])
+def test_a_tracker_that_hangs_holds_nothing_up(where, monkeypatch, capsys):
+    monkeypatch.setattr(Background, "PATIENCE", 0.2)
+    forever = threading.Event()
+    hanging = SimpleNamespace(log=lambda step, figures: None, close=lambda: None)
+    if where == "start":
+        make = forever.wait
+    else:
+        setattr(hanging, where, lambda *given: forever.wait())
+        make = lambda: hanging  # noqa: E731
+    begun = time.monotonic()
+    tracker = Background("mine", make)
+    for step in range(100):
+        tracker.log(step, {"loss": 1.0})
+    tracker.close()
+    assert time.monotonic() - begun < 5
+    assert "tracker mine does not answer after 0.2 s" in capsys.readouterr().err
+    forever.set()
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
