@@ -41,7 +41,8 @@ def run(config: EvalConfig) -> Report:
     rewards = bool(config.reward or config.reward_model or config.environment)
     if not (config.evaluation.metric or rewards):
         raise UserError(
-            "Nothing scores the completions; name a built-in or module:function with --reward (reward), or a reward model with "
+            "There is nothing to score the completions with; name a built-in or module:function with --reward "
+            "(reward), or a reward model with "
             "--reward-model."
         )
     if config.best_of > 1 and not rewards:

@@ -66,13 +66,16 @@ def _reference(
 ) -> LanguageModel | None:
     """Who gives the reference's log-probs, before the first step: another model, the model itself, or nobody."""
     if config.reference and not loss.needs_reference:
-        raise UserError(f"The settings name a reference and {loss.name} needs none; take it out.")
+        raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove it.")
     if not (loss.needs_reference or config.evaluation.eval_kl):
         return None
     if config.reference:
         other = setup.load_model(Model(path=config.reference, dtype=config.model.dtype), config.run, None)
         if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-            raise UserError(f"The reference {config.reference!r} has another tokenizer than the model; give one of its family.")
+            raise UserError(
+                f"The reference {config.reference!r} and the model have different tokenizers; give a reference of the "
+                "same model family."
+            )
         return other
     if model.adapter is not None:
         return model

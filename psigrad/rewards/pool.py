@@ -295,5 +295,5 @@ def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
     shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
     raise RewardError(
         f"{len(unscored)} of {len(reasons)} completions stayed unscored, above max_unscored {limit:g}; most often "
-        f"({len(samples)}, samples {shown}): {reason}. Mend the reward function or raise the limit."
+        f"({len(samples)}, samples {shown}): {reason}. Fix the reward function or raise the limit."
     )

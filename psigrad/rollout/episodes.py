@@ -119,7 +119,10 @@ def _begun(
         opened = tuple(prompt_ids(tokenizer, replace(row, prompt=_opened(row.prompt, openings[0]))))
         made = [replace(episode, prompt=opened) for episode in made]
     if any(opening != openings[0] for opening in openings):
-        raise UserError(f"{row.source}: reset() said different things for one row; an environment must depend on the row alone.")
+        raise UserError(
+            f"{row.source}: reset() returned different texts for the same row; what an environment does at reset "
+            "may depend only on the row."
+        )
     return made
 
 

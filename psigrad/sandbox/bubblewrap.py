@@ -66,7 +66,7 @@ def command(
 
 
 def interpreter() -> str:
-    """This Python's executable, as the sandbox sees it."""
+    """Path of the running Python's executable inside the sandbox."""
     prefix, executable = os.path.realpath(sys.base_prefix), os.path.realpath(sys.executable)
     if _of_the_system(prefix):
         return executable

@@ -190,7 +190,7 @@ def test_an_environment_that_breaks_leaves_its_episode_unscored(model):
 
 
 def test_an_environment_that_says_something_else_to_each_of_a_group_is_refused(model):
-    with pytest.raises(UserError, match="depend on the row alone"):
+    with pytest.raises(UserError, match="depend only on the row"):
         played(model, Fickle, PLAIN)
 
 

@@ -111,5 +111,5 @@ def test_an_answer_that_is_none_is_the_services_fault(service, answer):
 def test_a_service_that_is_not_there_or_no_url_is_named():
     with pytest.raises(SandboxError, match="no usable answer"):
         RemoteExecutor("http://127.0.0.1:9").run([Program("x")], Limits())
-    with pytest.raises(SandboxError, match="is no URL"):
+    with pytest.raises(SandboxError, match="is not a URL"):
         RemoteExecutor("sandbox.example")
