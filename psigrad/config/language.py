@@ -73,6 +73,12 @@ class EpisodeSettings:
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
     tools: tuple[str | Callable[..., Any], ...] = ()
     """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    environment_timeout: Positive = 10.0
+    """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
+    environment_workers: Count = 1
+    """Processes that environments and tools run in."""
+    environment_sandbox: bool = False
+    """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is cut."""
 

@@ -42,15 +42,15 @@ def run(config: OnlineConfig) -> Result:
             return done
         found = session.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
-        episodes = episodes_for(config)
+        episodes = stack.enter_context(episodes_for(config))
         rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
         reference = _reference(config, model, found) if wants_reference else None
-        reward = stack.enter_context(judge_for(config, model.tokenizer))
+        reward = stack.enter_context(judge_for(config, model.tokenizer, journal=journal))
         evaluator = None
         if held:
             metric = config.evaluation.metric
-            judge = stack.enter_context(judge_for(config, model.tokenizer, [metric])) if metric else reward
+            judge = stack.enter_context(judge_for(config, model.tokenizer, [metric], journal)) if metric else reward
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes)
         prompts = setup.prompts_of(rows, model, config.data, completion_room(config, episodes), journal)
         sampler = samplers.make(config.sampling, model)

@@ -54,7 +54,7 @@ def run(config: PreferenceConfig) -> Result:
         generated = None
         if held and (config.reward or config.reward_model or config.evaluation.metric):
             functions = (config.evaluation.metric,) if config.evaluation.metric else None
-            judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
+            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
