@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-studio test-long test-vllm bench lint types docs size install clean
+.PHONY: help demo test test-studio test-faults test-long test-vllm bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite"
 	@echo "make test-studio  the tests of the web application alone"
+	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
@@ -45,6 +46,9 @@ test: lint types docs
 
 test-studio: $(INSTALLED)
 	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
+
+test-faults: $(INSTALLED)
+	$(RUN) tools/faults.py --long
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
