@@ -1,8 +1,8 @@
 """A small model learns to write programs by GRPO on a CPU: python examples/programs.py [FOLDER]
 
 A task names three steps of arithmetic; the answer is a Python function that takes them in order. The demonstrations are careless:
-six in ten swap two steps. Supervised fine-tuning copies the mistake as often as it was shown. GRPO against the tests of each task,
-run in the sandbox (reward `code`), unlearns it. Held-out tasks occur in no training data. It needs bubblewrap (`psigrad doctor`).
+six in ten swap two steps. Supervised fine-tuning copies the mistake as often as it was shown. GRPO against the tests of each
+task, run in the sandbox (reward `code`), unlearns it. Held-out tasks occur in no training data. It needs bubblewrap (`psigrad doctor`).
 """
 
 from __future__ import annotations
