@@ -36,7 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 ifdef LOCKED
-	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --requirement requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --extra-index-url https://download.pytorch.org/whl/cpu --requirement requirements.lock
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 else
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)

@@ -2,7 +2,8 @@
 
 A task names three steps of arithmetic; the answer is a Python function that takes them in order. The demonstrations are careless:
 six in ten swap two steps. Supervised fine-tuning copies the mistake as often as it was shown. GRPO against the tests of each
-task, run in the sandbox (reward `code`), unlearns it. Held-out tasks occur in no training data. It needs bubblewrap (`psigrad doctor`).
+task, run in the sandbox (reward `code`), unlearns it. Held-out tasks occur in no training data. It needs bubblewrap
+(`psigrad doctor`).
 """
 
 from __future__ import annotations

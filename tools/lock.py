@@ -3,8 +3,8 @@
     python tools/lock.py            notices and bill of materials, from the installed packages
     python tools/lock.py --hashes   the lock too, by uv from constraints.txt and the package index
 
-The lock holds the hashes of every file that PyPI has of each version, so it serves all platforms; of torch also that of the CPU
-build, which has an index of its own.
+The lock holds the hashes of every file that PyPI has of each version, and of torch those of the builds without CUDA: it is for
+CPUs. On Linux torch then comes from https://download.pytorch.org/whl/cpu.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import urllib.request
 import uuid
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -54,10 +55,21 @@ def write_lock() -> None:
     command = ["uv", "pip", "compile", "--no-deps", "--generate-hashes", "--no-header", "--no-annotate", "--quiet"]
     made = subprocess.run([*command, str(CONSTRAINTS)], check=True, capture_output=True, text=True).stdout
     head = "# Made by `make lock` from constraints.txt. Install: pip install --require-hashes --no-deps -r requirements.lock\n"
-    torch = re.search(r"^torch==\S+ \\\n", made, re.MULTILINE)
+    torch = re.search(r"^torch==(\S+) \\\n(?:    --hash=\S+(?: \\)?\n)+", made, re.MULTILINE)
     assert torch is not None
-    place = torch.end()
-    LOCK.write_text(f"{head}{made[:place]}    --hash=sha256:{TORCH_CPU} \\\n{made[place:]}")
+    entry = " \\\n".join([f"torch=={torch[1]}", *(f"    --hash=sha256:{value}" for value in cpu_builds(torch[1]))])
+    LOCK.write_text(f"{head}{made[: torch.start()]}{entry}\n{made[torch.end() :]}")
+
+
+def cpu_builds(version: str) -> list[str]:
+    """The hashes of torch's builds without CUDA: PyPI's for macOS and Windows, and the CPU index's. Those with CUDA need packages
+    that are not locked.
+    """
+    request = urllib.request.Request("https://pypi.org/simple/torch/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        files = json.load(answer)["files"]
+    found = [f for f in files if f["filename"].startswith(f"torch-{version}-") and "linux" not in f["filename"]]
+    return sorted([TORCH_CPU, *(f["hashes"]["sha256"] for f in found)])
 
 
 def packages() -> list[Package]:
