@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-studio test-long test-vllm bench lint types docs size install clean
+.PHONY: help demo test lock test-studio test-faults test-long test-vllm bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite"
 	@echo "make test-studio  the tests of the web application alone"
+	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
@@ -24,7 +25,8 @@ help:
 	@echo "make types      mypy --strict"
 	@echo "make docs       the documentation site, into build/docs"
 	@echo "make size       lines of code in each room"
-	@echo "make install    the environment alone, in $(VENV)"
+	@echo "make install    the environment alone, in $(VENV); with LOCKED=1 every file is checked by its hash (CPU)"
+	@echo "make lock       requirements.lock, THIRD_PARTY_NOTICES.md and sbom.cdx.json, from constraints.txt (needs uv)"
 	@echo "make clean      remove the environment"
 
 install: $(INSTALLED)
@@ -33,8 +35,13 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --extra-index-url https://download.pytorch.org/whl/cpu --requirement requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+else
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+endif
 	@touch $(INSTALLED)
 
 demo: $(INSTALLED)
@@ -45,6 +52,9 @@ test: lint types docs
 
 test-studio: $(INSTALLED)
 	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
+
+test-faults: $(INSTALLED)
+	$(RUN) tools/faults.py --long
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
@@ -89,6 +99,9 @@ types: $(INSTALLED)
 docs: $(INSTALLED)
 	$(RUN) -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "build/docs/index.html"
+
+lock: $(INSTALLED)
+	$(RUN) tools/lock.py --hashes
 
 size:
 	$(PYTHON) tools/size.py

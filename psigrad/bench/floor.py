@@ -19,7 +19,7 @@ from psigrad.planning.shape import counted
 
 
 def rates(dtype: str, threads: int, device: str) -> Machine:
-    """This machine's rates, in the type that is multiplied in."""
+    """Rates of this machine, in the type that its matrix products use."""
     used = compute_dtype(DTYPES[dtype]) if device == "cpu" else DTYPES[dtype]
     name = next(name for name, kind in DTYPES.items() if kind is used)
     before = torch.get_num_threads()

@@ -21,6 +21,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside the `with` block to the phase `name`."""
         begin = time.perf_counter()
         try:
             yield

@@ -59,6 +59,7 @@ class TimingJournal:
         """Not kept."""
 
     def timings(self, step: int, clock: Any, tokens: int) -> None:
+        """Keep the seconds of each phase and the number of tokens of the step."""
         self.phases = {name.removeprefix("time/"): seconds for name, seconds in clock.phases.items()}
         self.tokens = tokens
 

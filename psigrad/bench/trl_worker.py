@@ -27,6 +27,7 @@ class Gate(TrainerCallback):
         begin()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Wait until the parent asks for a step; end the process when it wants no more."""
         if not self.asked:
             if not self.parent.wants_a_step():
                 sys.exit()
@@ -34,6 +35,7 @@ class Gate(TrainerCallback):
         self.asked = False
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Report the finished step to the parent."""
         self.tell(self.parent)
 
 

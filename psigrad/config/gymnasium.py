@@ -39,7 +39,7 @@ class Dqn:
     train_freq: Count = 4
     """Transitions between updates."""
     gradient_steps: int = 1
-    """Minibatches per update; -1: as many as transitions were collected since the last."""
+    """Minibatches per update; -1: one for each transition collected since the last update."""
     target_update_interval: Count = 1_000
     """Transitions between two updates of the target network."""
     tau: Share = 1.0
@@ -142,5 +142,5 @@ class ControlConfig:
     video: bool = False
     """Draw an episode of the trained policy as episode.gif."""
     tuned: bool = True
-    """Start from the settings that are known to suit this algorithm on this environment, where there are such."""
+    """Start from tuned settings for this algorithm on this environment, if there are any."""
     run: Run = field(default_factory=lambda: Run(threads=1))

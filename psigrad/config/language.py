@@ -59,6 +59,10 @@ class RewardSettings:
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
     reward_workers: Count = 1
     """Processes that score."""
+    worker_memory_gb: PositiveOrZero = 16.0
+    """Memory that each process with your rewards, environments or tools may take, in 1e9 bytes; 0: no limit."""
+    worker_env: tuple[str, ...] = ()
+    """Environment variables that these processes get besides the usual ones, as API keys. They get no secrets by default."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,12 @@ class EpisodeSettings:
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
     tools: tuple[str | Callable[..., Any], ...] = ()
     """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
+    environment_timeout: Positive = 10.0
+    """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
+    environment_workers: Count = 1
+    """Processes that environments and tools run in."""
+    environment_sandbox: bool = False
+    """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is cut."""
 
@@ -132,8 +142,8 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     max_refills: CountOrZero = 4
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
     keep_activations_gb: PositiveOrZero = 1.0
-    """Most memory for what sampling computed and training on the same tokens with the same weights need not compute again (fused
-    decoder only, not with gradient checkpointing). Beyond it, and with 0, training runs its own forward pass. In 1e9 bytes."""
+    """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
+    checkpointing). With 0, or when they need more, training runs its own forward pass."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: CountOrZero = 4
@@ -150,13 +160,13 @@ class RewardConfig:
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
     process: bool = False
-    """Train on stepwise rows (prompt, completions, labels): a number behind each step instead of one behind the text."""
+    """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
     step_separator: str = "\n"
     """What ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
     """Weight of (r_w + r_l)², which pulls the mean reward to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-    """Share of the comparisons believed to be the wrong way round."""
+    """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Count = 16
     """Pairs per optimiser step."""
     max_length: CountOrZero = 1024
@@ -223,8 +233,8 @@ class SampleConfig(EpisodeSettings, RewardSettings):
     keep: Literal["all", "best", "pairs"] = "all"
     """What is written: every completion, the best of each prompt, or the best against the worst."""
     bradley_terry: PositiveOrZero = 0.0
-    """With keep=pairs: compare two completions of each prompt and draw the winner with chance σ(this · difference of rewards), as
-    people of this steadiness would choose; 0: the best against the worst, without noise."""
+    """With keep=pairs: compare two completions of each prompt and draw the winner with probability σ(this · difference of
+    rewards), like a noisy human judge; 0: the best against the worst, without noise."""
     output: str = ""
     """JSONL file that the rows go to."""
 

@@ -87,8 +87,8 @@ class Optim:
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up."""
     rehearse: bool = False
-    """Before the first step, one forward and backward pass over the longest samples, whose gradients are thrown away: memory
-    that does not suffice shows at once."""
+    """Run one forward and backward pass over the longest samples before the first step, and discard its gradients: a lack of
+    memory shows at once."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class Run:
     extend: bool = False
     """Go on beyond the end of a run to a larger max_steps (control: total_timesteps). The schedule bends to the new end."""
     allow: tuple[str, ...] = ()
-    """What a resumed run may find changed, by name: a setting, or dataset, model, reward, threads and so on. It is recorded."""
+    """What may have changed since the run was started, by name: a setting, or dataset, model, reward, threads and so on. It is
+    recorded."""
     report_to: tuple[str, ...] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio."""
     threads: CountOrZero = 0

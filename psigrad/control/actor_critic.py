@@ -151,11 +151,14 @@ class ActorCritic:
         save_file({name: x.contiguous() for name, x in self.towers.named().items()}, folder / WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, in place. Raises `UserError` where the weights are of another network."""
+        """The inverse of `save`, in place. Raises `UserError` if the weights belong to a different network."""
         found, own = load_file(folder / WEIGHTS), self.towers.named()
         # shapes too: a copy would broadcast unseen
         if {name: x.shape for name, x in found.items()} != {name: x.shape for name, x in own.items()}:
-            raise UserError(f"The weights in {folder} are of another network: give the environment and net_arch they came from.")
+            raise UserError(
+                f"The weights in {folder} belong to a different network; give the environment and net_arch that they "
+                "were trained with."
+            )
         with torch.no_grad():
             for name, x in own.items():
                 x.copy_(found[name])

@@ -136,6 +136,7 @@ class EvalCallback:
         self._next = every
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
+        """Evaluate when it is due. False ends training: the mean return has reached `stop_at`."""
         if agent.num_timesteps < self._next:
             return True
         self._next = agent.num_timesteps + self.every
@@ -154,6 +155,7 @@ class CheckpointCallback:
         self._next = every
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> None:
+        """Save the agent to `folder/step-…` when it is due."""
         if agent.num_timesteps >= self._next:
             self._next = agent.num_timesteps + self.every
             agent.save(self.folder / f"step-{agent.num_timesteps:08d}")

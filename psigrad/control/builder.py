@@ -72,9 +72,7 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
     of_actions = isinstance(algorithm, PolicyGradient) and "action_value" in needs_of(algorithm.psi)
     if of_actions and not isinstance(envs.distribution, Categorical):
-        raise UserError(
-            f"{name_of(algorithm)} values each numbered action and this environment's are continuous; choose a2c or ppo."
-        )
+        raise UserError(f"{name_of(algorithm)} needs discrete actions, and this environment's are continuous; choose a2c or ppo.")
     network = ActorCritic(
         envs.size,
         envs.distribution,

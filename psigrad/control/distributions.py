@@ -77,13 +77,16 @@ class Categorical:
     extra: ClassVar[int] = 0
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
+        """[M] log-probabilities of the actions [M]."""
         return _log_softmax(out).gather(1, actions[:, None]).squeeze(1)
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
+        """[M] entropies of the softmax, in nats."""
         logp = _log_softmax(out)
         return -(logp.exp() * logp).sum(-1)
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
+        """The gradient of the logits [M, P], in closed form. `rest` is empty and is returned as it is."""
         # d log π(a) / d logits = e_a − π,  dH / d logits = −π·(log π + H)
         logp = _log_softmax(out)
         pi = logp.exp()
@@ -94,20 +97,24 @@ class Categorical:
         return gradient.scatter_add_(1, actions[:, None], d_logp[:, None]), rest
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
+        """[M] KL(this ‖ other) in nats."""
         logp = _log_softmax(out)
         return (logp.exp() * (logp - _log_softmax(other))).sum(-1)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Standard Gumbel noise [*shape, P]."""
         waits = rng.standard_exponential((*shape, self.outputs), dtype=np.float32)
         waits += np.finfo(np.float32).tiny  # a wait of exactly 0 comes once in ten million
         return -np.log(waits, out=waits)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
+        """One action for each row of logits [E, P], by the Gumbel-max trick: int64 [E]."""
         # the largest of logits + Gumbel noise is drawn from their softmax
         drawn: Array = (out + noise).argmax(1)
         return drawn
 
     def mode(self, out: Array) -> Array:
+        """The most probable action of each row of logits [E, P]: int64 [E]."""
         likeliest: Array = out.argmax(1)
         return likeliest
 
@@ -122,16 +129,20 @@ class Normal:
 
     @property
     def extra(self) -> int:
+        """P: one log standard deviation for each component of an action."""
         return self.outputs
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
+        """[M] log-densities of the actions [M, P], summed over components."""
         z = (actions - out) * torch.exp(-rest)
         return -(0.5 * z * z + rest + _HALF_LOG_2PI).sum(-1)
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
+        """[M] differential entropies in nats; the same in every state."""
         return (rest + 0.5 + _HALF_LOG_2PI).sum().expand(len(out))
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
+        """The gradients of the means [M, P] and of the log standard deviations [P], in closed form."""
         # d log p / dμ = z / σ,  d log p / d log σ = z² − 1,  dH / d log σ = 1
         inverse = torch.exp(-rest)
         z = (actions - out) * inverse
@@ -139,17 +150,21 @@ class Normal:
         return weighted * inverse, (weighted * z).sum(0) - d_logp.sum() + d_entropy * len(out)
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
+        """[M] KL(this ‖ other) in nats, in closed form."""
         shift = ((out - other) * torch.exp(-other_rest)) ** 2
         return (other_rest - rest + 0.5 * (torch.exp(2 * (rest - other_rest)) + shift - 1)).sum(-1)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Standard normal noise [*shape, P]."""
         return rng.standard_normal((*shape, self.outputs), dtype=np.float32)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
+        """Mean plus standard deviation times noise: [E, P]."""
         drawn: Array = out + np.exp(rest) * noise
         return drawn
 
     def mode(self, out: Array) -> Array:
+        """The means [E, P]."""
         return out
 
 

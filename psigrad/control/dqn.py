@@ -129,6 +129,7 @@ class DQNTrainer(Trainer):
         checkpoint.save_tensors(folder / REPLAY, {**self.replay.tensors(), "target": self.target})
 
     def restore(self, folder: Path) -> dict[str, Any]:
+        """Restore the target network and the replay buffer too; return the stored numbers."""
         numbers = super().restore(folder)
         stored = checkpoint.load_tensors(folder / REPLAY)
         self.target.copy_(stored.pop("target"))
@@ -140,11 +141,11 @@ class DQNTrainer(Trainer):
 def _check(config: ControlConfig, network: ActorCritic) -> None:
     """Refuse settings that cannot work. Raises `UserError`."""
     if not isinstance(network.distribution, Categorical):
-        raise UserError("DQN chooses among numbered actions and this environment's are continuous; choose ppo, a2c or trpo.")
+        raise UserError("DQN needs discrete actions, and this environment's are continuous; choose ppo, a2c or trpo.")
     if config.batch_size < 1:
         raise UserError("DQN needs a batch_size: transitions per minibatch; 64 is usual.")
     if config.dqn.learning_starts >= config.total_timesteps:
         raise UserError(
             f"learning_starts is {config.dqn.learning_starts} and the run has {config.total_timesteps} steps: nothing would be "
-            "learned; lower it."
+            "learned; set learning_starts lower."
         )

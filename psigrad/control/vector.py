@@ -196,7 +196,7 @@ def _mode(vector: Any) -> AutoresetMode:
     except (ValueError, AttributeError) as error:
         raise UserError(
             f"The vector environment's metadata has autoreset_mode={mode!r}; expected one of Gymnasium's AutoresetMode: without "
-            "it nobody can tell which steps the policy chose."
+            "it psigrad cannot tell which steps the policy chose."
         ) from error
 
 

@@ -74,7 +74,10 @@ def pair(tokenizer: PreTrainedTokenizerBase, row: Row) -> Pair:
     starts = [text.mask.index(True) for text in texts]
     shared = next((i for i in range(min(starts)) if texts[0].ids[i] != texts[1].ids[i]), min(starts))
     if not shared:
-        raise UserError(f"{row.source}: chosen and rejected share no prompt token; give a tokenizer whose texts begin alike.")
+        raise UserError(
+            f"{row.source}: the tokens of chosen and rejected do not begin with the same prompt; give the prompt in a column of "
+            "its own, or use another tokenizer."
+        )
     chosen, rejected = (Answer(text.ids[shared:], text.mask[shared:]) for text in texts)
     margin = row.columns.get("margin")
     if margin is not None and not isinstance(margin, int | float):

@@ -132,7 +132,7 @@ def completion_for_reward(row: Row, text: str) -> str | list[Message]:
 
 
 def _encodable(text: str) -> str:
-    """Lone surrogates have no UTF-8 form and make tokenizers raise; they are spelt out (`\\ud800`)."""
+    r"""Spell out lone surrogates (`\ud800`): they have no UTF-8 form and make tokenizers raise."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

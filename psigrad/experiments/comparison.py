@@ -70,7 +70,9 @@ def check(comparison: Comparison) -> None:
     if not comparison.methods or not comparison.seeds:
         raise UserError("compare got no method or no seed; for example: psigrad compare grpo rloo ppo --seeds 0 1 2 …")
     if not comparison.config.run.max_steps:
-        raise UserError("compare needs --max-steps: equal samples are so many steps of equal batches.")
+        raise UserError(
+            "compare needs --max-steps: all methods get the same number of steps, each with a batch of the same size."
+        )
     for method in comparison.methods:
         found = declaration(method)
         if found.settings not in (OnlineConfig, PreferenceConfig):

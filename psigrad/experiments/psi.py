@@ -124,6 +124,7 @@ class reward_to_go_minus_others:
     needs: ClassVar[frozenset[str]] = frozenset({"group"})
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] reward to go minus the mean of the rest of the group at the same step."""
         to_go = reward_to_go(self.gamma)(batch)
         sums = torch.stack([group_sum(column, batch.group) for column in to_go.T], dim=1)
         steps = torch.stack([group_sum(column, batch.group) for column in batch.mask.to(to_go.dtype).T], dim=1)

@@ -26,29 +26,28 @@ class Attending(Protocol):
 
 
 class Layout(Protocol):
-    """Who attends to whom inside transformers' modules.
+    """Which token attends to which, inside transformers' modules."""
 
-    `attend` maps q [1, H, S, D], k and v [1, H_kv, S, D] to the output [1, S, H, D].
-    """
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D]."""
 
 
 class FusedLayout(Protocol):
-    """Who attends to whom inside fused layers.
-
-    `mix` maps rotated queries and keys [S, (H + H_kv)·D] and rows [q | k | v] to the output [S, H·D] and the log-normaliser of
-    the scores [S, H]. `packed_weights` holds the layers' packed matrices, if this pass may use them. `slots` says where a
-    decoding step puts its new tokens; None in any other pass.
-    """
+    """Which token attends to which, inside fused layers."""
 
     @property
-    def packed_weights(self) -> PackedWeights | None: ...
+    def packed_weights(self) -> PackedWeights | None:
+        """The layers' packed matrices, if this pass may use them."""
 
     @property
-    def slots(self) -> Slots | None: ...
+    def slots(self) -> Slots | None:
+        """Where a decoding step puts its new tokens; None in any other pass."""
 
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]: ...
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [S, H·D] and log-normaliser of the scores [S, H].
+
+        `rotated` holds queries and keys after the rotary embedding, [S, (H + H_kv)·D]; `qkv` the rows [q | k | v] before it.
+        """
 
 
 @cache
@@ -143,6 +142,7 @@ class PackedLayout:
         return mask
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Prefixes attend to themselves, and each sequence to its prefix and itself. Shapes as in `Layout.attend`."""
         heads = q.shape[1]
         split = self.prefix_rows.numel()
         q, k, v = (_Take.apply(x[0].transpose(0, 1), self.order, self.inverse) for x in (q, k, v))
@@ -168,6 +168,7 @@ class PackedLayout:
         return taken[None]
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """The same attention by the native kernel. Shapes as in `FusedLayout.mix`."""
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
 
     @cached_property

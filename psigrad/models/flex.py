@@ -24,6 +24,7 @@ class FlexLayout:
     packed: PackedLayout
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention by PyTorch's flex_attention. Shapes as in `Layout.attend`."""
         kernel, mask = _kernel(q.device.type), self._mask(window)
         out: Tensor = kernel(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)

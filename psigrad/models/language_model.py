@@ -41,6 +41,7 @@ class LanguageModel(Pretrained):
 
     @property
     def vocabulary(self) -> int:
+        """V: how many token ids the LM head scores."""
         return int(self.network.config.get_text_config().vocab_size)
 
     @property

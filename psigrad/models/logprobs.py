@@ -242,7 +242,8 @@ def token_stats(
     if wanted.nothing_else and plain and large:
         if int(ids.min()) < 0 or int(ids.max()) >= len(linear.weight):
             raise IndexError(
-                f"A target is token {int(ids.max())}; the head has {len(linear.weight)}: the tokenizer is of another model."
+                f"A target is token {int(ids.max())}; the head has {len(linear.weight)} tokens: the tokenizer belongs "
+                "to another model."
             )
         # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32

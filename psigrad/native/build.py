@@ -1,16 +1,24 @@
-"""Compiles the kernels for this very processor on first use and keeps the result."""
+"""Compiles the kernels for this very processor on first use, tests them, and keeps the result.
+
+A kept library is loaded only if its folder and its file are ours alone and its SHA-256 is the one noted when it was compiled. One
+that is damaged is compiled again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +31,7 @@ HEADERS = ("common.h",)
 FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 if platform.machine() == "x86_64":
     FLAGS += ("-mprefer-vector-width=512",)  # GCC's choice on recent Intel is 256
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 SWITCH = "PSIGRAD_NATIVE"  # 0 switches the kernels off
 
 
@@ -36,11 +45,13 @@ def library() -> ctypes.CDLL | str:
         return "no C++ compiler was found (g++ or clang++)"
     try:
         path = _folder() / f"{_key(compiler)}.so"
-        if not path.exists():
-            _compile(compiler, path)
+        with _locked(path.parent):
+            if not _sound(path):
+                _compile(compiler, path)
         return ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
-        return f"{compiler} failed: {error.stderr.strip().splitlines()[0] if error.stderr.strip() else error}"
+        lines = (error.stderr or "").strip().splitlines()
+        return f"{error.cmd[0]} failed: {lines[0] if lines else error}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the kernels could not be compiled or loaded: {error}"
 
@@ -69,11 +80,75 @@ def _key(compiler: str) -> str:
     return hashlib.sha256("\0".join([*parts, *FLAGS, version, identity()]).encode()).hexdigest()[:20]
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The only process that compiles there: another one waits, and then finds the library. Leftovers of killed compiles go."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _claim(folder)
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in folder.glob("tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def _claim(folder: Path) -> None:
+    """Keep others from writing there. Raises `OSError` for a folder that is a link or another user's."""
+    found = folder.lstat()
+    if folder.is_symlink() or found.st_uid != os.getuid():
+        raise OSError(f"{folder} is a link or belongs to another user; remove it, or name another folder in XDG_CACHE_HOME")
+    if found.st_mode & _OTHERS:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+
+
+def _sound(path: Path) -> bool:
+    """Whether the library is there as it was compiled, and only its owner could have written it."""
+    try:
+        for file in (path, _noted(path)):
+            found = file.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS:
+                return False
+        return _noted(path).read_text() == _sha256(path)
+    except OSError:
+        return False
+
+
+def _noted(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _compile(compiler: str, path: Path) -> None:
-    """Compile to a temporary name, then rename: another process finds either the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Compile and test under a temporary name, then rename: a crash leaves either nothing or the whole library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, resources.as_file(resources.files("psigrad.native")) as source:
         made = Path(folder) / path.name
         command = [compiler, *FLAGS, *(str(source / name) for name in SOURCES), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        subprocess.run(
+            [sys.executable, "-I", "-c", _SELF_TEST, str(made)], capture_output=True, text=True, check=True, timeout=60
+        )
+        made.chmod(0o600)
+        with made.open("rb") as stream:
+            os.fsync(stream.fileno())
+        path.unlink(missing_ok=True)
+        noted = _noted(made)
+        noted.write_text(_sha256(made))
+        noted.chmod(0o600)
+        noted.replace(_noted(path))
         made.replace(path)
+
+
+# 1² + 2² + … + 100². In a process of its own, since code for another processor would end it.
+_SELF_TEST = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+numbers = (ctypes.c_uint16 * 100)(*(int.from_bytes(__import__("struct").pack(">f", float(i + 1))[:2], "big") for i in range(100)))
+out, sizes = ctypes.c_double(), (ctypes.c_int64 * 1)(100)
+pointers = (ctypes.c_void_p * 1)(ctypes.addressof(numbers))
+library.squared_norm.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+library.squared_norm(ctypes.byref(out), pointers, sizes, 1, 1)
+sys.exit(0 if out.value == 338350.0 else "the kernels' self-test gave " + str(out.value))
+"""

@@ -100,6 +100,7 @@ class total_return:
     """Discount per chosen step."""
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages: one return for all steps of a row."""
         steps_before = (batch.mask.cumsum(1) - 1).to(batch.reward.dtype)
         return over_steps(zero_outside(batch.mask, self.gamma**steps_before * batch.reward).sum(1), batch)
 
@@ -117,6 +118,7 @@ class reward_to_go:
     """Discount per chosen step."""
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages."""
         return discounted_sum(batch.reward, batch.mask, self.gamma)
 
 
@@ -151,9 +153,11 @@ class moving_average(StatefulPsi):
             raise ValueError(f"moving_average has decay={self.decay}; expected 0 <= decay < 1; 0.9 remembers about ten batches.")
 
     def initial_state(self) -> dict[str, float]:
+        """The average before the first batch."""
         return {"reward_average": 0.0, "reward_batches": 0.0}
 
     def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
+        """[N, T] advantages, and the state after this batch."""
         average, batches = state["reward_average"], state["reward_batches"]
         baseline = average / (1 - self.decay**batches) if batches else 0.0
         advantage = over_steps(batch.sequence_reward - baseline, batch)
@@ -199,6 +203,7 @@ class group_mean:
         return f"A_t = (R_i − mean(R)) / (std(R) + {self.eps:g})" if self.std else "A_t = R_i − mean(R)"
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages: one number for all steps of a row."""
         centred_N = stats.centred(batch.sequence_reward, batch.group)
         if not self.std:
             return over_steps(centred_N, batch)
@@ -260,6 +265,7 @@ class td_residual:
     needs: ClassVar[frozenset[str]] = VALUE
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages."""
         return td_errors(batch, self.gamma)
 
 
@@ -283,6 +289,7 @@ class k_step:
             raise ValueError(f"k_step has k={self.k}; expected at least 1; k=1 is td_residual.")
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages."""
         term = total = td_errors(batch, self.gamma)
         for _ in range(min(self.k, batch.mask.shape[1]) - 1):
             term = self.gamma * next_chosen(term, batch.mask, torch.zeros_like(term[:, 0]))
@@ -306,6 +313,7 @@ class gae:
     needs: ClassVar[frozenset[str]] = VALUE
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages."""
         return discounted_sum(td_errors(batch, self.gamma), batch.mask, self.gamma * self.lam)
 
 
@@ -336,6 +344,7 @@ class whitened:
         return needs_of(self.psi)
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages of `psi`, whitened over the whole batch."""
         psi_NT = self.psi(batch)
         chosen = psi_NT[batch.mask]
         if not chosen.numel():

@@ -68,4 +68,5 @@ class fixed_length:
             )
 
     def __call__(self, mask: Tensor, totals: Totals) -> Tensor:
+        """[N, T] weights of the steps."""
         return sequence_sum(mask, totals) / self.n

@@ -58,6 +58,7 @@ class truncated_importance:
         _check("truncated_importance", self.cap, self.level)
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] weights, truncated at `cap`."""
         return _sampler_ratio(batch, self.level).clamp(max=self.cap)
 
 
@@ -79,5 +80,6 @@ class masked_importance:
         _check("masked_importance", self.cap, self.level)
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] weights, 0 where the ratio is above `cap`."""
         ratio = _sampler_ratio(batch, self.level)
         return torch.where(ratio <= self.cap, ratio, torch.zeros_like(ratio))

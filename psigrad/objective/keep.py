@@ -1,5 +1,6 @@
 """The keep slot: Batch -> bool [N], which trajectories are trained on. Filters act after the advantage and see the plain rewards
-(without a KL penalty). Dropped rows count in no total."""
+(without a KL penalty). Dropped rows count in no total.
+"""
 
 from __future__ import annotations
 
@@ -57,4 +58,5 @@ class top_k:
             raise ValueError(f"top_k has k={self.k}; expected at least 1.")
 
     def __call__(self, batch: Batch) -> Tensor:
+        """[N] True for the k best completions of each group."""
         return stats.rank_in_group(batch.sequence_reward, batch.group) < self.k

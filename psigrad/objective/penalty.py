@@ -40,6 +40,7 @@ class kl_penalty:
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
         ratio = exp_ratio(log_ratio)
         return -ratio * advantage + self.coefficient * (ratio - 1 - log_ratio)
 

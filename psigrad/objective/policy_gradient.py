@@ -395,5 +395,5 @@ def _name(part: object) -> str:
 
 def _given(tensor: Tensor | None, field: str, reader: str) -> Tensor:
     if tensor is None:
-        raise ValueError(f"`{field}` is missing and {reader} reads it; let the model compute it, or leave the part out.")
+        raise ValueError(f"`{field}` is missing and {reader} reads it; let the model compute it, or choose another part.")
     return tensor

@@ -21,7 +21,9 @@ from psigrad.objective.surrogate import clip, score, unclipped
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """What every pass over the same steps shares. Formulas, with w the aggregate's weights and n the number of steps:
+    """What every pass over the same steps shares.
+
+    Formulas, with w the aggregate's weights and n the number of steps:
 
     dL/dlog π = −w·A (score), −w·A·ρ (unclipped, and clip where the clip does not hold ρ)
     dL/dH = −c_H / n

@@ -59,6 +59,7 @@ class clip:
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
         # the minimum is the ratio held from above where A > 0 and from below where A < 0; so written, its gradient takes half the
         # operations
         least = torch.where(advantage < 0, advantage.new_tensor(1 - self.low), -torch.inf)
@@ -85,6 +86,7 @@ class dual_clip(clip):
             raise ValueError(f"dual_clip has bound={self.bound}; expected more than 1 + high = {1 + self.high}; raise it.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
         clipped = super().__call__(logp, log_ratio, advantage)
         return torch.where(advantage < 0, torch.minimum(clipped, -self.bound * advantage), clipped)
 
@@ -109,6 +111,7 @@ class truncated_weight:
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step. No gradient passes through the weight."""
         weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()
         return -weight * advantage * logp
 

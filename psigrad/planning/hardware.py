@@ -38,19 +38,19 @@ class Machine:
 
 
 def parse_bytes(text: str) -> int:
-    """ "24GB" or "24 GiB" or "512m" in bytes."""
+    """Bytes of a size such as "24GB", "24 GiB" or "512m"."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
         assert match is not None
         value = float(match[1]) * {**_UNITS, **_BINARY}[match[2]]
         assert value >= 1
     except (AssertionError, KeyError, ValueError):
-        raise UserError(f"The memory {text!r} is no size; write it as 24GB, 80GiB or 512MB.") from None
+        raise UserError(f"The memory {text!r} is not a size; write it as 24GB, 80GiB or 512MB.") from None
     return int(value)
 
 
 def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops: float = 0.0, *, measure: bool = True) -> Machine:
-    """This machine, or one with the `memory` and the `tflops` that were given.
+    """The machine at hand, or one with the given `memory` and `tflops`.
 
     A GPU that this machine lacks needs its memory given; its speed stays unknown without `tflops`.
     """

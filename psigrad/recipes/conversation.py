@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,22 +16,43 @@ from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.recipes import setup
 from psigrad.rollout import environments
-from psigrad.rollout.episodes import Episodes, environment_rows
+from psigrad.rollout.environment_pool import EnvironmentPool
+from psigrad.rollout.environments import InProcess, Playing
+from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.tools import ToolBox, schemas
+from psigrad.sandbox import enclosed
 
 # Rows of a built-in environment when no dataset was given.
 OWN_ROWS = 2000
 
 
-def episodes_for(config: Played) -> Episodes | None:
-    """How episodes are played; None where a completion is all there is."""
+@contextlib.contextmanager
+def episodes_for(config: Played) -> Iterator[Episodes | None]:
+    """How episodes are played; None where a completion is all there is.
+
+    psigrad's own games run in this process, a user's environments and tools in workers that can be killed.
+    """
     if config.environment and config.tools:
         raise UserError("Both environment and tools are given; tools are an environment of their own, so leave one of them out.")
-    if config.environment:
-        return Episodes(environments.resolve(config.environment), config.max_turns)
-    if config.tools:
-        return Episodes(partial(ToolBox, _tools(config)), config.max_turns)
-    return None
+    if not (config.environment or config.tools):
+        yield None
+        return
+    factory: Any = environments.resolve(config.environment) if config.environment else partial(ToolBox, _tools(config))
+    with _playing(config, factory) as playing:
+        yield Episodes(playing, config.max_turns)
+
+
+def _playing(config: Played, factory: Any) -> Playing:
+    if config.environment and environments.is_ours(config.environment):
+        return InProcess(factory)
+    return EnvironmentPool(
+        factory,
+        timeout=config.environment_timeout,
+        workers=config.environment_workers,
+        memory_gb=config.worker_memory_gb,
+        variables=config.worker_env,
+        prefix=enclosed() if config.environment_sandbox else (),
+    )
 
 
 def _tools(config: Played) -> list[Callable[..., Any]]:
@@ -51,7 +73,7 @@ def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
     """The rows that the environment brings along, where no dataset was given."""
     if episodes is None or config.data.dataset:
         return None
-    made = environment_rows(episodes.factory, OWN_ROWS + config.evaluation.eval_prompts, config.run.seed)
+    made = episodes.playing.rows(OWN_ROWS + config.evaluation.eval_prompts, config.run.seed)
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 

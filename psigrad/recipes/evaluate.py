@@ -8,6 +8,7 @@ from typing import Any
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
+from psigrad.models.language_model import LanguageModel
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
@@ -41,7 +42,8 @@ def run(config: EvalConfig) -> Report:
     rewards = bool(config.reward or config.reward_model or config.environment)
     if not (config.evaluation.metric or rewards):
         raise UserError(
-            "Nothing scores the completions; name a built-in or module:function with --reward (reward), or a reward model with "
+            "There is nothing to score the completions with; name a built-in or module:function with --reward "
+            "(reward), or a reward model with "
             "--reward-model."
         )
     if config.best_of > 1 and not rewards:
@@ -54,7 +56,11 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     session.prepare_torch(config.run)
     setup.check_sampling(config.sampling)
     model = setup.load_model(config.model, config.run, None)
-    episodes = episodes_for(config)
+    with episodes_for(config) as episodes:
+        return _sampled(config, scored, model, episodes)
+
+
+def _sampled(config: EvalConfig | SampleConfig, scored: bool, model: LanguageModel, episodes: Episodes | None) -> Report:
     rows = _rows(config, episodes)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1
     metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""

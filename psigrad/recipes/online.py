@@ -42,15 +42,15 @@ def run(config: OnlineConfig) -> Result:
             return done
         found = session.newest_checkpoint(journal)
         model = setup.load_model(config.model, config.run, found)
-        episodes = episodes_for(config)
+        episodes = stack.enter_context(episodes_for(config))
         rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
         reference = _reference(config, model, found) if wants_reference else None
-        reward = stack.enter_context(judge_for(config, model.tokenizer))
+        reward = stack.enter_context(judge_for(config, model.tokenizer, journal=journal))
         evaluator = None
         if held:
             metric = config.evaluation.metric
-            judge = stack.enter_context(judge_for(config, model.tokenizer, [metric])) if metric else reward
+            judge = stack.enter_context(judge_for(config, model.tokenizer, [metric], journal)) if metric else reward
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes)
         prompts = setup.prompts_of(rows, model, config.data, completion_room(config, episodes), journal)
         sampler = samplers.make(config.sampling, model)
@@ -127,7 +127,9 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
 def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     asked = config.critic or config.critic_shared or config.critic_learning_rate
     if asked and not algorithm.needs_critic:
-        raise UserError(f"The settings describe a critic and {algorithm.name or 'the algorithm'} has none; take them out.")
+        raise UserError(
+            f"The settings configure a critic, but {algorithm.name or 'the algorithm'} has none; remove these settings."
+        )
     if config.critic_shared and (config.critic or config.critic_learning_rate):
         raise UserError(
             "critic_shared puts the critic on the policy's own backbone, so it has no model (critic) or critic_learning_rate of "
@@ -154,9 +156,11 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> V
     )
     setup.attend(config.model, made)
     if not made.per_token:
-        raise UserError(f"{config.critic!r} has no number at every token, which a critic needs; give a causal model.")
+        raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        raise UserError(f"The critic {config.critic!r} has another tokenizer than the policy; give one of the same family.")
+        raise UserError(
+            f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
+        )
     return ValueModel(made, setup.optimizer_of(made, config), config.critic_learning_rate or config.optim.learning_rate)
 
 

@@ -54,7 +54,7 @@ def run(config: PreferenceConfig) -> Result:
         generated = None
         if held and (config.reward or config.reward_model or config.evaluation.metric):
             functions = (config.evaluation.metric,) if config.evaluation.metric else None
-            judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
+            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
@@ -66,13 +66,16 @@ def _reference(
 ) -> LanguageModel | None:
     """Who gives the reference's log-probs, before the first step: another model, the model itself, or nobody."""
     if config.reference and not loss.needs_reference:
-        raise UserError(f"The settings name a reference and {loss.name} needs none; take it out.")
+        raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove it.")
     if not (loss.needs_reference or config.evaluation.eval_kl):
         return None
     if config.reference:
         other = setup.load_model(Model(path=config.reference, dtype=config.model.dtype), config.run, None)
         if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-            raise UserError(f"The reference {config.reference!r} has another tokenizer than the model; give one of its family.")
+            raise UserError(
+                f"The reference {config.reference!r} and the model have different tokenizers; give a reference of the "
+                "same model family."
+            )
         return other
     if model.adapter is not None:
         return model

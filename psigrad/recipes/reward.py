@@ -35,7 +35,7 @@ def run(config: RewardConfig) -> Result:
         model = setup.load_scalar_model(config.model, config.run, found)
         if config.process and not model.per_token:
             raise UserError(
-                f"{config.model.path!r} has no number at every token, which steps need; give a causal language model."
+                f"{config.model.path!r} gives no score for every token, which --process needs; give a causal language model."
             )
         if config.process:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along

@@ -40,7 +40,10 @@ def run(config: SampleConfig) -> Written:
         raise UserError("No output was given; name a JSONL file with --output (output).")
     scored = bool(config.reward or config.reward_model or config.environment)
     if config.keep != "all" and not scored:
-        raise UserError(f"keep={config.keep} chooses by reward and none was given; name one with --reward or --reward-model.")
+        raise UserError(
+            f"keep={config.keep} chooses completions by their reward, and no reward was given; name one with "
+            "--reward or --reward-model."
+        )
     sampled = evaluate.sampled(config, scored)
     size = config.evaluation.num_generations_eval
     if config.keep == "pairs" and config.bradley_terry:

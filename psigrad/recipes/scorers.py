@@ -18,8 +18,11 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.recipes import setup
 from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
+from psigrad.rewards.code import Code
 from psigrad.rollout.episodes import Episodes
+from psigrad.sandbox import tier_of_this_machine
 from psigrad.training.evaluator import Evaluator
+from psigrad.training.journal import Journal
 from psigrad.training.scoring import Mixture, ModelScorer
 
 
@@ -32,7 +35,12 @@ class Judge:
 
 
 @contextlib.contextmanager
-def judge_for(config: Scored, tokenizer: PreTrainedTokenizerBase, functions: Sequence[Reward] | None = None) -> Iterator[Judge]:
+def judge_for(
+    config: Scored,
+    tokenizer: PreTrainedTokenizerBase,
+    functions: Sequence[Reward] | None = None,
+    journal: Journal | None = None,
+) -> Iterator[Judge]:
     """The scorer that `config.reward` and `config.reward_model` describe, or one of these `functions` alone.
 
     `config.reward_weights` weigh the reward functions first, then the reward models.
@@ -48,8 +56,16 @@ def judge_for(config: Scored, tokenizer: PreTrainedTokenizerBase, functions: Seq
         names: list[str] = []
         if functions:
             specs = [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions]
+            if journal is not None and any(_unsafe(spec.function) for spec in specs):
+                text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
+                journal.tell("unsafe_code", text)
             made = RewardPool(
-                specs, weights=weights[: len(functions)], timeout=config.reward_timeout, workers=config.reward_workers
+                specs,
+                weights=weights[: len(functions)],
+                timeout=config.reward_timeout,
+                workers=config.reward_workers,
+                memory_gb=config.worker_memory_gb,
+                variables=config.worker_env,
             )
             pool = stack.enter_context(made)
             names += [spec.name for spec in pool.specs]
@@ -63,6 +79,16 @@ def judge_for(config: Scored, tokenizer: PreTrainedTokenizerBase, functions: Seq
             yield Judge(scorers[0], metric)
         else:
             yield Judge(Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]]), metric)
+
+
+def _unsafe(function: Any) -> bool:
+    """Whether a reward runs the model's programs with nothing around them."""
+    return (
+        isinstance(function, Code)
+        and function.allow_unsafe_code
+        and not function.service
+        and tier_of_this_machine().name == "none"
+    )
 
 
 def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:

@@ -37,7 +37,7 @@ def run(config: SFTConfig) -> Result:
         generated = None
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
         if functions and held:
-            judge = stack.enter_context(judge_for(config, model.tokenizer, functions))
+            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
         task = SFTTask(model, examples)

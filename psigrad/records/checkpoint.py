@@ -123,7 +123,10 @@ def verify(path: Path) -> dict[str, Any]:
     manifest = _read_manifest(path)
     check_format(path, manifest)
     if manifest["step"] != step_of(path):
-        raise CheckpointError(f"{path.name}/{MANIFEST} is of step {manifest['step']!r}; the folder was renamed or mixed up.")
+        raise CheckpointError(
+            f"{path.name}/{MANIFEST} belongs to step {manifest['step']!r}; the folder was renamed, or files of "
+            "two checkpoints were mixed."
+        )
     try:
         for name, entry in manifest["files"].items():
             _verify_file(path, name, entry)
@@ -154,7 +157,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _verify_file(root: Path, name: str, entry: Mapping[str, Any]) -> None:
     parts = Path(name).parts
     if Path(name).is_absolute() or ".." in parts or any((root / Path(*parts[:n])).is_symlink() for n in range(1, len(parts) + 1)):
-        raise CheckpointError(f"{root.name}/{MANIFEST} names {name!r}, which leads out of the checkpoint; it is not one of ours.")
+        raise CheckpointError(
+            f"{root.name}/{MANIFEST} names {name!r}, which is outside the checkpoint; psigrad did not write this manifest."
+        )
     file = root / name
     if not file.is_file():
         raise CheckpointError(f"{root.name}/{name} is missing.")
@@ -218,4 +223,4 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no safetensors file ({error}).") from error
+        raise CheckpointError(f"{path} is not a safetensors file ({error}).") from error

@@ -40,7 +40,9 @@ MAY_CHANGE = frozenset(
     (
         *("run.save_steps", "run.save_minutes", "run.save_total_limit"),
         *("run.logging_steps", "run.report_to", "run.watchdog_minutes"),
-        *("reward_timeout", "reward_workers", "record_tokens", "optim.rehearse"),
+        *("reward_timeout", "reward_workers", "worker_memory_gb", "worker_env"),
+        *("environment_timeout", "environment_workers", "environment_sandbox"),
+        *("record_tokens", "optim.rehearse"),
         *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
         *("sampling.max_decode_batch", "sampling.vllm_memory"),
     )

@@ -145,7 +145,7 @@ def load(folder: str | Path) -> RunData:
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         raise UserError(
-            f"{str(folder)!r} is no run folder: it has neither config.json nor metrics.jsonl; name the output_dir of a run."
+            f"{str(folder)!r} is not a run folder: it has neither config.json nor metrics.jsonl; name the output_dir of a run."
         )
     try:
         found = _json(path / "summary.json").get("rows")
@@ -165,7 +165,7 @@ def load(folder: str | Path) -> RunData:
             samples=samples,
         )
     except OSError as error:
-        raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; mend that and draw the report again.") from error
+        raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; fix that and write the report again.") from error
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -57,7 +57,8 @@ class EventRow(TypedDict):
     """Seconds since 1970."""
     kind: str
     """started, resumed, saved, stopped, finished, failed, warning, allowed, settings_changed, versions_changed,
-    checkpoint_ignored, rows_damaged, rows_left_out, rows_cut or hanging."""
+    checkpoint_ignored, rows_damaged, rows_left_out, rows_cut, hanging or
+    unsafe_code."""
     step: NotRequired[int]
     """Of started, resumed, saved, stopped: the step at that moment. Of warning: the step from which on the rule holds."""
     why_padded: NotRequired[str]

@@ -71,7 +71,9 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             started = (".lock", ".config.json.tmp")  # all that a run killed at once leaves
             if not (path / "config.json").exists() and any(p.name not in started for p in path.iterdir()):
-                raise RunFolderError(f"{path} holds files and is no run folder; choose an empty or a new folder as output_dir.")
+                raise RunFolderError(
+                    f"{path} holds files but is not a run folder; choose an empty or a new folder as output_dir."
+                )
             for name in (".lock", ".config.json.tmp", "config.json", "checkpoints", *(f"{rows}.jsonl" for rows in ROWS)):
                 if (path / name).is_symlink():
                     raise RunFolderError(f"{path / name} is a link; a run folder holds its own files, so remove the link.")
@@ -271,7 +273,7 @@ def _errors_of(path: Path) -> Iterator[None]:
         what, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
         raise RunFolderError(
             f"{what} cannot be written: {why} ({disk.free_bytes(path)} bytes are free); what was saved before is intact. "
-            "Mend that and start again: the run goes on from its newest checkpoint."
+            "Fix that and start again: the run continues from its newest checkpoint."
         ) from error
 
 

@@ -23,6 +23,7 @@ class Verl:
     function: str = ""
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """One score per completion, from verl's columns."""
         compute = _adapted("verl", self.function)
         count = len(completions)
         sources, extras = (columns.get(name) or [None] * count for name in ("data_source", "extra_info"))
@@ -44,6 +45,7 @@ class Verifiers:
     function: str = ""
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """One score per completion."""
         rubric = _adapted("verifiers", self.function)
         wanted = inspect.signature(rubric).parameters
         scores: list[float | None] = []

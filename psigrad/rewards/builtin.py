@@ -42,6 +42,7 @@ class Numeric:
             raise UserError(f"numeric: tolerance is {self.tolerance}; it must be 0 or more.")
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+        """1.0, 0.0 or None for each completion."""
         return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
 
     def _one(self, text: str, answer: Any) -> float | None:
@@ -90,9 +91,10 @@ class Format:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise UserError(f"format: pattern {self.pattern!r} is no regular expression ({error}).") from error
+            raise UserError(f"format: pattern {self.pattern!r} is not a regular expression ({error}).") from error
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """1.0 or 0.0 for each completion."""
         return [float(re.fullmatch(self.pattern, text_of(c), re.DOTALL) is not None) for c in completions]
 
 
@@ -157,6 +159,7 @@ class Length:
             raise UserError(f"length: max_completion_length is {self.max_completion_length}; it must be above 0.")
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        """One cost per completion, from 0 down to `-penalty` at the longest allowed length."""
         return [0.0 - self.penalty * len(ids) / self.max_completion_length for ids in completion_ids]
 
 
@@ -179,6 +182,7 @@ class SoftOverlong:
             )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        """One cost per completion, from 0 down to -1, by its length in tokens."""
         free = self.max_completion_length - self.soft_punish_cache
         return [max(-1.0, min(0.0, (free - len(ids)) / self.soft_punish_cache)) for ids in completion_ids]
 

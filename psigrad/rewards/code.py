@@ -47,6 +47,7 @@ class Code:
             raise UserError(f"code: seconds is {self.seconds} and memory_mb {self.memory_mb}; both must be above 0.")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | Failure]:
+        """One reward per completion; `Failure` says what a wrong program did."""
         executor = _executor(self.service, self.allow_unsafe_code)
         limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb)
         known = [name for name in COLUMNS if name in columns]

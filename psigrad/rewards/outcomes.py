@@ -43,7 +43,7 @@ def joined(parts: Sequence[Samples]) -> Samples:
     """All of these, one behind the other. Raises `ValueError` unless they say the same kinds of things of every completion."""
     kinds = {(tuple(sorted(part.columns)), part.prompt_ids is None) for part in parts}
     if len(kinds) > 1:
-        raise ValueError(f"These samples have different columns, or prompt_ids for some only: {sorted(kinds)}.")
+        raise ValueError(f"These samples have different columns, or only some have prompt_ids: {sorted(kinds)}.")
 
     def all_of(lists: Sequence[Sequence[Any]]) -> list[Any]:
         return list(itertools.chain(*lists))

@@ -7,17 +7,33 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, picked
-from psigrad.rewards.process import START_LIMIT, Job, Worker
 from psigrad.rewards.resolve import RewardSpec
-from psigrad.rewards.shipping import homes, pack
-from psigrad.rewards.worker import Answer, Malformed, Said
+from psigrad.rewards.worker import Answer, Malformed, Said, decoded
+from psigrad.workers import ShippingError, Worker, WorkerGone, homes, pack
+from psigrad.workers.process import START_LIMIT
 
 # Seconds between two turns from which on a worker's time does not run: its parent was at work elsewhere.
 _ABSENCE = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The functions that have yet to answer, in order, and the samples to show them together.
+
+    Each answers for itself, so that the fault of one is known to be its own and changes nothing that another is shown.
+    """
+
+    functions: tuple[int, ...]
+    indices: tuple[int, ...]
+
+    def rest(self) -> Job | None:
+        """What is left once the first function has answered."""
+        return Job(self.functions[1:], self.indices) if len(self.functions) > 1 else None
 
 
 class RewardPool:
@@ -36,6 +52,8 @@ class RewardPool:
         timeout: float = 10.0,
         workers: int = 1,
         failure_value: float = 0.0,
+        memory_gb: float = 0.0,
+        variables: Sequence[str] = (),
     ) -> None:
         self.specs = unique(specs)
         self.weights = checked_weights(self.specs, weights)
@@ -43,12 +61,17 @@ class RewardPool:
             if not value > 0:
                 raise UserError(f"{name} is {value}; it must be above 0.")
         self.timeout, self.failure_value = timeout, failure_value
-        self._functions = [(spec.name, pack(spec.function)) for spec in self.specs]
+        self._memory, self._variables = int(memory_gb * 1e9), tuple(variables)
+        try:
+            self._functions = [(spec.name, pack(spec.function, "reward")) for spec in self.specs]
+        except ShippingError as error:
+            raise RewardError(str(error)) from error
         self._homes = homes([spec.function for spec in self.specs], [packed for _, packed in self._functions])
         self._workers: list[Worker] = []
+        self._jobs: dict[Worker, Job] = {}
         try:
             for _ in range(workers):
-                self._workers.append(Worker(self._functions, self._homes))
+                self._workers.append(self._fresh())
         except OSError:
             self.close()
             raise
@@ -61,28 +84,40 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the workers."""
+        self._jobs.clear()
         while self._workers:
             self._workers.pop().kill()
+
+    def _fresh(self) -> Worker:
+        return Worker(
+            "psigrad.rewards.worker:service",
+            self._functions,
+            self._homes,
+            name="the rewards' worker",
+            memory=self._memory,
+            variables=self._variables,
+        )
 
     def begin(self) -> PoolScoring:
         """A scoring that the workers are at work on from its first group on."""
         if not self._workers:
             raise RewardError("The reward pool is closed; make a new one.")
-        for worker in [w for w in self._workers if w.job is not None]:
+        for worker in list(self._jobs):
+            del self._jobs[worker]
             self._replace(worker)  # a scoring that was given up left it at work
         return PoolScoring(self)
 
     def _hand_out(self, jobs: deque[Job], shown: Mapping[str, Sequence[Any]]) -> None:
-        for worker in [w for w in self._workers if w.ready and w.job is None]:
+        for worker in [w for w in self._workers if w.ready and w not in self._jobs]:
             if not worker.alive():
                 self._replace(worker)  # killed while idle, which is no sample's fault
             elif jobs:
-                worker.job = jobs.popleft()
-                worker.ask((worker.job.functions, picked(shown, worker.job.indices)), self.timeout)
+                job = self._jobs[worker] = jobs.popleft()
+                worker.ask((job.functions, picked(shown, job.indices)), self.timeout)
 
     def _awaited(self, wait: bool) -> list[Worker]:
         """The workers that owe something, with `wait` after one of them stirred or ran out of time."""
-        busy = [worker for worker in self._workers if worker.job is not None or not worker.ready]
+        busy = [worker for worker in self._workers if worker in self._jobs or not worker.ready]
         if not wait:
             return busy
         with selectors.DefaultSelector() as selector:
@@ -95,22 +130,25 @@ class RewardPool:
     def _collected(self, worker: Worker, said: list[dict[int, Said]]) -> list[Job]:
         """Enter what a worker has answered by now; the jobs that come of it."""
         jobs: list[Job] = []
-        while (answer := self._heard(worker)) is not None and worker.job is not None:
-            jobs += taken(worker.job, answer, said)
-            worker.job = worker.job.rest()
-            if worker.job is None:
+        while (answer := self._heard(worker)) is not None and (job := self._jobs.pop(worker, None)) is not None:
+            jobs += taken(job, answer, said)
+            rest = job.rest()
+            if rest is None:
                 break
             if worker not in self._workers:  # it died or was late at one function; the rest is for another worker
-                jobs.append(worker.job)
+                jobs.append(rest)
                 break
+            self._jobs[worker] = rest
         return jobs
 
     def _heard(self, worker: Worker) -> Answer | None:
         """What a worker answered, or the verdict on one that died or is late (and is replaced); None: nothing yet."""
-        asked = self.specs[worker.job.functions[0]].name if worker.job else ""
+        job = self._jobs.get(worker)
+        asked = self.specs[job.functions[0]].name if job else ""
         try:
             message = worker.poll()
-        except EOFError:
+            answer = decoded(message[1], len(job.indices)) if job and message and message[0] == "answer" else None
+        except (WorkerGone, ValueError):
             status = self._replace(worker)
             if not worker.ready:
                 raise RewardError(
@@ -131,13 +169,12 @@ class RewardPool:
             )
         worker.ready = True
         worker.deadline = time.monotonic() + self.timeout  # of the function that is next
-        answer: Answer | None = content
         return answer
 
     def _replace(self, worker: Worker) -> str:
         """A fresh worker in the place of one that died or hangs; how that one ended."""
         status = worker.kill()
-        self._workers[self._workers.index(worker)] = Worker(self._functions, self._homes)
+        self._workers[self._workers.index(worker)] = self._fresh()
         return status
 
 
@@ -172,7 +209,7 @@ class PoolScoring(Scoring):
         return [combine(names, pool.weights, [c[i] for c in self._said], pool.failure_value) for i in range(self._count)]
 
     def _pending(self) -> bool:
-        return bool(self._jobs) or any(worker.job for worker in self._pool._workers)
+        return bool(self._jobs) or bool(self._pool._jobs)
 
     def _turn(self, wait: bool) -> None:
         pool, now = self._pool, time.monotonic()
@@ -258,5 +295,5 @@ def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
     shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
     raise RewardError(
         f"{len(unscored)} of {len(reasons)} completions stayed unscored, above max_unscored {limit:g}; most often "
-        f"({len(samples)}, samples {shown}): {reason}. Mend the reward function or raise the limit."
+        f"({len(samples)}, samples {shown}): {reason}. Fix the reward function or raise the limit."
     )

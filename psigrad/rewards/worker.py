@@ -1,31 +1,18 @@
-"""The process that runs reward functions, so that it can be killed.
-
-Frames are 8 bytes of length and a pickle, on pipes of their own; what a reward function prints goes to stderr. The worker
-dies with its parent, and a Ctrl-C at the terminal does not reach it.
-"""
+"""What a worker does for rewards: calls the functions, and makes of each return an answer that JSON can hold."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 import inspect
 import math
 import numbers
-import os
-import pickle
-import signal
-import struct
-import sys
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from psigrad.rewards.outcomes import Failure
-from psigrad.rewards.shipping import load_homes, unpack
-
-HEADER = struct.Struct("<Q")
-# Characters of an exception's message that a reason keeps: reasons are logged once per sample.
-_REASON = 500
+from psigrad.workers import unpack
+from psigrad.workers.child import message_of, reason_for
+from psigrad.workers.shipping import Packed
 
 
 class Malformed(ValueError):
@@ -38,68 +25,47 @@ Said = float | None | Failure | Malformed
 Answer = list[Said] | str
 
 
-def frame(message: Any) -> bytes:
-    """A message as it goes through a pipe."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(len(data)) + data
+def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[Any]]:
+    """The worker's service for reward functions, given as (name, packed function).
 
-
-def _write(stream: BinaryIO, message: Any) -> None:
-    stream.write(frame(message))
-    stream.flush()
-
-
-def _read(stream: BinaryIO) -> Any:
-    """The next message. Raises EOFError where the other side is gone."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        raise EOFError
-    (length,) = HEADER.unpack(header)
-    data = stream.read(length)
-    if len(data) < length:
-        raise EOFError
-    return pickle.loads(data)
-
-
-def serve(requests: BinaryIO, responses: BinaryIO) -> None:
-    """Answer until the parent goes away: first ("ready", None) or ("broken", why), then an
-    ("answer", …) from each function that a request names.
+    A request is (which functions, samples); each function's answer is given as soon as it is there.
     """
-    own, setup = os.getpid(), _read(requests)
-    sys.path[:] = setup["path"]
-    try:
-        load_homes(setup["homes"])
-        functions = [(name, unpack(packed)) for name, packed in setup["functions"]]
-    except (Exception, SystemExit) as error:
-        _write(responses, ("broken", f"{type(error).__name__}: {error}"))
-        return
-    _write(responses, ("ready", None))
-    while True:
-        asked, samples = _read(requests)
+    functions = [(name, unpack(packed)) for name, packed in payload]
+
+    def answer(message: Any) -> Iterator[Any]:
+        asked, samples = message
         for which in asked:
+            # what one function does to its lists, no other sees
             name, function = functions[which]
-            answer = answer_of(name, function, copy.deepcopy(samples))  # what one function does to its lists, no other sees
-            if os.getpid() != own:
-                os._exit(0)  # a child that a reward forked must not answer in its place
-            _write(responses, ("answer", answer))
+            yield encoded(answer_of(name, function, copy.deepcopy(samples)))
+
+    return answer
 
 
-def main() -> None:
-    """Serve on the two file descriptors named on the command line, for the parent named there."""
-    request, response, parent = map(int, sys.argv[1:4])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(0)  # it died before prctl could tell
-    for descriptor in (request, response):
-        os.set_inheritable(descriptor, False)  # or a program that a reward starts would keep the pipe open
-    requests, responses = os.fdopen(request, "rb"), os.fdopen(response, "wb")
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        serve(requests, responses)
-    os._exit(0)  # threads that a user's function left behind must not keep the process
+def encoded(answer: Answer) -> Any:
+    """An answer as JSON: a reason, or for each sample a number, null, or [kind, text]."""
+    if isinstance(answer, str):
+        return answer
+    return [one if one is None or isinstance(one, float) else [type(one).__name__, str(one)] for one in answer]
+
+
+def decoded(content: Any, count: int) -> Answer:
+    """The inverse of `encoded` for `count` samples. Raises `ValueError` for what is no answer."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or len(content) != count:
+        raise ValueError(f"{count} rewards were expected")
+    return [_one(value) for value in content]
+
+
+def _one(value: Any) -> Said:
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2 and value[0] in ("Failure", "Malformed"):
+        return (Failure if value[0] == "Failure" else Malformed)(str(value[1]))
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise ValueError(f"{value!r} is no reward")
 
 
 def answer_of(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> Answer:
@@ -130,7 +96,7 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     except Failure as failure:
         if count > 1:
             raise
-        return [Failure(_text(failure))]
+        return [Failure(message_of(failure))]
     tolist = getattr(returned, "tolist", None)  # arrays and tensors, without importing either
     values = tolist() if callable(tolist) else returned
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
@@ -165,7 +131,7 @@ def _accepted(function: Callable[..., Any], samples: dict[str, Any]) -> dict[str
 def _said(name: str, value: Any) -> Said:
     """One value of a returned list as a plain Python object, which any process can read."""
     if isinstance(value, Failure):
-        return Failure(_text(value))
+        return Failure(message_of(value))
     kind = type(value).__name__
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     if callable(item):
@@ -188,14 +154,4 @@ def _said(name: str, value: Any) -> Said:
 
 def reason(name: str, error: BaseException) -> str:
     """Why a function said nothing."""
-    if isinstance(error, Malformed):
-        return str(error)
-    return f"{name} raised {type(error).__name__}: {_text(error)}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception as second:
-        text = f"(its message raised {type(second).__name__})"
-    return text if len(text) <= _REASON else text[:_REASON] + "…"
+    return str(error) if isinstance(error, Malformed) else reason_for(name, error)

@@ -24,6 +24,7 @@ class KVCache:
 
     @property
     def active(self) -> int:
+        """How many sequences are still being sampled; they fill the first slots."""
         return self.lengths.numel()
 
     def room(self, layer: int, k: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -89,6 +90,7 @@ class Prefill:
         cache.lengths = torch.cat([cache.lengths.to(lengths.device), lengths])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Keep this layer's keys and values, then attend as the prompts' layout does."""
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window)
 
@@ -118,6 +120,7 @@ class Decode:
         return self.places
 
     def mask(self, window: int | None) -> Tensor:
+        """[active, 1, 1, width] True where a sequence may see a column; `window` limits how far back, in tokens."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -137,6 +140,7 @@ class Decode:
         return step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Write the new tokens' keys and values into the cache, then attend to all of it."""
         keys, values = self.cache.room(layer, k, self.width)
         keys[self.slots, :, self.places] = k[:, :, 0]
         values[self.slots, :, self.places] = v[:, :, 0]

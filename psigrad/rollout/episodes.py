@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from psigrad import seeds
 from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import decode, observation_ids, prompt_ids
 from psigrad.errors import UserError
-from psigrad.rollout.environments import Environment, Factory, Message, Observation
+from psigrad.rollout.environments import Fault, Message, Observation, Playing, Step
 from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams, Trajectory
 
 
@@ -19,7 +19,7 @@ from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams, 
 class Episodes:
     """How episodes are played: who answers, and after how many turns they are cut."""
 
-    factory: Factory
+    playing: Playing
     max_turns: int = 8
 
 
@@ -27,7 +27,6 @@ class Episodes:
 class _Episode:
     """One episode under way. `ids` are all tokens behind the prompt, `mask` says which of them the policy chose."""
 
-    environment: Environment
     index: int
     k: int
     prompt: tuple[int, ...]
@@ -59,10 +58,6 @@ class _Episode:
         self.logprobs += [0.0] * len(ids)
         self.sampling_logprobs += [0.0] * len(ids)
 
-    def fail(self, error: Exception) -> None:
-        """The environment broke: nobody's reward."""
-        self.over, self.reason = True, f"the environment raised {type(error).__name__}: {error}"
-
 
 def play(
     rules: Episodes,
@@ -81,15 +76,19 @@ def play(
     All live episodes take their turns together. A turn that the length limit cut, `max_turns` and `max_length` end an episode as
     truncated. Each turn's reward stands on its last token.
     """
-    episodes = [e for i, prompt in enumerate(prompts) for e in _begun(rules, prompt, i, num_generations, seed_of, tokenizer)]
+    episodes = _begun(rules.playing, prompts, num_generations, seed_of, tokenizer)
     rows = {index: row for index, _, row in prompts}
     for turn in range(rules.max_turns):
-        live = [e for e in episodes if not e.over]
+        live = [i for i, e in enumerate(episodes) if not e.over]
         if not live:
             break
-        for episode, completion in zip(live, _turn(sampler, live, params, turn), strict=True):
+        drawn = _turn(sampler, [episodes[i] for i in live], params, turn)
+        texts = {i: decode(tokenizer, completion.ids) for i, completion in zip(live, drawn, strict=True)}
+        answers = rules.playing.step(texts)
+        for i, completion in zip(live, drawn, strict=True):
+            episode = episodes[i]
             episode.say(completion)
-            _answer(episode, completion, tokenizer, rows[episode.index])
+            _hear(episode, completion, texts[i], answers[i], tokenizer, rows[episode.index])
             room = max_length - len(episode.prompt) - len(episode.ids)
             if not episode.over and (room < params.max_tokens or turn + 1 == rules.max_turns):
                 episode.over = True
@@ -97,29 +96,30 @@ def play(
 
 
 def _begun(
-    rules: Episodes,
-    prompt: tuple[int, tuple[int, ...], Row],
-    place: int,
+    playing: Playing,
+    prompts: Sequence[tuple[int, tuple[int, ...], Row]],
     count: int,
     seed_of: Callable[[int, int], int],
     tokenizer: Any,
 ) -> list[_Episode]:
-    """The episodes of one prompt, after `reset`; what that says is read behind the prompt, and is the same for the group."""
-    index, ids, row = prompt
-    made = []
-    openings = []
-    for k in range(count):
-        episode = _Episode(rules.factory(), index, k, ids, seed_of(place, k), not isinstance(row.prompt, str))
-        try:
-            openings.append(episode.environment.reset({"prompt": row.prompt, **row.columns}))
-        except Exception as error:
-            episode.fail(error)
-        made.append(episode)
-    if openings and openings[0] is not None:
-        opened = tuple(prompt_ids(tokenizer, replace(row, prompt=_opened(row.prompt, openings[0]))))
-        made = [replace(episode, prompt=opened) for episode in made]
-    if any(opening != openings[0] for opening in openings):
-        raise UserError(f"{row.source}: reset() said different things for one row; an environment must depend on the row alone.")
+    """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
+    shown = [{"prompt": row.prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
+    said = playing.begin(shown)
+    made: list[_Episode] = []
+    for place, (index, ids, row) in enumerate(prompts):
+        openings = said[place * count : (place + 1) * count]
+        heard = [opening for opening in openings if not isinstance(opening, Fault)]
+        if any(opening != heard[0] for opening in heard):
+            raise UserError(
+                f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
+            )
+        if heard and heard[0] is not None:
+            ids = tuple(prompt_ids(tokenizer, replace(row, prompt=_opened(row.prompt, heard[0]))))
+        for k, opening in enumerate(openings):
+            episode = _Episode(index, k, ids, seed_of(place, k), not isinstance(row.prompt, str))
+            if isinstance(opening, Fault):
+                episode.over, episode.reason = True, opening.reason
+            made.append(episode)
     return made
 
 
@@ -143,27 +143,21 @@ def _turn(sampler: Sampler, live: Sequence[_Episode], params: SamplingParams, tu
     return [completion for group in sampler.sample(requests, params) for completion in group]
 
 
-def _answer(episode: _Episode, completion: Completion, tokenizer: Any, row: Row) -> None:
-    """Let the environment answer a turn."""
-    text = decode(tokenizer, completion.ids)
+def _hear(episode: _Episode, completion: Completion, text: str, answer: Step | Fault, tokenizer: Any, row: Row) -> None:
+    """Enter what the environment answered to a turn."""
     episode.messages.append({"role": "assistant", "content": text})
-    try:
-        observation, reward, done = episode.environment.step(text)
-    except Exception as error:
-        episode.fail(error)
+    if isinstance(answer, Fault):
+        episode.over, episode.reason = True, answer.reason
         return
-    if not math.isfinite(reward):
-        episode.over, episode.reason = True, f"the environment's reward is {reward}"
-        return
-    episode.rewards.append((len(episode.ids) - 1, float(reward)))
+    episode.rewards.append((len(episode.ids) - 1, answer.reward))
     cut = completion.finish_reason == "length"
-    if done or cut:
+    if answer.done or cut:
         episode.over = True
-        episode.finish_reason = "stop" if done else "length"
+        episode.finish_reason = "stop" if answer.done else "length"
         return
-    said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    episode.messages += said
-    episode.hear(observation_ids(tokenizer, row, observation))
+    said = answer.observation
+    episode.messages += [{"role": "user", "content": said}] if isinstance(said, str) else said
+    episode.hear(observation_ids(tokenizer, row, said))
 
 
 def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
@@ -192,9 +186,3 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
 def returns(trajectory: Trajectory) -> float:
     """The sum of the environment's rewards."""
     return math.fsum(reward for _, reward in trajectory.step_rewards)
-
-
-def environment_rows(factory: Any, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-    """The rows that an environment brings along, where it does."""
-    make = getattr(factory, "rows", None)
-    return list(make(count, seed)) if callable(make) else None

@@ -69,6 +69,7 @@ class SharedCache:
 
     @property
     def active(self) -> int:
+        """How many sequences are still being sampled; they fill the first slots."""
         return self.lengths.size
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
@@ -141,6 +142,7 @@ class SharedPrefill:
     slots = None
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the prompts' keys and values for this layer, then attend as the prompts' layout does."""
         layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.index])
         return self.prompts.mix(layer, rotated, qkv)
 
@@ -158,4 +160,5 @@ class SharedDecode:
         cache.lengths = cache.lengths + 1
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend from one new token per sequence to its prompt and its earlier tokens, by the native kernel."""
         return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)

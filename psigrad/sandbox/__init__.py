@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from psigrad.sandbox.choice import executor_for, tier_of_this_machine
+from psigrad.sandbox.enclosure import enclosed
 from psigrad.sandbox.executor import Executor, Limits, Program, ProgramOutcome, SandboxError
 from psigrad.sandbox.tiers import Tier
 
-__all__ = ["Executor", "Limits", "Program", "ProgramOutcome", "SandboxError", "Tier", "executor_for", "tier_of_this_machine"]
+__all__ = [
+    "Executor",
+    "Limits",
+    "Program",
+    "ProgramOutcome",
+    "SandboxError",
+    "Tier",
+    "enclosed",
+    "executor_for",
+    "tier_of_this_machine",
+]

@@ -26,16 +26,25 @@ DRIVER = Path(__file__).with_name("driver.py").read_text()
 # Where a Python that is not the system's stands in the sandbox; its own place may lie where only its owner may look.
 PYTHON = "/python"
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+# What bwrap itself is started with.
+_ENVIRONMENT = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")}
 # User ids that no account has: above what login managers and containers hand out, 64 for each process of ours.
 _FIRST_USER, _USERS = 1_500_000_000, 64
 
 
 def command(
-    tier: TierName, user: int = _FIRST_USER, *, driver: int | None = None, rules: int | None = None, files_mb: int = 16
+    tier: TierName,
+    user: int = _FIRST_USER,
+    *,
+    driver: int | None = None,
+    rules: int | None = None,
+    info: int | None = None,
+    files_mb: int = 16,
 ) -> list[str]:
     """bwrap's part of the command line, with what drops to `user` behind it in the tier root.
 
-    `driver` and `rules` are file descriptors that bwrap reads: of /driver.py and of the seccomp filter.
+    `driver` and `rules` are file descriptors that bwrap reads: of /driver.py and of the seccomp filter. To `info` it writes the
+    number of the first process in the sandbox.
     """
     prefix = os.path.realpath(sys.base_prefix)
     size = ["--size", str(files_mb << 20)]
@@ -56,6 +65,8 @@ def command(
         line += ["--perms", "0444", "--ro-bind-data", str(driver), "/driver.py"]
     if rules is not None:
         line += ["--seccomp", str(rules)]
+    if info is not None:
+        line += ["--info-fd", str(info)]
     if tier == "root":
         line += [part for name in ("SETUID", "SETGID", "SETPCAP") for part in ("--cap-add", f"CAP_{name}")]
     line += ["--remount-ro", "/", "--"]
@@ -66,7 +77,7 @@ def command(
 
 
 def interpreter() -> str:
-    """This Python's executable, as the sandbox sees it."""
+    """Path of the running Python's executable inside the sandbox."""
     prefix, executable = os.path.realpath(sys.base_prefix), os.path.realpath(sys.executable)
     if _of_the_system(prefix):
         return executable
@@ -133,9 +144,9 @@ class Bubblewrap:
         with cgroup.limited(limits.processes + 4, (limits.memory_mb + limits.files_mb) << 20) as group:
             task = memory_file(json.dumps({"source": program.source, "expressions": program.expressions}).encode())
             driver, rules = memory_file(DRIVER.encode()), None if self._filter is None else memory_file(self._filter)
-            answers, say = os.pipe()
-            given = [task, driver, say, *([] if rules is None else [rules])]
-            line = command(self.tier.name, user, driver=driver, rules=rules, files_mb=limits.files_mb)
+            (answers, say), (told, info) = os.pipe(), os.pipe()
+            given = [task, driver, say, info, *([] if rules is None else [rules])]
+            line = command(self.tier.name, user, driver=driver, rules=rules, info=info, files_mb=limits.files_mb)
             python = [interpreter(), "-s", "-P", "-B", "-X", "utf8", "/driver.py", str(task), str(say)]
             joined = ["/bin/sh", "-c", _JOIN, "sh", *map(str, group.files), "--"]
             started = time.monotonic()
@@ -146,15 +157,19 @@ class Bubblewrap:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     pass_fds=given,
+                    # not ours: in a user namespace the program may read that of bwrap, which is the first process it sees
+                    env=_ENVIRONMENT,
                     start_new_session=True,
                 )
             except OSError as error:
                 os.close(answers)
+                os.close(told)
                 raise SandboxError(f"The sandbox could not be started ({error}).") from error
             finally:
                 for descriptor in given:
                     os.close(descriptor)
             heard = exchanged(process, answers, program.stdin.encode(errors="surrogatepass"), limits)
+            _wait_until_gone(told)
             seconds = time.monotonic() - started
             out_of_memory = group.out_of_memory()
         lines = heard.answers.split(b"\n")
@@ -168,6 +183,24 @@ class Bubblewrap:
             decoded(lines[1:], len(program.expressions)),
             seconds,
         )
+
+
+def _wait_until_gone(told: int) -> None:
+    """Until the first process in the sandbox has ended, and with it all others: killing bwrap only sets that going."""
+    with os.fdopen(told, "rb") as stream:
+        text = stream.read()
+    if not text:
+        return  # it never came so far
+    stat = Path("/proc", str(json.loads(text)["child-pid"]), "stat")
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.001)
+    raise SandboxError("A sandbox did not end within 10 s of being killed.")
 
 
 def memory_file(content: bytes) -> int:

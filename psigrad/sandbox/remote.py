@@ -29,7 +29,7 @@ class RemoteExecutor:
 
     def __init__(self, url: str, token: str = "") -> None:
         if not url.startswith(("http://", "https://")):
-            raise SandboxError(f"The sandbox service {url!r} is no URL; write http:// or https:// in front.")
+            raise SandboxError(f"The sandbox service {url!r} is not a URL; it must begin with http:// or https://.")
         self.url, self.token = url, token
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:

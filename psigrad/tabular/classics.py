@@ -37,7 +37,8 @@ def shortest_path_4x4() -> MDP:
 
 def teleport_5x5() -> MDP:
     """Examples 3.5 and 3.8: every move from (0, 1) pays 10 and leads to (4, 1), from (0, 3) pays 5 and leads to (2, 3); bumping
-    into the border costs 1; γ = 0.9 and no end. Moves are up, right, down, left."""
+    into the border costs 1; γ = 0.9 and no end. Moves are up, right, down, left.
+    """
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
         if cell in ((0, 1), (0, 3)):

@@ -17,6 +17,7 @@ class linear:
     count: int
 
     def __call__(self, k: int) -> float:
+        """The value after k episodes."""
         return self.first + (self.last - self.first) * min(k / self.count, 1.0)
 
 
@@ -29,6 +30,7 @@ class exponential:
     decay: float
 
     def __call__(self, k: int) -> float:
+        """The value after k episodes."""
         return max(self.first * self.decay**k, self.last)
 
 
@@ -43,6 +45,7 @@ class inverse_visits:
             raise ValueError(f"power is {self.power}; expected in (0.5, 1], where learning converges.")
 
     def __call__(self, n: int) -> float:
+        """The step size at the n-th visit."""
         return float(n**-self.power)
 
 

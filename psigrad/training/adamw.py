@@ -130,7 +130,7 @@ class AdamW:
         for key, value in tensors.items():
             name = key.partition(".")[2]
             if key not in own:
-                raise CheckpointError(f"The optimiser's state holds {name!r}, which is no parameter that learns in this run.")
+                raise CheckpointError(f"The optimiser's state holds {name!r}, which is not a trainable parameter of this run.")
             if lacks := [kind for kind in self.state[name] if f"{kind}.{name}" not in tensors]:
                 raise CheckpointError(f"The optimiser's state of {name!r} is incomplete: {', '.join(lacks)} is missing.")
             if value.shape != own[key].shape:

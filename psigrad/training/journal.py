@@ -35,6 +35,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent inside the `with` block to `phase`."""
         begin = time.perf_counter()
         try:
             with contextlib.nullcontext() if self._watchdog is None else self._watchdog.phase(phase.removeprefix("time/")):

@@ -26,15 +26,24 @@ class Settings(Protocol):
     """What an offline recipe's settings have in common."""
 
     @property
-    def optim(self) -> Optim: ...
+    def optim(self) -> Optim:
+        """Settings of the optimiser."""
+
     @property
-    def evaluation(self) -> Evaluation: ...
+    def evaluation(self) -> Evaluation:
+        """When and on what to evaluate."""
+
     @property
-    def run(self) -> Run: ...
+    def run(self) -> Run:
+        """Run folder, seed, checkpoints and trackers."""
+
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """Rows of each optimiser step."""
+
     @property
-    def micro_batch_tokens(self) -> int: ...
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of one forward pass."""
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,7 @@ def learn_preferences(
     reference = None
     if loss.needs_reference and picked.pairs:
         if run.reference is None:
-            raise UserError(f"{loss.name} reads a reference model and none was loaded.")
+            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
         answers = [[p.chosen, p.rejected] for p in picked.pairs]
         reference = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
     task = PreferenceTask(run.model, loss, picked.pairs, reference, cache)

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 class Advance(Protocol):
     """Move a bar by `count`; `note` replaces the text behind it."""
 
-    def __call__(self, count: float = 1, note: str = "") -> None: ...
+    def __call__(self, count: float = 1, note: str = "") -> None:
+        """Move the bar by `count` and replace the note."""
 
 
 def _lines(description: str, total: float, done: float, every: int) -> Advance:

@@ -55,7 +55,6 @@ class Learner:
 
 def save(root: Path, state: State, learners: Sequence[Learner], *, keep: int, meta: Mapping[str, Any] | None = None) -> Path:
     """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go."""
-
     for learner in learners:
         if bad := [name for name, p in learner.optimizer.parameters.items() if not bool(torch.isfinite(p).all())]:
             raise NonFiniteError(

@@ -38,9 +38,11 @@ class Document(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        """JSON text to store, or None."""
         return None if value is None else json.dumps(value, ensure_ascii=True, allow_nan=False)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        """The value that the stored JSON text holds, or None."""
         return None if value is None else json.loads(value)
 
 

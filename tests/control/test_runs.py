@@ -158,7 +158,7 @@ def test_an_agent_learns_predicts_saves_and_loads(tmp_path):
     again.learn(64)
     with pytest.raises(UserError, match="shape"):
         agent.predict(np.zeros(3))
-    with pytest.raises(UserError, match="another network"):
+    with pytest.raises(UserError, match="a different network"):
         PPO.load(tmp_path / "saved", env="Acrobot-v1")
     with pytest.raises(UserError, match="holds no policy"):
         PPO.load(tmp_path)

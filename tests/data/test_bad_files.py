@@ -309,7 +309,10 @@ def good_file(suffix: str, path: Path) -> bytes:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize("bad_rows", ["stop", "skip"])
-def test_a_mutated_file_gives_good_rows_or_a_user_error(suffix: str, bad_rows: Any, tmp_path: Path) -> None:
+def test_a_mutated_file_gives_good_rows_or_a_user_error(
+    suffix: str, bad_rows: Any, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", 400)
     path = tmp_path / f"my{suffix}"
     data = good_file(suffix, path)
     assert len(load(str(path), form="prompt-only").rows) == 20

@@ -371,7 +371,7 @@ def test_every_kind_of_method_has_a_plan(method, folder, capsys):
         ([], "plan got no method"),
         (["grop"], "did you mean 'grpo'"),
         (["grpo"], "No model was given"),
-        (["grpo", "--model", "{folder}", "--memory", "lots"], "'lots' is no size"),
+        (["grpo", "--model", "{folder}", "--memory", "lots"], "'lots' is not a size"),
         (["grpo", "--model", "{folder}", "--promt-length", "3"], "There is no flag --promt-length"),
         (["sft", "--model", "{folder}", "--prompt-length", "-1"], "prompt_length is -1"),
         (["sft", "--model", "{nowhere}"], "No model configuration could be read"),

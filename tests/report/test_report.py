@@ -175,7 +175,7 @@ def test_a_run_that_has_hardly_begun_still_gets_a_page(tmp_path, content):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         report.write([tmp_path])
     with pytest.raises(UserError, match="There is no folder"):
         report.write([tmp_path / "nowhere"])

@@ -51,7 +51,7 @@ def test_the_first_function_at_fault_gives_the_reason_whatever_the_number_of_wor
 
     for workers in (1, 3):
         (result,) = score(pool_of(zoo("act"), RewardSpec("boom", boom), timeout=30.0, workers=workers), ["raise"])
-        assert result == Unscored("act raised ValueError: boom")
+        assert result == Unscored("act raised ValueError: boom (zoo.py, line 33)")
 
 
 def test_ours_outweighs_the_policys_fault(scorer_of, zoo, score):

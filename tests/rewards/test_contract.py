@@ -124,7 +124,7 @@ def test_failures_are_counted_sample_by_sample(scorer_of, zoo, score, share):
     texts = ["raise" if i % 100 < share else "ok" for i in range(100)]
     results = score(scorer_of(zoo("act")), texts, size=8)
     assert [isinstance(r, Unscored) for r in results] == [t == "raise" for t in texts]
-    assert {r.reason for r in results if isinstance(r, Unscored)} == {"act raised ValueError: boom"}
+    assert {r.reason for r in results if isinstance(r, Unscored)} == {"act raised ValueError: boom (zoo.py, line 33)"}
 
 
 @pytest.mark.parametrize("how", ["fail", "failure", "fussy", "fussy value"])
@@ -232,5 +232,5 @@ def test_the_message_names_the_commonest_reason_and_its_samples():
         check_unscored(mixed, 0.1)
     assert str(caught.value) == (
         "7 of 10 completions stayed unscored, above max_unscored 0.1; most often (6, samples 2, 3, 5, 6, 7, …): boom. "
-        "Mend the reward function or raise the limit."
+        "Fix the reward function or raise the limit."
     )

@@ -88,6 +88,8 @@ def test_a_garbled_answer_is_a_death_and_not_an_error_here(pool_of, score):
 def test_programs_that_a_hanging_function_started_die_with_it(pool_of, zoo, score, tmp_path, monkeypatch):
     monkeypatch.setenv("ZOO_CHILD", str(tmp_path / "pid"))
     (result,) = score(pool_of(zoo("act"), timeout=1.0), ["child"])
+    assert "KeyError: 'ZOO_CHILD'" in result.reason and "name this one in worker_env" in result.reason
+    (result,) = score(pool_of(zoo("act"), timeout=1.0, variables=("ZOO_CHILD",)), ["child"])
     assert result == Unscored("act: time-out after 1 s")
     assert gone(int((tmp_path / "pid").read_text()))
 
@@ -112,7 +114,8 @@ def test_a_worker_stopped_before_it_reads_a_large_request_is_late(pool_of, zoo, 
     assert [r.value for r in results] == [1_000_000, 1]
 
 
-def test_two_hundred_hangs_leave_the_pool_as_it_was(pool_of, zoo, score):
+def test_two_hundred_hangs_leave_the_pool_as_it_was(pool_of, zoo, score, record_property):
+    record_property("count", 200)
     others = children()
     pool = pool_of(zoo("hang_on_marked"), timeout=0.05, workers=2)
     score(pool, ["warm"] * 4)

@@ -90,7 +90,7 @@ def test_parameters_reach_a_builtin():
         ({"reward": "exact", "tolerance": 1}, "takes no parameters and got tolerance"),
         ({"reward": "numeric", "tolerence": 1}, "no parameter 'tolerence'.*did you mean 'tolerance'"),
         ({"reward": "numeric", "tolerance": -1.0}, "tolerance is -1.0"),
-        ({"reward": "format", "pattern": "("}, "is no regular expression"),
+        ({"reward": "format", "pattern": "("}, "is not a regular expression"),
         ({"reward": "length", "max_completion_length": 0}, "must be above 0"),
         ({"reward": "soft_overlong", "soft_punish_cache": 0}, "soft_punish_cache is 0"),
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),

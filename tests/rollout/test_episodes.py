@@ -18,7 +18,7 @@ from psigrad.models.packing import Groups
 from psigrad.rewards import resolve as reward
 from psigrad.rollout import games
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.environments import resolve
+from psigrad.rollout.environments import InProcess, Playing, resolve
 from psigrad.rollout.episodes import Episodes, play, returns
 from psigrad.rollout.games import Calculator, GuessNumber, TextGrid, calculate
 from psigrad.rollout.tools import ToolBox, calls, schemas
@@ -89,7 +89,7 @@ PARAMS = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(140, 280)))
 
 def played(model, factory, row, *, count=6, turns=8, params=PARAMS, seed=0, max_length=128):
     return play(
-        Episodes(factory, turns),
+        Episodes(factory if isinstance(factory, Playing) else InProcess(factory), turns),
         EmbeddedSampler(model),
         [(0, tuple(prompt_ids(model.tokenizer, row)), row)],
         params,
@@ -190,7 +190,7 @@ def test_an_environment_that_breaks_leaves_its_episode_unscored(model):
 
 
 def test_an_environment_that_says_something_else_to_each_of_a_group_is_refused(model):
-    with pytest.raises(UserError, match="depend on the row alone"):
+    with pytest.raises(UserError, match="depend only on the row"):
         played(model, Fickle, PLAIN)
 
 

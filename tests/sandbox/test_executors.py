@@ -9,12 +9,16 @@ from typing import ClassVar
 
 import pytest
 
+from psigrad.config import OnlineConfig, Run
+from psigrad.recipes.scorers import judge_for
+from psigrad.records.run_folder import RunFolder
 from psigrad.rewards import Failure
 from psigrad.rewards.code import Code
 from psigrad.sandbox import Limits, Program, SandboxError, Tier, choice, executor_for
 from psigrad.sandbox.bubblewrap import Bubblewrap
 from psigrad.sandbox.remote import RemoteExecutor
 from psigrad.sandbox.unsafe import Unsafe
+from psigrad.training.journal import Journal
 
 NONE = Tier("none", why_not="bwrap not found; install bubblewrap.")
 
@@ -111,5 +115,18 @@ def test_an_answer_that_is_none_is_the_services_fault(service, answer):
 def test_a_service_that_is_not_there_or_no_url_is_named():
     with pytest.raises(SandboxError, match="no usable answer"):
         RemoteExecutor("http://127.0.0.1:9").run([Program("x")], Limits())
-    with pytest.raises(SandboxError, match="is no URL"):
+    with pytest.raises(SandboxError, match="is not a URL"):
         RemoteExecutor("sandbox.example")
+
+
+def test_a_run_that_allows_unsafe_code_says_so_and_records_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("psigrad.recipes.scorers.tier_of_this_machine", lambda: Tier("none", why_not="not here."))
+    settings = OnlineConfig(reward=({"reward": "code", "allow_unsafe_code": True},), run=Run(output_dir=str(tmp_path / "run")))
+    with RunFolder.open(tmp_path / "run", {}) as folder, judge_for(settings, None, journal=Journal(folder)):
+        pass
+    assert "without a sandbox, with your rights" in capsys.readouterr().err
+    assert '"unsafe_code"' in (tmp_path / "run" / "events.jsonl").read_text()
+    safe = OnlineConfig(reward=("code",), run=Run(output_dir=str(tmp_path / "safe")))
+    with RunFolder.open(tmp_path / "safe", {}) as folder, judge_for(safe, None, journal=Journal(folder)):
+        pass
+    assert capsys.readouterr().err == ""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from psigrad.rewards import Result, RewardSpec, Samples, Scoring
 from psigrad.rewards.outcomes import picked
-from psigrad.rewards.pool import checked_weights, combine, taken, unique
-from psigrad.rewards.process import Job
+from psigrad.rewards.pool import Job, checked_weights, combine, taken, unique
 from psigrad.rewards.worker import Said, answer_of
 
 

@@ -114,7 +114,7 @@ MISTAKES = {
         ["grpo", "--model", "{model}", "--dataset", "{data}", "--reward", "exact", "--top-p", "0", "--output-dir", "{tmp}/r"],
         "top_p",
     ),
-    "no run": (["report", "{tmp}"], "is no run folder"),
+    "no run": (["report", "{tmp}"], "is not a run folder"),
     "empty explain": (["explain"], "explain got 0 names and takes one or two"),
     "three names": (["explain", "grpo", "dapo", "rloo"], "explain got 3 names"),
     "no run folder": (["report"], "report got no run folder"),

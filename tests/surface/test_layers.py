@@ -26,6 +26,7 @@ ROOMS = (
         "records",
         "rollout",
         "rewards",
+        "workers",
         "sandbox",
     ),
     *("models", "native", "data", "config", "objective", "tabular"),
@@ -43,7 +44,8 @@ ALLOWED |= {
     "config": {"config", "objective", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},
-    "rewards": {"rewards", "sandbox", "config", *LEAVES},
+    "rewards": {"rewards", "workers", "sandbox", "config", *LEAVES},
+    "workers": {"workers", "sandbox", *LEAVES},
     "sandbox": {"sandbox", *LEAVES},
 }
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}

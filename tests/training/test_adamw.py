@@ -141,7 +141,7 @@ def test_moments_of_other_parameters_are_refused():
     stepped(optimizer, [1])
     tensors = optimizer.tensors()
     other, _ = optimizer_of({"x": (3, 4), **{name: SHAPES[name] for name in list(SHAPES)[1:]}})
-    with pytest.raises(CheckpointError, match=r"holds 'a\.weight', which is no parameter"):
+    with pytest.raises(CheckpointError, match=r"holds 'a\.weight', which is not a trainable parameter"):
         other.load(tensors)
     with pytest.raises(CheckpointError, match=r"'a\.bias' is incomplete: step is missing"):
         optimizer.load({key: t for key, t in tensors.items() if key != "step.a.bias"})

@@ -120,7 +120,7 @@ SCENES = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_kill_at_any_boundary_of_a_save_leaves_a_whole_checkpoint(scene, tmp_path):
+def test_a_kill_at_any_boundary_of_a_save_leaves_a_whole_checkpoint(scene, tmp_path, record_property):
     before, step, allowed = SCENES[scene]
 
     def fresh(name: str) -> Path:
@@ -136,6 +136,7 @@ def test_a_kill_at_any_boundary_of_a_save_leaves_a_whole_checkpoint(scene, tmp_p
     count_in = fresh("count")
     total = boundaries(count_in, save_and_prune(count_in))
     assert total > 15
+    record_property("count", total)
     outcomes = set()
     for k in range(1, total + 1):
         root = fresh(f"kill{k}")
@@ -173,7 +174,8 @@ def test_a_save_without_the_rename_would_be_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_truncation_is_found_and_named(file, tmp_path):
+def test_every_truncation_is_found_and_named(file, tmp_path, record_property):
+    record_property("count", 16)
     make(tmp_path, 3)
     path = make(tmp_path, 5)
     whole = (path / file).read_bytes()
@@ -187,7 +189,8 @@ def test_every_truncation_is_found_and_named(file, tmp_path):
     assert latest(tmp_path).step == 5
 
 
-def test_every_bit_flip_is_found_and_named(tmp_path):
+def test_every_bit_flip_is_found_and_named(tmp_path, record_property):
+    record_property("count", 200)
     path = make(tmp_path, 5)
     rng = random.Random(0)
     for _ in range(200):
@@ -230,7 +233,7 @@ def test_a_manifest_that_leads_out_is_refused(name, tmp_path):
     (path / "linked").symlink_to(tmp_path / "root")
     entry = {"bytes": 1, "sha256": checkpoint.sha256(tmp_path / "root" / "outside")}
     forged(path, lambda content: content["files"].update({name: entry}))
-    with pytest.raises(CheckpointError, match=r"leads out|is missing"):
+    with pytest.raises(CheckpointError, match=r"outside the checkpoint|is missing"):
         verify(path)
 
 
@@ -263,7 +266,7 @@ def test_a_manifest_that_is_none_is_refused(text, tmp_path):
 def test_a_renamed_checkpoint_is_refused(tmp_path):
     os.rename(make(tmp_path, 5), tmp_path / "step-00000007")
     assert latest(tmp_path).path is None
-    with pytest.raises(CheckpointError, match="is of step 5"):
+    with pytest.raises(CheckpointError, match="belongs to step 5"):
         verify(tmp_path / "step-00000007")
 
 
@@ -278,7 +281,7 @@ class Canary:
 def test_a_pickle_is_refused_and_not_executed(tmp_path):
     marker, file = tmp_path / "executed", tmp_path / "model.safetensors"
     file.write_bytes(pickle.dumps(Canary(marker)))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
         checkpoint.load_tensors(file)
     assert not marker.exists()
     pickle.loads(file.read_bytes()).close()
@@ -300,7 +303,7 @@ DISK_FULL = (
 )
 
 
-def test_a_full_disk_at_any_write_leaves_the_older_checkpoint_and_a_clear_error(tmp_path):
+def test_a_full_disk_at_any_write_leaves_the_older_checkpoint_and_a_clear_error(tmp_path, record_property):
     root = tmp_path / "checkpoints"
     make(root, 3)
 
@@ -321,6 +324,7 @@ def test_a_full_disk_at_any_write_leaves_the_older_checkpoint_and_a_clear_error(
 
     takes_room = {"calls": ("fsync", "rename")}  # and every opening of a file to write
     commit = boundaries(root, lambda: make(root, 5), **takes_room)
+    record_property("count", commit)
     shutil.rmtree(root / "step-00000005")
     for k in range(1, commit + 1):
         assert forked(refused(k)) == 0, f"at boundary {k} of {commit}"

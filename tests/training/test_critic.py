@@ -222,7 +222,7 @@ def test_a_critic_with_another_tokenizer_is_refused(job, tmp_path):
     other = tiny.tokenizer(["something else entirely"], 265)
     tiny.model("qwen3", len(other), hidden=32, layers=1, heads=2).save_pretrained(tmp_path / "other")
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match="another tokenizer"):
+    with pytest.raises(UserError, match="different tokenizers"):
         online.run(replace(ppo_config(job, tmp_path / "run"), critic=str(tmp_path / "other")))
 
 

@@ -196,7 +196,7 @@ def test_the_reference_is_computed_once_and_found_by_content(job, tmp_path, monk
         (["dpo", "--model", "{base}", "--dataset", "{judged}"], "chosen"),
         (["kto", "--model", "{base}", "--dataset", "{pairs}"], "completion"),
         (["dpo", "--model", "{base}", "--dataset", "{pairs}", "--max-length", "2"], "more than max_length 2"),
-        (["simpo", "--model", "{base}", "--dataset", "{pairs}", "--reference", "{base}"], "needs none"),
+        (["simpo", "--model", "{base}", "--dataset", "{pairs}", "--reference", "{base}"], "uses none"),
         (["dpo", "--model", "{base}", "--dataset", "{pairs}", "loss.beta=0"], "above 0"),
         (["ipo", "--model", "{base}", "--dataset", "{pairs}", "loss=dpo"], "psigrad dpo"),
         (["reward", "--dataset", "{pairs}"], "No model was given"),
@@ -244,6 +244,6 @@ def test_a_process_reward_model_of_a_model_without_tokens_is_refused(job, tmp_pa
     tokenizer.save_pretrained(tmp_path / "bert")
     config = reward_config(job, tmp_path / "run")
     config = replace(config, process=True, model=replace(config.model, path=str(tmp_path / "bert")))
-    with pytest.raises(UserError, match="no number at every token"):
+    with pytest.raises(UserError, match="no score for every token"):
         reward.run(config)
     assert isinstance(config, RewardConfig) and os.path.isdir(tmp_path / "run")

@@ -74,10 +74,11 @@ def test_what_a_critic_learned_is_part_of_the_digest(another, job):
     assert wanted.get(name, set()) <= expected.keys()
 
 
-def test_a_run_killed_again_and_again_resumes_bitwise(uninterrupted, job, tmp_path):
+def test_a_run_killed_again_and_again_resumes_bitwise(uninterrupted, job, tmp_path, record_property):
     """Each life dies a little later than it takes to reach the next checkpoint, so the chain makes progress."""
     run, config, expected, events = uninterrupted
     life = max(len(events) // 3, 1) + len(events) // 5
+    record_property("count", 2)
     killed_then_resumed(run, config, job, tmp_path / "run", [life, len(events) // 4])
     assert digest(tmp_path / "run") == expected
 

@@ -168,7 +168,7 @@ def test_a_checkpoint_of_a_newer_psigrad_is_not_passed_over_but_refused(tmp_path
 
 def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(RunFolderError, match="holds files and is no run folder"), RunFolder.open(tmp_path, CONFIG):
+    with pytest.raises(RunFolderError, match="holds files but is not a run folder"), RunFolder.open(tmp_path, CONFIG):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 

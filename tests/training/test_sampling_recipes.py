@@ -208,7 +208,7 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
         assert pair["chosen"] in [row["completion"] for row in group]
     unscored = sample.run(sample_config(job, tmp_path, "all", reward=()))
     assert unscored.rows == 48
-    with pytest.raises(UserError, match="chooses by reward"):
+    with pytest.raises(UserError, match="chooses completions by their reward"):
         sample.run(sample_config(job, tmp_path, "best", reward=()))
     with pytest.raises(UserError, match="No output"):
         sample.run(sample_config(job, tmp_path, "all", output=""))

@@ -136,7 +136,8 @@ def storm(where: str, tmp_path: Path, processes: int, threads: int, tasks: int, 
     return number
 
 
-def test_no_acknowledged_answer_is_lost_or_doubled(where, tmp_path):
+def test_no_acknowledged_answer_is_lost_or_doubled(where, tmp_path, record_property):
+    record_property("count", 2)
     storm(where, tmp_path, processes=2, threads=8, tasks=400, kills=2, step=1000)
 
 

@@ -1,4 +1,4 @@
-"""How a reward function gets into another process: by name where that finds it again, else by value."""
+"""How a user's function gets into another process: by name where that finds it again, else by value."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from psigrad.errors import UserError
 from psigrad.importing import FILE_MODULE, load_file
-from psigrad.rewards.outcomes import RewardError
 
 # ("name", (module, qualified name)) or ("value", dill's bytes)
 Packed = tuple[str, Any]
 
 
-def pack(function: Callable[..., Any]) -> Packed:
+class ShippingError(UserError):
+    """A function can't be sent to another process."""
+
+
+def pack(function: Callable[..., Any], kind: str) -> Packed:
     """A function as `unpack` loads it: lambdas, closures, bound arguments, objects and what a script defines go by value.
 
-    Raises `RewardError` for what cannot be pickled.
+    Raises `ShippingError` for what cannot be pickled; `kind` is what its message calls the function.
     """
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module and qualname and module != "__main__" and module in sys.modules:
@@ -32,8 +36,8 @@ def pack(function: Callable[..., Any]) -> Packed:
     try:
         return "value", dill.dumps(function, recurse=True)
     except Exception as error:
-        raise RewardError(
-            f"The reward {qualname or type(function).__name__} cannot be sent to a worker process "
+        raise ShippingError(
+            f"The {kind} {qualname or type(function).__name__} cannot be sent to a worker process "
             f"({type(error).__name__}: {error}); define it at the top level of a module and name it as module:function."
         ) from error
 

@@ -1,0 +1,44 @@
+"""The table of faults: it covers the rows that it says it does, and every test that it names exists."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import faults  # noqa: E402
+
+
+def test_it_covers_one_process_from_end_to_end():
+    assert [row.number for row in faults.ROWS] == [*range(1, 17), *range(20, 26)]
+
+
+@pytest.mark.parametrize("row", faults.ROWS, ids=lambda row: str(row.number))
+def test_every_row_has_tests_that_exist(row):
+    assert row.tests
+    for file, part in row.tests:
+        names = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE)
+        assert any(part in name for name in names), f"{file} has no test with {part!r} in its name"
+
+
+def outcomes_of(failed):
+    return {1: faults.Outcome(tests=3, faults=40, failed=failed)}
+
+
+def test_a_row_that_falls_short_is_shown():
+    row = (faults.Row(1, "a kill", "all is there", (("tests/x.py", ""),)),)
+    assert "| 1 | a kill | all is there | 3 | 40 | 0 |" in faults.table(row, outcomes_of(0))
+    assert "**fell short** (1 of 3)" in faults.table(row, outcomes_of(1))
+    assert "**fell short** (0 of 0)" in faults.table(row, {1: faults.Outcome()}), "a row without a test holds nothing"
+
+
+def test_the_page_has_the_table_of_these_rows():
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    shown = page.partition(faults.BEGIN)[2].partition(faults.END)[0]
+    assert "fell short" not in shown
+    for row in faults.ROWS:
+        assert f"| {row.number} | {row.fault} | {row.holds} |" in shown
