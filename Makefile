@@ -31,12 +31,15 @@ help:
 
 install: $(INSTALLED)
 
+# Where LOCKED=1 looks for torch's builds without CUDA; empty for an index that has them itself.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 # torch comes first and alone: with it in place nothing below can pull another build (and its CUDA packages) in
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 ifdef LOCKED
-	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --extra-index-url https://download.pytorch.org/whl/cpu --requirement requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements.lock
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 else
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
