@@ -21,12 +21,14 @@ from psigrad_studio.sessions import Sessions
 from psigrad_studio.shell import Page, missing_page, page_router, static_router
 from psigrad_studio.studio_settings import StudioSettings
 
+CHARTS = "vendor/uplot/uPlot.min.css"
+
 
 def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
     """All pages, in the order of the navigation. Visitors arrive at the first."""
     return [
-        Page("grid", "Grid", grid_routes.router(settings)),
-        Page("runs", "Runs", runs_router(settings, labels)),
+        Page("grid", "Grid", grid_routes.router(settings), styles=(CHARTS,)),
+        Page("runs", "Runs", runs_router(settings, labels), styles=(CHARTS,)),
         Page("label", "Label", label_routes.router(labels), guests=True),
         Page("chat", "Chat", chat_routes.router(settings, labels)),
     ]

@@ -25,6 +25,8 @@ class Page:
     router: APIRouter
     guests: bool = False
     """Whether people who were invited, and have no key, may open it and ask what stands under /api/<name>/."""
+    styles: tuple[str, ...] = ()
+    """Style sheets of static/ that stand before its own, those of vendored software."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def _document(page: Page, pages: Sequence[Page], body: str, csrf: str) -> str:
         _DOCUMENT,
         {"title": f"{page.title} · psigrad", "csrf": csrf, "name": page.name},
         links=links,
+        styles="".join(f'<link rel="stylesheet" href="/static/{path}">\n' for path in page.styles),
         body=body,
     )
 
@@ -125,7 +128,7 @@ _DOCUMENT = (
     _HEAD
     + """<meta name="csrf" content="[csrf]">
 <title>[title]</title>
-<link rel="stylesheet" href="/static/[name]/style.css">
+[styles]<link rel="stylesheet" href="/static/[name]/style.css">
 <script type="module" src="/static/shell.js"></script>
 <script type="module" src="/static/[name]/main.js"></script>
 </head>
