@@ -18,7 +18,7 @@ from psigrad_studio.labels.refusals import Refusal
 from psigrad_studio.runs.run_routes import router as runs_router
 from psigrad_studio.security import ENTER, Guard, Guests, error_body
 from psigrad_studio.sessions import Sessions
-from psigrad_studio.shell import Page, missing_page, page_router, static_router
+from psigrad_studio.shell import Page, entered_page, missing_page, page_router, static_router
 from psigrad_studio.studio_settings import StudioSettings
 
 CHARTS = "vendor/uplot/uPlot.min.css"
@@ -54,10 +54,14 @@ def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown
 
     @app.get(ENTER)
     async def enter() -> Response:
-        """The guard has checked the key. Set the session cookie, and redirect so that the key leaves the address bar."""
-        response = RedirectResponse(home, 303)
-        seconds = int(settings.session_seconds)
-        response.set_cookie(f"psigrad-{settings.port}", sessions.new_session(), max_age=seconds, httponly=True, samesite="lax")
+        """The guard has checked the key. Set the session cookie, and send a page that keeps the token and leaves at once, so that
+        the key leaves the address bar.
+        """
+        cookie, seconds = sessions.new_session(), int(settings.session_seconds)
+        session = sessions.session_of(cookie)
+        assert session is not None
+        response = HTMLResponse(entered_page(sessions.csrf_token(session), home))
+        response.set_cookie(f"psigrad-{settings.port}", cookie, max_age=seconds, httponly=True, samesite="lax")
         return response
 
     app.add_exception_handler(HTTPException, _refused)

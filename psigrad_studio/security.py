@@ -35,7 +35,10 @@ SESSION, API = "psigrad_session_", "psigrad_api_"
 """Prefixes of tokens."""
 SHARE = 0.3
 """The rate of each invited person, as a share of the owner's."""
+DATA = "/api/"
 CSRF_HEADER = "x-psigrad-csrf"
+NO_TOKEN = "This browser has only half of its session; open the address that psigrad studio printed, or log in again at /join."
+NOBODY = {"owner": False, "person": None, "token": "", "session": ""}
 _ODD_PATH = re.compile(r"[\x00-\x1f\x7f\\]|//|(^|/)\.\.?(/|$)")
 _ENCODED = re.compile(rb"%(2f|5c|00|2e|25)", re.IGNORECASE)
 _POLICY = "; ".join(
@@ -43,7 +46,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' blob:",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
@@ -105,8 +108,8 @@ class Bucket:
 class Guard:
     """ASGI middleware that passes requests from our own pages, sent by the owner or an invited person.
 
-    It sets in the state of a request: `owner` (has the key), `person` (as the labels know them, else None), `token` (of their
-    session) and `csrf`.
+    It sets in the state of a request: `owner` (has the key), `person` (as the labels know them, else None) and `token` (of their
+    session).
     """
 
     def __init__(self, app: ASGIApp, settings: StudioSettings, sessions: Sessions, invited: Guests) -> None:
@@ -207,28 +210,31 @@ class Guard:
 
     async def _check_session(self, scope: Scope) -> None:
         """Identify the sender. An API token is used alone, without cookies, which browsers add by themselves."""
-        token, asker = _bearer(scope), {"owner": False, "person": None, "token": "", "csrf": ""}
+        token, asker = _bearer(scope), dict(NOBODY)
         if token is not None:
             asker |= {"person": await self._recognised(token, API)}
         elif (session := self.sessions.session_of(_only(_cookies(scope, self.cookie)))) is not None:
-            asker |= {"owner": True, "csrf": self.sessions.csrf_token(session)}
+            asker |= {"owner": True, "session": session}
         elif (person := await self._recognised(given := _only(_cookies(scope, self.desk_cookie)), SESSION)) is not None:
-            asker |= {"person": person, "token": given, "csrf": passwords.csrf(given)}
+            asker |= {"person": person, "token": given}
+        if token is None and _is_open(scope) and not self._csrf_holds(scope, asker):  # a cookie that was left over
+            asker = dict(NOBODY)
         known = asker["owner"] or asker["person"] is not None
         if not known and not _is_open(scope):
             raise Refused(401, "session", "This studio is locked; open the address that psigrad studio printed in its terminal.")
-        if known and token is None and scope["method"] not in SAFE:
-            self._check_csrf(scope, asker)
+        careful = token is None and (scope["path"].startswith(DATA) or scope["method"] not in SAFE)
+        if known and careful and not self._csrf_holds(scope, asker):
+            raise Refused(403, "csrf", NO_TOKEN)
         if known and not asker["owner"] and not self._may_visit(scope["path"], token is not None):
             raise Refused(403, "guest", "This part of the studio is its owner's; you were invited to label.")
         scope["state"] = {**scope.get("state", {}), **asker}
 
-    def _check_csrf(self, scope: Scope, asker: Mapping[str, Any]) -> None:
+    def _csrf_holds(self, scope: Scope, asker: Mapping[str, Any]) -> bool:
+        """Whether the request has the token of its session, which only pages from this port know."""
         given = _header(scope, CSRF_HEADER) or ""
-        session = self.sessions.session_of(_only(_cookies(scope, self.cookie))) if asker["owner"] else None
-        holds = self.sessions.csrf_holds(session, given) if session is not None else _same(given, asker["csrf"])
-        if not holds:
-            raise Refused(403, "csrf", "The request lacks the token of its page; reload the page.")
+        if asker["owner"]:
+            return self.sessions.csrf_holds(asker["session"], given)
+        return asker["person"] is not None and _same(passwords.session_token(given), asker["token"])
 
     async def _recognised(self, token: str, kind: str) -> Any:
         """The person behind a token. The labels are asked in a thread, since they may block."""

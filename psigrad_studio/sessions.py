@@ -1,4 +1,8 @@
-"""Sessions of the owner: a key at the first visit, a signed cookie after it, and a token against forged requests."""
+"""Sessions of the owner: a key at the first visit, then a signed cookie and, for everything but documents, a token of its pages.
+
+Browsers send a cookie to every port of a host, so a server of another user on this machine can read it. The token is given to
+the page that brought the key and kept in its local storage, which belongs to one port. A stolen cookie opens empty pages.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ class Sessions:
         return body if 0 <= self._now() - issued <= self._session_seconds else None
 
     def csrf_token(self, session: str) -> str:
-        """The token that a page of this session sends with every request but GET."""
+        """The token that pages of this session send with every request for data. It cannot be had from the cookie."""
         return self._sign("csrf", session)
 
     def csrf_holds(self, session: str, token: str) -> bool:

@@ -79,21 +79,26 @@ def page_router(page: Page, pages: Sequence[Page]) -> APIRouter:
     @router.get(f"/{page.name}")
     async def document(request: Request) -> HTMLResponse:
         shown = pages if request.state.owner else [p for p in pages if p.guests]
-        return HTMLResponse(_document(page, shown, body, request.state.csrf))
+        return HTMLResponse(_document(page, shown, body))
 
     return router
 
 
-def _document(page: Page, pages: Sequence[Page], body: str, csrf: str) -> str:
+def _document(page: Page, pages: Sequence[Page], body: str) -> str:
     current = {True: ' aria-current="page"', False: ""}
     links = "".join(f'<a href="/{p.name}"{current[p is page]}>{html.escape(p.title)}</a>' for p in pages)
     return _fill(
         _DOCUMENT,
-        {"title": f"{page.title} · psigrad", "csrf": csrf, "name": page.name},
+        {"title": f"{page.title} · psigrad", "name": page.name},
         links=links,
         styles="".join(f'<link rel="stylesheet" href="/static/{path}">\n' for path in page.styles),
         body=body,
     )
+
+
+def entered_page(token: str, home: str) -> str:
+    """The page that puts the token of a new session into the browser's storage and goes to `home`."""
+    return _fill(_ENTERED, {"token": token, "home": home})
 
 
 def locked_page(message: str) -> str:
@@ -126,8 +131,7 @@ _HEAD = """<!doctype html>
 """
 _DOCUMENT = (
     _HEAD
-    + """<meta name="csrf" content="[csrf]">
-<title>[title]</title>
+    + """<title>[title]</title>
 [styles]<link rel="stylesheet" href="/static/[name]/style.css">
 <script type="module" src="/static/shell.js"></script>
 <script type="module" src="/static/[name]/main.js"></script>
@@ -143,6 +147,22 @@ _DOCUMENT = (
 [body]
 </main>
 <div id="notice" class="notice" role="alert" hidden></div>
+</body>
+</html>
+"""
+)
+_ENTERED = (
+    _HEAD
+    + """<title>psigrad studio</title>
+<meta name="csrf" content="[token]">
+<meta name="home" content="[home]">
+<script type="module" src="/static/enter.js"></script>
+</head>
+<body class="locked">
+<main>
+<img src="/static/mark.svg" alt="" width="40" height="40">
+<p id="said">The studio opens. It needs JavaScript.</p>
+</main>
 </body>
 </html>
 """

@@ -95,7 +95,7 @@ def _cookie(store: LabelStore) -> str:
 
 def _entered(store: LabelStore, request: Request, login: Login) -> Response:
     """Put a new session into a cookie that scripts cannot read. Under HTTPS it is only sent over HTTPS."""
-    response = json_response({"name": login.person.name})
+    response = json_response({"name": login.person.name, "csrf": login.csrf})
     seconds = max(0, login.expires_at // 1000 - int(time.time()))
     safe = request.headers.get("origin", "").startswith("https://")
     response.set_cookie(_cookie(store), login.token, max_age=seconds, httponly=True, samesite="lax", secure=safe)

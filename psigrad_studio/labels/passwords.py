@@ -64,6 +64,9 @@ def hash_token(value: str) -> str:
     return hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def csrf(session_token: str) -> str:
-    """The CSRF token of a session. It works for this session alone and does not reveal the session token."""
-    return hmac.new(session_token.encode("utf-8", "surrogatepass"), b"psigrad csrf", hashlib.sha256).hexdigest()
+def session_token(csrf: str) -> str:
+    """The token for the cookie of a session, from the secret that its pages send.
+
+    It is a hash of the secret, so that whoever reads the cookie, as every port of the host can, does not know the secret.
+    """
+    return f"psigrad_session_{hashlib.sha256(b'psigrad cookie' + csrf.encode('utf-8', 'surrogatepass')).hexdigest()}"

@@ -40,7 +40,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Login:
-    """A new session: the token for the cookie, the token for its forms, and when it ends (milliseconds since 1970 UTC)."""
+    """A new session: the token for the cookie, the secret that its pages send, and when it ends (milliseconds since 1970 UTC)."""
 
     person: Person
     token: str = field(repr=False)
@@ -159,11 +159,12 @@ def _begin_session(session: Session, key: str, stored: str | None) -> Login | No
 
 def open_session(session: Session, user: User) -> Login:
     """A new session of a user. The token is always new, which prevents session fixation."""
-    token, start = passwords.token("session"), now(session)
+    csrf, start = passwords.token("csrf"), now(session)
+    token = passwords.session_token(csrf)
     until = start + SESSION_FOR
     hashed = passwords.hash_token(token)
     session.add(LoginSession(user_id=user.id, token_hash=hashed, created_at=start, seen_at=start, expires_at=until))
-    return Login(_person(user), token, passwords.csrf(token), until)
+    return Login(_person(user), token, csrf, until)
 
 
 def who(database: Database, token: str | None) -> Person:

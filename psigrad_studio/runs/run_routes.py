@@ -233,7 +233,7 @@ async def _events(
     seen: dict[str, Any] = {}
     try:
         looks = int(STREAM_SECONDS / LOOK_SECONDS)
-        yield "retry: 1000\n\n"
+        yield ": following\n\n"
         for look in range(looks):
             for run in ids:
                 if ending.is_set():

@@ -1,6 +1,18 @@
 // Questions to the server of this page. A refusal is an Error whose message is meant for people.
+import { el } from "./dom.js";
 
-const token = document.querySelector('meta[name="csrf"]').content;
+const SESSION = "psigrad-session";
+
+/** Keep the token of a new session where only pages from this port can read it. */
+export const keepSession = (token) => localStorage.setItem(SESSION, token);
+
+function token() {
+  try {
+    return localStorage.getItem(SESSION) ?? "";
+  } catch {
+    return "";
+  }
+}
 
 async function answered(response) {
   const type = response.headers.get("content-type") ?? "";
@@ -14,7 +26,8 @@ async function answered(response) {
 
 async function fetched(path, options) {
   try {
-    return await fetch(path, { ...options, credentials: "same-origin", redirect: "error" });
+    const headers = { ...options.headers, "x-psigrad-csrf": token() };
+    return await fetch(path, { ...options, headers, credentials: "same-origin", redirect: "error" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The studio does not answer; is `psigrad studio` still running in its terminal?");
@@ -28,7 +41,7 @@ export const get = (path, signal) => asked(path, { signal });
 
 const posted = (content, signal) => ({
   method: "POST",
-  headers: { "content-type": "application/json", "x-psigrad-csrf": token },
+  headers: { "content-type": "application/json" },
   body: JSON.stringify(content),
   signal,
 });
@@ -36,10 +49,28 @@ const posted = (content, signal) => ({
 /** POST of an object as JSON, answered by an object. */
 export const post = (path, content, signal) => asked(path, posted(content, signal));
 
-/** POST that is answered by server-sent events: their data, as objects, one after the other. */
-export async function* events(path, content, signal) {
-  const response = await fetched(path, posted(content, signal));
+async function file(path) {
+  const response = await fetched(path, {});
   if (!response.ok) await answered(response);
+  return response;
+}
+
+/** A picture of the server's, as the address of an object in this page. */
+export const picture = async (path) => URL.createObjectURL(await (await file(path)).blob());
+
+/** Save a file of the server's under the name that it gives. */
+export async function download(path) {
+  const response = await file(path), url = URL.createObjectURL(await response.blob());
+  const name = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? "";
+  el("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+/** POST, or GET without `content`, that is answered by server-sent events: their data, as objects, one after the other. */
+export async function* events(path, content, signal, opened = () => {}) {
+  const response = await fetched(path, content === undefined ? { signal } : posted(content, signal));
+  if (!response.ok) await answered(response);
+  opened();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

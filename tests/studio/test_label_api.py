@@ -231,6 +231,18 @@ def test_a_guests_session_is_held_to_host_origin_and_token_as_the_owners_is(stud
     assert studio.ask("POST", "/api/label/next", {"project": made}, ann.headers).status == 200
 
 
+def test_a_guests_cookie_alone_opens_nothing_and_does_not_keep_anybody_from_logging_in(studio):
+    ann = guest(studio, project(studio, 1))
+    alone = {"Host": studio.host, "Cookie": ann.cookie}
+    assert studio.ask("GET", "/label", headers=alone).status == 200
+    for path in ("/api/label/me", "/api/label/projects", "/api/label/tokens"):
+        assert studio.ask("GET", path, headers=alone).code == "csrf"
+        assert ann.get(path).status == 200
+    left_over = alone | {"Origin": studio.base, "Content-Type": "application/json"}
+    again = entered(studio, ann.name, studio.ask("POST", "/api/join/login", {"name": ann.name, "password": PASSWORD}, left_over))
+    assert told(again.get("/api/label/me"))["name"] == ann.name
+
+
 def test_a_closed_project_takes_no_answers_until_it_is_opened(studio):
     made = project(studio, 2)
     ann = guest(studio, made)

@@ -51,6 +51,8 @@ def opened(studio, browser):
         elif isinstance(who, Guest):
             name, _, value = who.cookie.partition("=")
             page.context.add_cookies([{"name": name, "value": value, "url": studio.base, "httpOnly": True, "sameSite": "Lax"}])
+            page.goto(f"{studio.base}/join")  # any page of this port
+            page.evaluate("csrf => localStorage.setItem('psigrad-session', csrf)", who.csrf)
         page.goto("about:blank")
         page.goto(studio.base + path)
         page.wait_for_selector("html[data-ready]")
@@ -423,7 +425,7 @@ def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
     expect(owner.locator(".results")).to_contain_text("4 of 4 answers are there")
     expect(owner.locator(".intervals")).to_contain_text("one")
     with owner.expect_download() as waiting:
-        owner.get_by_role("link", name="Preferences").click()
+        owner.get_by_role("button", name="Preferences").click()
     waiting.value.save_as(tmp_path / "out.jsonl")
     made = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(made) == 4 and {row["chosen"] for row in made} == {"short"}

@@ -57,6 +57,7 @@ class Labeller:
     server: Server
     project: int
     token: str
+    csrf: str
     seed: int
     sent: dict[str, str] = field(default_factory=dict)
     acknowledged: dict[str, int] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Labeller:
     def ask(self, path: str, content: dict) -> tuple[int, dict]:
         headers = {
             "Cookie": f"psigrad-desk-{self.server.port}={self.token}",
-            "X-Psigrad-CSRF": passwords.csrf(self.token),
+            "X-Psigrad-CSRF": self.csrf,
             "Origin": f"http://127.0.0.1:{self.server.port}",
             "Content-Type": "application/json",
         }
@@ -120,7 +121,7 @@ def storm(where: str, folder: Path, labellers: int, tasks: int, kills: int) -> t
         invites.accept(db, invites.invite(db, owner, project, "labeller"), f"p{n}", "a long password") for n in range(labellers)
     ]
     server = Server(where, folder)
-    crowd = [Labeller(server, project, login.token, n) for n, login in enumerate(logins)]
+    crowd = [Labeller(server, project, login.token, login.csrf, n) for n, login in enumerate(logins)]
     threads = [threading.Thread(target=person.run) for person in crowd]
     draw = random.Random(labellers)
     try:
@@ -203,7 +204,7 @@ def test_negative_control_a_lost_and_an_unknown_answer_are_noticed(tmp_path):
     owner = people.local(db)
     project = projects.create(db, owner, ProjectSettings("control"))
     with pytest.raises(AssertionError, match="is gone"):
-        check(db, project, [Labeller(None, project, "", 0, {"k": "vote"}, {"k": 1})])
+        check(db, project, [Labeller(None, project, "", "", 0, {"k": "vote"}, {"k": 1})])
     from psigrad_studio.labels import assignments
 
     intake.add_rows(db, owner, project, [{"prompt": "q", "completions": ["x", "y"]}])

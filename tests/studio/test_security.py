@@ -114,7 +114,7 @@ def test_negative_control_the_same_requests_unchanged_are_served(studio):
     assert parsed(studio.raw(honest(studio, "POST", "/api/grid/frames", FILM).data, 8))[0] == 200
     backup = {**FILM, "frame": 1, "cell": [0, 0]}
     assert parsed(studio.raw(honest(studio, "POST", "/api/grid/backup", backup).data, 8))[0] == 200
-    assert parsed(studio.raw(honest(studio, "GET", f"/enter?key={studio.settings.key}").data, 8))[0] == 303
+    assert parsed(studio.raw(honest(studio, "GET", f"/enter?key={studio.settings.key}").data, 8))[0] == 200
     other = honest(studio, "GET", "/grid").having("Host", f"localhost:{studio.settings.port}")
     assert parsed(studio.raw(other.data, 8))[0] == 200
 
@@ -254,6 +254,19 @@ def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(studio):
         and f"psigrad-{studio.settings.port}=" in cookie
         and "Domain" not in cookie
     )
+
+
+def test_a_cookie_that_another_port_has_read_opens_nothing(studio):
+    """Browsers send cookies to every port of a host: a server of another user on this machine reads the studio's."""
+    stolen = {"Host": studio.host, "Cookie": studio.cookie}
+    for path in routes(studio):
+        reply = studio.ask("GET", path, headers=stolen)
+        if path.startswith("/api/") and not path.startswith("/api/join/"):
+            assert (reply.status, reply.code) == (403, "csrf"), path
+        assert studio.csrf.encode() not in reply.body + str(reply.headers).encode(), path
+    forged = stolen | {"Origin": studio.base, "Content-Type": "application/json"}
+    assert studio.ask("POST", "/api/grid/frames", FILM, forged).code == "csrf"
+    assert studio.ask("GET", "/api/runs", headers=stolen | {"X-Psigrad-CSRF": studio.csrf}).status == 200
 
 
 def test_a_locked_out_visitor_sees_a_page_that_says_what_to_do(studio):

@@ -171,7 +171,7 @@ def vote(page: Page, slips: frozenset[frozenset[str]] = frozenset()) -> list[fro
 def export(page: Page, path: Path) -> list[dict]:
     """The preferences, downloaded."""
     with page.expect_download() as waiting:
-        page.get_by_role("link", name="Preferences").click()
+        page.get_by_role("button", name="Preferences").click()
     waiting.value.save_as(path)
     return [json.loads(line) for line in path.read_text().splitlines()]
 

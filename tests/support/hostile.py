@@ -56,11 +56,11 @@ class Attack:
 
 def honest(studio: LiveStudio, method: str, path: str, content: object = None) -> Request:
     """What a page of the studio sends."""
-    headers = [("Host", studio.host), ("Cookie", studio.cookie), ("Connection", "close")]
+    headers = [("Host", studio.host), ("Cookie", studio.cookie), ("X-Psigrad-CSRF", studio.csrf), ("Connection", "close")]
     body = b""
     if method in CHANGING:
         body = json.dumps({} if content is None else content).encode()
-        headers += [("Origin", studio.base), ("X-Psigrad-CSRF", studio.csrf)]
+        headers += [("Origin", studio.base)]
         headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
     return Request(method, path, tuple(headers), body)
 
@@ -96,7 +96,7 @@ def corpus(studio: LiveStudio) -> Iterator[Attack]:
             families = [_names(studio, base), _origins(studio, base)]
             if not path.startswith((*OPEN, *JOIN)):
                 families.append(_sessions(studio, base))
-            if not path.startswith(OPEN) and method in CHANGING:
+            if not path.startswith((*OPEN, *JOIN)) and (path.startswith("/api/") or method in CHANGING):
                 families.append(_forged(studio, base))
             for family in families:
                 yield from family if path in WHOLE else itertools.islice(family, next(turn) % 8, None, 8)

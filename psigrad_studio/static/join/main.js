@@ -1,5 +1,5 @@
 // Comes in by an invite, or logs in. The invite's token stands behind the # and leaves the address bar at once.
-import { post } from "../api.js";
+import { keepSession, post } from "../api.js";
 
 const $ = (id) => document.getElementById(id);
 const token = location.hash.slice(1);
@@ -51,8 +51,8 @@ $("enter").addEventListener("submit", async (event) => {
   $("go").disabled = true;
   const who = { name: $("name").value, password: $("password").value };
   try {
-    if ($("rule").hidden) await post("/api/join/login", who);
-    else await post("/api/join/accept", { token, ...who });
+    const { csrf } = $("rule").hidden ? await post("/api/join/login", who) : await post("/api/join/accept", { token, ...who });
+    keepSession(csrf);
     location.assign("/label");
   } catch (error) {
     trouble(error.message);

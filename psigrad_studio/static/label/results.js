@@ -1,5 +1,5 @@
 // What the answers say: progress, agreement, whether the side decides, the ranking, people; and exports.
-import { get } from "../api.js";
+import { download, get } from "../api.js";
 import { el, notice } from "../dom.js";
 import { intervals } from "./intervals.js";
 import { table } from "./people.js";
@@ -187,11 +187,10 @@ function exports_(project) {
       "div",
       { class: "file" },
       el(
-        "a",
+        "button",
         {
-          class: "button",
-          download: true,
-          href: `/api/label/export?project=${project.id}&form=${form}&votes=${votes.value}${margin.checked && form === "preference" ? "&margin=true" : ""}`,
+          type: "button",
+          onclick: () => download(`/api/label/export?project=${project.id}&form=${form}&votes=${votes.value}${margin.checked && form === "preference" ? "&margin=true" : ""}`).catch((error) => notice(error.message)),
         },
         label,
       ),

@@ -1,5 +1,5 @@
 // One run: what the rules say of it, an episode to watch, what happened, and its settings.
-import { post } from "../api.js";
+import { picture as pictureOf, post } from "../api.js";
 import { el, notice } from "../dom.js";
 import { figure, whole } from "./format.js";
 
@@ -7,9 +7,18 @@ import { figure, whole } from "./format.js";
 export function episodePicture(run) {
   const picture = el("img", { alt: "An episode of the trained policy, animated", width: "300" });
   const node = el("details", { class: "card episode" }, el("summary", {}, "Watch an episode of the trained policy"), picture);
-  node.addEventListener("toggle", () => {
-    if (node.open) picture.src = `/api/runs/picture?run=${run}`;
-    else picture.removeAttribute("src");
+  let address = null;
+  node.addEventListener("toggle", async () => {
+    picture.removeAttribute("src");
+    if (address !== null) URL.revokeObjectURL(address);
+    address = null;
+    if (!node.open) return;
+    try {
+      address = await pictureOf(`/api/runs/picture?run=${run}`);
+      if (node.open) picture.src = address;
+    } catch (error) {
+      notice(error.message);
+    }
   });
   return node;
 }

@@ -1,6 +1,7 @@
 // What the page knows of runs: the list, and curves that grow. Asked again from where they end.
-import { get, post } from "../api.js";
+import { events, get, post } from "../api.js";
 
+const RETRY_MS = 1000;
 const EMPTY = { generation: -1, curves: new Map(), keys: [], whole: true };
 
 export class Runs {
@@ -104,22 +105,30 @@ export class Runs {
     this.watched = ids;
     if (wanted === this.followed) return;
     this.followed = wanted;
-    this.source?.close();
-    this.source = null;
-    if (!wanted) return;
-    this.source = new EventSource(`/api/runs/live?runs=${wanted}`);
-    this.source.addEventListener("open", () => this.live(true));
-    this.source.addEventListener("error", () => this.live(false));
-    this.source.addEventListener("message", (event) => {
-      this.live(true);
-      const entry = JSON.parse(event.data), at = this.list.findIndex((run) => run.id === entry.id);
-      if (at < 0) return;
-      const old = this.list[at];
-      this.list[at] = entry;
-      this.changed("list");
-      const moved = old.version !== entry.version || old.generation !== entry.generation;
-      const known = this.curves.get(entry.id);
-      if (this.ids.includes(entry.id) && (moved || known?.generation !== entry.generation)) this.update(this.ids, this.axis, this.extra).catch(() => this.live(false));
-    });
+    this.following?.abort();
+    this.following = wanted ? new AbortController() : null;
+    if (wanted) this.listen(`/api/runs/live?runs=${wanted}`, this.following.signal);
+  }
+
+  async listen(path, signal) {
+    while (!signal.aborted) {
+      try {
+        for await (const entry of events(path, undefined, signal, () => this.live(true))) this.heard(entry);
+      } catch {
+        if (!signal.aborted) this.live(false);
+      }
+      await new Promise((ready) => setTimeout(ready, RETRY_MS));
+    }
+  }
+
+  heard(entry) {
+    const at = this.list.findIndex((run) => run.id === entry.id);
+    if (at < 0) return;
+    const old = this.list[at];
+    this.list[at] = entry;
+    this.changed("list");
+    const moved = old.version !== entry.version || old.generation !== entry.generation;
+    const known = this.curves.get(entry.id);
+    if (this.ids.includes(entry.id) && (moved || known?.generation !== entry.generation)) this.update(this.ids, this.axis, this.extra).catch(() => this.live(false));
   }
 }

@@ -117,7 +117,7 @@ def test_a_password_of_the_wrong_length_is_refused_and_the_link_stays_good(db, o
 
 def test_logging_in_and_out(db, ann):
     login = people.log_in(db, "ann", PASSWORD)
-    assert login.token != ann.token and login.csrf == passwords.csrf(login.token) and login.csrf not in login.token
+    assert login.token != ann.token and login.token == passwords.session_token(login.csrf) and login.csrf not in login.token
     assert people.who(db, login.token) == Person(ann.person.id, "Ann")
     people.log_out(db, login.token)
     with pytest.raises(Unknown):
