@@ -33,6 +33,12 @@ JOIN = ("/join", "/api/join/")
 STATIC = "/static/"
 SESSION, API = "psigrad_session_", "psigrad_api_"
 """Prefixes of tokens."""
+ADMITTED = "admitted"
+"""In the state of a request: a function that is told who asks, so that the server keeps their connection."""
+OWNER, COOKIE = "owner", "cookie"
+"""The owner with the token of their pages, and whoever has their cookie alone."""
+KNOWN_TOKENS = 1000
+"""Tokens whose people are remembered, for requests of files that need no session."""
 SHARE = 0.3
 """The rate of each invited person, as a share of the owner's."""
 DATA = "/api/"
@@ -115,7 +121,8 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: StudioSettings, sessions: Sessions, invited: Guests) -> None:
         self.app, self.settings, self.sessions, self.invited = app, settings, sessions, invited
         self.cookie, self.desk_cookie = f"psigrad-{settings.port}", f"psigrad-desk-{settings.port}"
-        self.guests, self.visitors = (Bucket(settings.requests_per_second, settings.burst) for _ in range(2))
+        self.guests, self.holders, self.visitors = (Bucket(settings.requests_per_second, settings.burst) for _ in range(3))
+        self.seen: dict[str, int] = {}
         self.strangers = Bucket(settings.strangers_per_second, settings.strangers_burst)
         self.people: dict[int, Bucket] = {}
 
@@ -163,21 +170,40 @@ class Guard:
             if not self.strangers.take():
                 raise Refused(429, "too_many", "Too many requests were refused; wait a minute.") from None
             raise
-        if not self._bucket(scope).take():
+        who = self._who(scope)
+        if who is not None and (admitted := scope.get("state", {}).get(ADMITTED)) is not None:
+            admitted(who)
+        if not self._bucket(scope, who).take():
             raise Refused(429, "too_many", "Too many requests at once; wait a second.")
 
-    def _bucket(self, scope: Scope) -> Bucket:
+    def _who(self, scope: Scope) -> int | str | None:
+        """Who asks, as far as rates and connections go: OWNER, COOKIE, the number of a person, or None for a stranger."""
+        asker = scope.get("state", {})
+        if asker.get("person") is not None:
+            number: int = asker["person"].id
+            if asker["token"]:
+                if len(self.seen) >= KNOWN_TOKENS:
+                    self.seen.clear()
+                self.seen[asker["token"]] = number
+            return number
+        if asker.get("owner"):
+            return OWNER if self._csrf_holds(scope, asker) else COOKIE
+        if scope["path"] == ENTER:
+            return OWNER
+        if self.sessions.session_of(_only(_cookies(scope, self.cookie))) is not None:
+            return COOKIE
+        return self.seen.get(_only(_cookies(scope, self.desk_cookie)))
+
+    def _bucket(self, scope: Scope, who: int | str | None) -> Bucket:
         """The bucket that a request counts against. Each invited person has one of their own, so that nobody can lock others
         out.
         """
-        asker = scope.get("state", {})
-        person = asker.get("person")
-        if asker.get("owner"):
-            return self.guests
-        if person is None:
+        if who is None:
             return self.strangers if _is_open(scope) and scope["method"] not in SAFE else self.visitors
+        if isinstance(who, str):
+            return self.guests if who == OWNER else self.holders
         share = Bucket(self.settings.requests_per_second * SHARE, max(1, int(self.settings.burst * SHARE)))
-        return self.people.setdefault(person.id, share)
+        return self.people.setdefault(who, share)
 
     def _check_form(self, scope: Scope) -> None:
         if scope["method"] not in METHODS:

@@ -88,7 +88,7 @@ def listen(port: int = 0) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((LOOPBACK, candidate))
-            listening.listen(128)  # on Linux two sockets may bind one port until one of them listens
+            listening.listen(512)  # on Linux two sockets may bind one port until one of them listens
             return listening
         except OSError as error:
             listening.close()

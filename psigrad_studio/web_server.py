@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import h11
@@ -13,11 +15,15 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from psigrad_studio.security import HEADERS, error_body
+from psigrad_studio.security import ADMITTED, HEADERS, error_body
 from psigrad_studio.studio_settings import StudioSettings
 
 HEADER_BYTES = 16 * 1024
-CONNECTIONS = 256
+CONNECTIONS, EACH = 200, 64
+"""Connections that stay open, in all and of one person."""
+GRACE = 0.25
+FILES, OTHER_FILES = 8192, 150
+"""The files that the process asks for, and those of them that are no connections."""
 
 
 class Server(uvicorn.Server):
@@ -39,6 +45,76 @@ class Server(uvicorn.Server):
         await super().shutdown(*arguments, **named)
 
 
+class Connections:
+    """The open connections, by who asks on them. Where there are too many the oldest of whoever has most is cut off.
+
+    Strangers, whose requests had no session, count as one person, so they cannot use up what others need. A connection begins as
+    a stranger's and stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds. Those that have
+    sent no request go first.
+    """
+
+    def __init__(self) -> None:
+        self.hard = _allowed_files() - OTHER_FILES
+        self.held: dict[object, dict[H11Protocol, None]] = {}
+        self.whose: dict[H11Protocol, object] = {}
+        self._planned = False
+
+    def opened(self, connection: H11Protocol) -> None:
+        """A connection of a stranger."""
+        self._put(connection, None)
+
+    def admitted(self, connection: H11Protocol, who: object) -> None:
+        """A request on the connection is that of `who`."""
+        if connection in self.whose and self.whose[connection] != who:
+            self.lost(connection)
+            self._put(connection, who)
+
+    def lost(self, connection: H11Protocol) -> None:
+        """The connection is closed."""
+        if connection in self.whose:
+            who = self.whose.pop(connection)
+            del self.held[who][connection]
+            if not self.held[who]:
+                del self.held[who]
+
+    def _put(self, connection: H11Protocol, who: object) -> None:
+        self.whose[connection] = who
+        self.held.setdefault(who, {})[connection] = None
+        while len(self.whose) > self.hard:
+            self._cut(self._largest())
+        if (len(self.held[who]) > EACH or len(self.whose) > CONNECTIONS) and not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_later(GRACE, self.thin_out)
+
+    def thin_out(self) -> None:
+        """Cut off what is too much."""
+        self._planned = False
+        for group in list(self.held.values()):
+            while len(group) > EACH:
+                self._cut(group)
+        while len(self.whose) > CONNECTIONS:
+            self._cut(self._largest())
+
+    def _largest(self) -> dict[H11Protocol, None]:
+        return max(self.held.items(), key=lambda entry: (len(entry[1]), entry[0] is None))[1]
+
+    def _cut(self, group: dict[H11Protocol, None]) -> None:
+        silent = (connection for connection in group if connection.conn.their_state is h11.IDLE)
+        oldest = next(silent, None) or next(iter(group))
+        self.lost(oldest)
+        oldest.transport.abort()
+
+
+def _allowed_files() -> int:
+    """The most files that this process may have open, after asking for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
 def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = lambda: None) -> Server:
     """A server for the application, without a socket yet."""
     config = uvicorn.Config(
@@ -50,7 +126,6 @@ def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = l
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,
@@ -60,13 +135,16 @@ def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = l
 
 
 def protocol(header_seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 that closes connections whose headers are too slow (slowloris)."""
+    """HTTP/1.1 that closes connections whose headers are too slow (slowloris), and some where there are too many."""
+    connections = Connections()
 
     class Impatient(H11Protocol):
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.app_state = {**self.app_state, ADMITTED: partial(connections.admitted, self)}
+            connections.opened(self)
             self._watch()
 
         def data_received(self, data: bytes) -> None:
@@ -74,6 +152,7 @@ def protocol(header_seconds: float) -> type[H11Protocol]:
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            connections.lost(self)
             self._stop_watching()
             super().connection_lost(exc)
 

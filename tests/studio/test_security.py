@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -16,11 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import h11
 import psutil
 import pytest
 from hostile import METHODS, corpus, honest, routes
+from live_desk import guest, project
 from live_studio import LiveStudio, live_studio, until
 
+from psigrad_studio import web_server
 from psigrad_studio.security import HEADERS, Bucket, Guard, Refused
 from psigrad_studio.sessions import ONE_TIME_SECONDS, Sessions
 
@@ -311,6 +315,86 @@ def test_a_flood_of_what_is_open_to_everybody_leaves_the_owner_alone():
         flood = [studio.ask("GET", path, headers={"Host": studio.host}).status for path in ("/join", "/static/base.css") * 30]
         assert flood[0] == 200 and flood[-1] == 429
         assert studio.ask("GET", "/api/grid/algorithms").status == 200
+
+
+HOLD = """
+import contextlib, socket, sys
+held = []
+while True:
+    with contextlib.suppress(OSError):
+        held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=2))
+        held[-1].sendall(b"GET /grid HTTP/1.1\\r\\nX: " if len(held) % 2 else b"")
+    if len(held) == 300:
+        print(flush=True)
+    if len(held) > 400:
+        held.pop(0).close()
+"""
+
+
+def test_connections_of_strangers_are_never_so_many_that_the_owner_waits():
+    """A process holds as many silent connections as it can get, and opens new ones for those that are cut off."""
+    with live_studio(header_seconds=60.0) as studio:
+        command = [sys.executable, "-c", HOLD, str(studio.settings.port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as holding:
+            try:
+                assert holding.stdout.readline() == b"\n"
+                assert {studio.post("/api/grid/frames", FILM).status for _ in range(30)} == {200}
+                assert {studio.ask("GET", "/static/base.css").status for _ in range(30)} == {200}
+                assert studio.ask("GET", f"/enter?key={studio.settings.key}", headers={"Host": studio.host}).status == 200
+                assert holding.poll() is None
+            finally:
+                holding.kill()
+
+
+class Line:
+    """A connection without a socket."""
+
+    def __init__(self) -> None:
+        self.transport, self.conn, self.open = self, self, True
+        self.their_state = h11.IDLE
+
+    def abort(self) -> None:
+        self.open = False
+
+
+def test_too_many_connections_cost_whoever_has_most_their_oldest(monkeypatch):
+    monkeypatch.setattr(web_server, "CONNECTIONS", 10)
+    monkeypatch.setattr(web_server, "EACH", 6)
+    monkeypatch.setattr(web_server, "GRACE", 0.0)
+    held = web_server.Connections()
+
+    async def lines(n: int, who: object) -> list[Line]:
+        made = [Line() for _ in range(n)]
+        for line in made:
+            held.opened(line)
+            if who is not None:
+                held.admitted(line, who)
+        await asyncio.sleep(0.01)
+        return made
+
+    async def story() -> None:
+        owner, ann, strangers = await lines(3, "owner"), await lines(4, 7), await lines(5, None)
+        assert [line.open for line in strangers] == [False, False, True, True, True]
+        assert all(line.open for line in owner + ann)
+        more = await lines(4, 7)
+        assert sum(line.open for line in ann + more) <= 6 and all(line.open for line in owner)
+        assert [line.open for line in ann + more][-4:] == [True] * 4
+        for line in owner + ann + more + strangers:
+            held.lost(line)
+            held.lost(line)
+        assert not held.held and not held.whose
+
+    asyncio.run(story())
+
+
+def test_a_flood_of_files_leaves_those_of_the_owner_and_of_labellers_alone():
+    with live_studio(burst=30, requests_per_second=1.0) as studio:
+        ann = guest(studio, project(studio, 1))
+        assert ann.get("/api/label/me").status == 200
+        flood = [studio.ask("GET", "/static/base.css", headers={"Host": studio.host}).status for _ in range(60)]
+        assert flood[-1] == 429
+        for headers in (studio.headers, ann.headers):
+            assert studio.ask("GET", "/static/base.css", headers=headers).status == 200
 
 
 def test_slow_headers_and_slow_bodies_are_cut_off_and_others_are_served():

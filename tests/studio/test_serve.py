@@ -24,7 +24,8 @@ def test_it_prints_an_address_that_opens_and_stops_on_ctrl_c(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address = re.search(r"http://127\.0\.0\.1:\d+/enter\?key=\S+", process.stdout.readline()).group()
         opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        assert b"Grid world" in opener.open(address).read()
+        assert b"The studio opens" in opener.open(address).read()
+        assert b"Grid world" in opener.open(address.partition("/enter")[0] + "/grid").read()
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
         assert "Traceback" not in process.stderr.read()
