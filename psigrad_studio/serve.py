@@ -70,6 +70,21 @@ def studio(
     serve(settings, listening, open_browser=open_browser, say=say or partial(print, flush=True))
 
 
+def copied(runs: str, database: str, backup: str, restore: str) -> str:
+    """Back the labels up to a file, or restore them from one, and say what was done. Raises `UserError` where that cannot be."""
+    from psigrad_studio.labels import label_backup
+    from psigrad_studio.labels.database import local_file
+
+    if backup and restore:
+        raise UserError("--backup and --restore were both given; name one.")
+    place = local_file(replace(StudioSettings(), runs=Path(runs or "runs"), database=database).labels)
+    if backup:
+        size = label_backup.backup(place, Path(backup))
+        return f"{place} was copied to {backup} ({size / 1e6:.1f} MB)."
+    kept = label_backup.restore(Path(restore), place)
+    return f"{place} is what {restore} held." + ("" if kept is None else f" What was there before is in {kept}.")
+
+
 def _try(where: str) -> None:
     """Open the labels once, so that errors appear at the start and not to the first labeller."""
     from psigrad_studio.labels import database

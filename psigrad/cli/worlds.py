@@ -108,19 +108,26 @@ def studio(arguments: list[str]) -> int:
     """Serve the studio."""
     usage = (
         "psigrad studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--model-memory GB] [--database URL] [--allow-host NAME ...]"
-        " [--port N] [--no-open]"
+        " [--port N] [--no-open]\n"
+        "psigrad studio [RUNS_FOLDER] [--database FILE] --backup FILE | --restore FILE"
     )
     if asks_for_help(arguments):
         print(f"{usage}\n\nThe web application: grid world, runs, labelling desk, chat. It binds this machine only.")
+        print("--backup copies the labels to a new file, also while a studio runs; --restore puts such a file in their place.")
         return 0
     from psigrad.cli import flags
 
     folders, listed, rest = flags.listed(arguments, "--checkpoint", "--allow-host")
-    given = flags.plain("studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": ""})
+    given = flags.plain(
+        "studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
+    )
     if len(folders) > 1:
         raise UserError(f"studio got {len(folders)} folders and takes one; the usage is {usage}.")
     from psigrad_studio import serve
 
+    if given["backup"] or given["restore"]:
+        print(serve.copied("".join(folders), given["database"], given["backup"], given["restore"]))
+        return 0
     chat = {"checkpoints": listed["--checkpoint"], "model_memory": given["model_memory"]}
     labels = {"database": given["database"], "allow_host": listed["--allow-host"]}
     serve.studio("".join(folders), port=given["port"], open_browser=given["open"], **chat, **labels)

@@ -41,6 +41,7 @@ class LoginForm(RequestForm):
 
     name: Text
     password: Text
+    device: Annotated[str, Field(max_length=200)] = ""
 
 
 def router(store: LabelStore) -> APIRouter:
@@ -71,7 +72,7 @@ def router(store: LabelStore) -> APIRouter:
     def log_in(form: LoginForm, request: Request) -> Response:
         _must_be_new(request)
         with store.slowly(hashing=True):
-            return _entered(store, request, people.log_in(store.db, form.name, form.password))
+            return _entered(store, request, people.log_in(store.db, form.name, form.password, form.device))
 
     @routes.post("/api/join/logout")
     def log_out(form: RequestForm, request: Request) -> Response:
@@ -95,7 +96,7 @@ def _cookie(store: LabelStore) -> str:
 
 def _entered(store: LabelStore, request: Request, login: Login) -> Response:
     """Put a new session into a cookie that scripts cannot read. Under HTTPS it is only sent over HTTPS."""
-    response = json_response({"name": login.person.name, "csrf": login.csrf})
+    response = json_response({"name": login.person.name, "csrf": login.csrf, "device": login.device})
     seconds = max(0, login.expires_at // 1000 - int(time.time()))
     safe = request.headers.get("origin", "").startswith("https://")
     response.set_cookie(_cookie(store), login.token, max_age=seconds, httponly=True, samesite="lax", secure=safe)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from psigrad.errors import UserError
-from psigrad_studio.labels import migrate
-from psigrad_studio.labels.refusals import Busy, Missing
+from psigrad_studio.labels import label_backup, migrate
+from psigrad_studio.labels.refusals import Busy, Damaged, Missing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,6 +99,8 @@ def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: b
                     raise Busy("The database of the labels went away; try again in a moment, with the same key.") from error
                 if getattr(error.orig, "sqlstate", None) == _TOO_LARGE:
                     raise Missing("There is nothing with a number of that size.") from error
+                if _is_damaged(error):
+                    raise Damaged(str(label_backup.damaged(str(database.engine.url.database), str(error.orig)))) from error
                 if not _met_another(error):
                     raise
         raise Busy("The labels stayed locked by others; nothing was changed, try again with the same key.")
@@ -112,11 +115,24 @@ def _met_another(error: DBAPIError) -> bool:
     return getattr(error.orig, "sqlstate", None) in ("40001", "40P01", "55P03")
 
 
+def _is_damaged(error: DBAPIError) -> bool:
+    return getattr(error.orig, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+
+
+def _check(connection: Connection, url: URL) -> None:
+    """Raises `UserError` where SQLite finds its file damaged."""
+    if url.get_backend_name() == "sqlite":
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, sqlite3.Connection)
+        label_backup.check(driver, Path(str(url.database)))
+
+
 def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Database:
     """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`), and migrate it to this
     version.
 
-    Raises `UserError` where it cannot be opened, or was made by a newer version.
+    An SQLite database is copied beside itself before it is migrated. Raises `UserError` where it cannot be opened, is damaged, or
+    was made by a newer version.
     """
     url = _url(where)
     try:
@@ -126,12 +142,17 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
     try:
         # usually there is nothing to migrate, and no need to wait for writers
         with engine.begin() as connection:
-            ready = migrate.is_current(connection)
+            _check(connection, url)
+            ready, before = migrate.is_current(connection), migrate.version(connection)
         if not ready:
+            if before is not None and migrate.is_known(before) and url.get_backend_name() == "sqlite":
+                label_backup.before_migration(Path(str(url.database)), before)
             with engine.execution_options(psigrad_write=True).begin() as connection:
                 migrate.upgrade(connection)
     except DBAPIError as error:
         engine.dispose()
+        if _is_damaged(error):
+            raise label_backup.damaged(str(url.database), str(error.orig)) from error
         raise UserError(f"The database {url.render_as_string()} cannot be opened: {str(error.orig).strip()}.") from error
     except BaseException:
         engine.dispose()
@@ -153,6 +174,16 @@ def _url(where: str | Path) -> URL:
     if backend not in ("sqlite", "postgresql"):
         raise UserError(f"The labels' URL begins with {url.drivername}://; expected a path, sqlite:/// or postgresql://.")
     return url.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
+
+
+def local_file(where: str | Path) -> Path:
+    """The file of a database in SQLite. Raises `UserError` for PostgreSQL, which has programs of its own for backups."""
+    url = _url(where)
+    if url.get_backend_name() != "sqlite":
+        raise UserError(
+            "Labels in PostgreSQL are backed up by its own programs: pg_dump --format custom, and pg_restore --clean."
+        )
+    return Path(url.database or "")
 
 
 def _sqlite(url: URL) -> Engine:

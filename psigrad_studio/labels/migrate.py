@@ -29,6 +29,16 @@ def is_current(connection: Connection) -> bool:
     return MigrationContext.configure(connection).get_current_heads() == tuple(scripts().get_heads())
 
 
+def version(connection: Connection) -> str | None:
+    """The version of the database's tables; None where it has none of ours."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def is_known(revision: str) -> bool:
+    """Whether this version of psigrad knows the migration."""
+    return revision in {script.revision for script in scripts().walk_revisions()}
+
+
 def upgrade(connection: Connection) -> None:
     """Run every migration that the database has not seen, inside the transaction that `connection` is in.
 

@@ -70,3 +70,20 @@ def session_token(csrf: str) -> str:
     It is a hash of the secret, so that whoever reads the cookie, as every port of the host can, does not know the secret.
     """
     return f"psigrad_session_{hashlib.sha256(b'psigrad cookie' + csrf.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def new_device(stored: str) -> str:
+    """What a browser in which somebody logged in can show later: `nonce.signature`, signed with the hash of their password."""
+    nonce = secrets.token_urlsafe(12)
+    return f"{nonce}.{_device_signature(nonce, stored)}"
+
+
+def device_holds(device: str, stored: str) -> bool:
+    """Whether somebody with this password hash has logged in there, with the password that they still have."""
+    nonce, _, signature = device.partition(".")
+    return hmac.compare_digest(signature.encode("utf-8", "surrogatepass"), _device_signature(nonce, stored).encode())
+
+
+def _device_signature(nonce: str, stored: str) -> str:
+    text = f"psigrad device {nonce}".encode("utf-8", "surrogatepass")
+    return hmac.new(stored.encode(), text, hashlib.sha256).hexdigest()

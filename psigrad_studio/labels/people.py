@@ -23,6 +23,8 @@ HOUR = 3_600_000
 SESSION_FOR, SESSION_IDLE = 30 * 24 * HOUR, 24 * HOUR
 SEEN_EVERY = 60_000
 FAILURES, FAILURES_WITHIN = 10, HOUR // 4
+# what failures are counted under besides names, which have no such characters
+_DEVICE, _CHANGE = "\x01device", "\x01change"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Login:
     token: str = field(repr=False)
     csrf: str = field(repr=False)
     expires_at: int
+    device: str = field(default="", repr=False)
+    """What the browser sends when it logs in again; it holds until the password is changed."""
 
 
 def actions(session: Session, person: Person, project_id: int) -> set[str]:
@@ -122,39 +126,53 @@ def empty(session: Session) -> bool:
     return session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is None
 
 
-def log_in(database: Database, name: str, password: str) -> Login:
+def log_in(database: Database, name: str, password: str, device: str = "") -> Login:
     """A new session, by name and password. Raises `Unknown` for a wrong name or password (with the same message) and `TooMany`
-    after ten failures in a quarter of an hour under one name.
+    after ten failures in a quarter of an hour.
+
+    Failures are counted for each `device` that has logged in before, as `Login.device` says, and for all others together under
+    one name: guesses from elsewhere do not lock people out of the browsers that they use.
     """
     if not name.isprintable():
         raise Unknown("Name or password is wrong.")
-    stored = _stored_password(database, folded(name))
+    count, stored = _stored_password(database, folded(name), device)
     # outside a transaction: hashing takes a tenth of a second, too long to hold a lock
     good = passwords.check_password(password, stored)
-    login = _begin_session(database, folded(name), stored if good else None)
+    login = _begin_session(database, folded(name), stored if good else None, count)
     if login is None:
         raise Unknown("Name or password is wrong.")
     return login
 
 
 @reads
-def _stored_password(session: Session, key: str) -> str | None:
-    since = now(session) - FAILURES_WITHIN
-    failures = select(func.count()).select_from(LoginFailure).where(LoginFailure.folded == key, LoginFailure.at > since)
-    if (session.scalar(failures) or 0) >= FAILURES:
-        raise TooMany("Too many wrong passwords for this name; wait a quarter of an hour.")
-    return session.scalar(select(User.password_hash).where(User.folded == key, User.disabled_at.is_(None)))
+def _stored_password(session: Session, key: str, device: str) -> tuple[str, str | None]:
+    """Where failures count, and the hash of the password. Raises `TooMany` where too many have been counted."""
+    stored = session.scalar(select(User.password_hash).where(User.folded == key, User.disabled_at.is_(None)))
+    count = f"{_DEVICE} {device}" if stored is not None and passwords.device_holds(device, stored) else key
+    _refuse_guesses(session, count)
+    return count, stored
 
 
 @writes
-def _begin_session(session: Session, key: str, stored: str | None) -> Login | None:
+def _begin_session(session: Session, key: str, stored: str | None, count: str) -> Login | None:
     user = session.scalar(select(User).where(User.folded == key, User.disabled_at.is_(None)))
     # the password may have changed meanwhile
     if user is None or stored is None or user.password_hash != stored:
-        session.execute(delete(LoginFailure).where(LoginFailure.at <= now(session) - FAILURES_WITHIN))
-        session.add(LoginFailure(folded=key[:200], at=now(session)))
+        _count_guess(session, count)
         return None
     return open_session(session, user)
+
+
+def _refuse_guesses(session: Session, count: str) -> None:
+    since = now(session) - FAILURES_WITHIN
+    failures = select(func.count()).select_from(LoginFailure).where(LoginFailure.folded == count[:200], LoginFailure.at > since)
+    if (session.scalar(failures) or 0) >= FAILURES:
+        raise TooMany("Too many wrong passwords; wait a quarter of an hour, or use a browser in which you have logged in before.")
+
+
+def _count_guess(session: Session, count: str) -> None:
+    session.execute(delete(LoginFailure).where(LoginFailure.at <= now(session) - FAILURES_WITHIN))
+    session.add(LoginFailure(folded=count[:200], at=now(session)))
 
 
 def open_session(session: Session, user: User) -> Login:
@@ -164,7 +182,8 @@ def open_session(session: Session, user: User) -> Login:
     until = start + SESSION_FOR
     hashed = passwords.hash_token(token)
     session.add(LoginSession(user_id=user.id, token_hash=hashed, created_at=start, seen_at=start, expires_at=until))
-    return Login(_person(user), token, csrf, until)
+    device = passwords.new_device(user.password_hash) if user.password_hash else ""
+    return Login(_person(user), token, csrf, until, device)
 
 
 def who(database: Database, token: str | None) -> Person:
@@ -210,11 +229,24 @@ def log_out(session: Session, token: str) -> None:
 
 
 def change_password(database: Database, person: Person, old: str, new: str) -> None:
-    """Set a new password and end all sessions of the person. Raises `Forbidden` where the old password is wrong."""
-    stored = _stored_password(database, folded(person.name))
-    if not passwords.check_password(old, stored):
+    """Set a new password and end all sessions of the person. Raises `Forbidden` where the old password is wrong, and `TooMany`
+    after ten such failures in a quarter of an hour, which keep nobody from logging in.
+    """
+    if not passwords.check_password(old, _own_password(database, person)):
+        _wrong_old_password(database, person)
         raise Forbidden("The old password is wrong; nothing was changed.")
     _set_password(database, person, passwords.hash_password(new))
+
+
+@reads
+def _own_password(session: Session, person: Person) -> str | None:
+    _refuse_guesses(session, f"{_CHANGE} {person.id}")
+    return session.get_one(User, person.id).password_hash
+
+
+@writes
+def _wrong_old_password(session: Session, person: Person) -> None:
+    _count_guess(session, f"{_CHANGE} {person.id}")
 
 
 @writes

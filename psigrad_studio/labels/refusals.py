@@ -45,3 +45,9 @@ class Busy(Refusal):
     """The database stayed locked. The same call may be repeated, with the same key."""
 
     status = 503
+
+
+class Damaged(Refusal):
+    """The database is damaged; the message names it and says what to do."""
+
+    status = 500

@@ -3,6 +3,8 @@ import { keepSession, post } from "../api.js";
 
 const $ = (id) => document.getElementById(id);
 const token = location.hash.slice(1);
+// shows that this browser was logged in before, so that guesses from elsewhere do not lock its user out
+const DEVICE = "psigrad-device";
 const ROLES = { labeller: "to label in", viewer: "to see the results of", admin: "to manage" };
 history.replaceState(null, "", location.pathname);
 
@@ -51,7 +53,9 @@ $("enter").addEventListener("submit", async (event) => {
   $("go").disabled = true;
   const who = { name: $("name").value, password: $("password").value };
   try {
-    const { csrf } = $("rule").hidden ? await post("/api/join/login", who) : await post("/api/join/accept", { token, ...who });
+    const again = { ...who, device: localStorage.getItem(DEVICE) ?? "" };
+    const { csrf, device } = $("rule").hidden ? await post("/api/join/login", again) : await post("/api/join/accept", { token, ...who });
+    localStorage.setItem(DEVICE, device);
     keepSession(csrf);
     location.assign("/label");
   } catch (error) {

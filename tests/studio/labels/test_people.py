@@ -196,6 +196,44 @@ def test_guessing_is_stopped_and_others_are_not(db, owner, project, ann, clock):
     people.log_in(db, "Ann", PASSWORD)
 
 
+def test_guesses_from_elsewhere_do_not_lock_out_a_browser_that_was_logged_in_before(db, ann):
+    for n in range(11):
+        with pytest.raises((Unknown, TooMany)):
+            people.log_in(db, "Ann", f"guess number {n}")
+    for device in ("", "made.up", ann.device[:-1], ann.device.upper()):
+        with pytest.raises(TooMany, match="logged in before"):
+            people.log_in(db, "Ann", PASSWORD, device)
+    again = people.log_in(db, "Ann", PASSWORD, ann.device)
+    assert again.person == ann.person and again.device not in ("", ann.device)
+    for n in range(10):  # whoever has stolen what a browser shows can't guess on
+        with pytest.raises(Unknown):
+            people.log_in(db, "Ann", f"guess number {n}", ann.device)
+    with pytest.raises(TooMany):
+        people.log_in(db, "Ann", PASSWORD, ann.device)
+    assert people.log_in(db, "Ann", PASSWORD, again.device)
+
+
+def test_what_a_browser_shows_holds_for_its_user_and_until_the_password_is_changed(db, owner, project, ann):
+    bob = invites.accept(db, invites.invite(db, owner, project, "viewer"), "Bob", PASSWORD)
+    for n in range(10):
+        with pytest.raises(Unknown):
+            people.log_in(db, "Ann", f"guess number {n}")
+    with pytest.raises(TooMany):
+        people.log_in(db, "Ann", PASSWORD, bob.device)
+    people.change_password(db, ann.person, PASSWORD, "another good password")
+    with pytest.raises(TooMany):
+        people.log_in(db, "Ann", "another good password", ann.device)
+
+
+def test_the_old_password_cannot_be_guessed_in_a_stolen_session(db, ann):
+    for n in range(10):
+        with pytest.raises(Forbidden):
+            people.change_password(db, ann.person, f"guess number {n}", "another good password")
+    with pytest.raises(TooMany):
+        people.change_password(db, ann.person, PASSWORD, "another good password")
+    assert people.log_in(db, "Ann", PASSWORD).person == ann.person
+
+
 def test_a_changed_password_ends_every_session(db, ann):
     with pytest.raises(Forbidden, match="old password is wrong"):
         people.change_password(db, ann.person, "not her password", "another good password")
