@@ -183,7 +183,7 @@ def test_a_place_that_is_none_is_one_sentence(where_to, said):
 
 def test_a_file_that_is_no_database_is_one_sentence(tmp_path):
     (tmp_path / "labels.db").write_text("what a lovely day" * 100)
-    with pytest.raises(UserError, match="is damaged .file is not a database"):
+    with pytest.raises(UserError, match=r"is damaged \(file is not a database\)"):
         database.connect(tmp_path / "labels.db")
 
 
