@@ -141,6 +141,9 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     activations stay near the processor. A GPU with room wants more."""
     max_refills: CountOrZero = 4
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
+    filter_metric: str = ""
+    """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
+    sum of all but soft_overlong's."""
     keep_activations_gb: PositiveOrZero = 1.0
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
     checkpointing). With 0, or when they need more, training runs its own forward pass."""

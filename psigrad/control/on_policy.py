@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,7 +24,7 @@ from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals, ratio
 from psigrad.objective.advantage import needs_of
 from psigrad.objective.aggregate import fixed_length, sequence_sum, token_mean
-from psigrad.objective.penalty import adapted, kl_penalty
+from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
 from psigrad.objective.returns import discounted_sum, td_errors
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
 from psigrad.objective.surrogate import clip
@@ -146,15 +147,23 @@ class OnPolicyTrainer(Trainer):
         prepared = self._prepared(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
         rate = self.learning_rate
+        full = Minibatch(prepared, seen.observation, seen.action, seen)
+        whole = full if once and seen.full else self._parts(prepared, seen)
         if once:  # this one forward pass both measures and learns
-            whole = Minibatch(prepared, seen.observation, seen.action, seen) if seen.full else self._parts(prepared, seen)
             known = slopes(algorithm, whole.prepared, totals) if closed else None
             terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
         else:
-            terms = self._passes(algorithm, self._parts(prepared, seen), totals, minibatches, rate, metrics)
-        if isinstance(algorithm.surrogate, kl_penalty):
-            self.state = adapted(algorithm.surrogate, self.state, terms["policy/approxkl_avg"])
+            terms = self._passes(algorithm, whole, totals, minibatches, rate, metrics)
+        if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None:
+            self.state = adapted(algorithm.surrogate, self.state, self._moved_by(whole))
         return {**prepared.metrics, **terms, "learning_rate": rate} if metrics else {}
+
+    def _moved_by(self, part: Minibatch) -> float:
+        """KL(old‖new) of these steps after the update."""
+        _, now = self._pass(part.observation, part.action, self._differentiable, False)
+        batch = part.prepared.batch
+        logp = now.logp[:, None] if part.seen is None else part.seen.wide(now.logp)
+        return measured_kl(logp, batch.logp_old, batch.mask & part.prepared.keep[:, None])
 
     def _once(self, minibatches: int) -> bool:
         """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""
@@ -231,7 +240,6 @@ class OnPolicyTrainer(Trainer):
         """The passes over the rollout, each in shuffled minibatches; the terms of the last update."""
         config, terms = self.config, {}
         known: Slopes | None = None
-        adapts = isinstance(algorithm.surrogate, kl_penalty)
         rng = self.rng("minibatch")
         for epoch in range(config.n_epochs):
             parts = [whole] if minibatches == 1 else whole.shuffled(rng, minibatches)
@@ -239,14 +247,19 @@ class OnPolicyTrainer(Trainer):
                 if minibatches > 1:
                     totals = Totals(len(part.action), len(part.action), len(part.action))
                 last = epoch == config.n_epochs - 1 and i == len(parts) - 1
-                measured = config.target_kl is not None or (last and (metrics or adapts))
+                measured = config.target_kl is not None or (last and metrics)
                 if self._differentiable and (minibatches > 1 or known is None):
                     known = slopes(algorithm, part.prepared, totals)
                 passed = self._pass(part.observation, part.action, known is not None, measured)
                 terms = self._update(algorithm, part, totals, passed, rate, measured, known)
-                if config.target_kl is not None and terms.get("policy/approxkl_avg", 0.0) > 1.5 * config.target_kl:
+                if config.target_kl is not None and self._too_far(terms):
                     return terms
         return terms
+
+    def _too_far(self, terms: Mapping[str, float | Tensor]) -> bool:
+        """Whether the policy has left the trust region of `target_kl`, so that the step at hand is not taken."""
+        limit = self.config.target_kl
+        return limit is not None and float(terms.get("policy/approxkl_avg", 0.0)) > 1.5 * limit
 
     def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> tuple[ForwardPass, ActionEvaluation]:
         """A forward pass: `closed` for a gradient in closed form, which reads entropies for `metrics` alone, else for autograd
@@ -286,6 +299,8 @@ class OnPolicyTrainer(Trainer):
                     totals.tokens, 1
                 )
             gradient = forward.backward(value)
+        if self._too_far(terms):
+            return {name: float(term) for name, term in terms.items()}
         norm = self.optimizer.step(gradient, rate)
         return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
 

@@ -72,11 +72,13 @@ class TokenStatsRequest:
         if self.entropy or self.reference_head is not None:
             log_pi = logits - normaliser[:, None]
             pi = log_pi.exp()
+            never = log_pi.isneginf()  # 0 · log 0 = 0, and so is its gradient
+            log_pi = log_pi.masked_fill(never, 0.0)
             if self.entropy:
                 entropy = -(pi * log_pi).sum(-1)
             if self.reference_head is not None and reference_hidden is not None:
                 log_ref = torch.log_softmax(upcast(self.reference_head(reference_hidden)) / self.temperature, -1)
-                kl = (pi * (log_pi - log_ref)).sum(-1)
+                kl = (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
         if self.accuracy:
             hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
         return logp, entropy, kl, hit

@@ -17,7 +17,7 @@ EMPTY_ROW = torch.iinfo(torch.int64).min
 """Group id given to rows without a chosen step, so that padding rows never join a real group."""
 
 _PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value")
-_PER_ROW = ("group", "last_value", "truncated")
+_PER_ROW = ("group", "last_value", "truncated", "metric")
 
 
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
@@ -50,8 +50,9 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 class Batch:
     """N collected trajectories. Algorithms read everything here but `inputs`.
 
-    On construction every per-step tensor is detached, copied and set to 0 outside `mask`, so nothing downstream can read padding
-    or observations. A reward on a masked step is therefore ignored: put it on the last chosen step before it, as `terminal` does.
+    On construction every per-step tensor is detached, copied, promoted to float32 where it has less, and set to 0 outside `mask`,
+    so nothing downstream can read padding or observations. A reward on a masked step is therefore ignored: put it on the last
+    chosen step before it, as `terminal` does.
     Errors: ValueError when a tensor has the wrong shape or `mask` is not boolean.
     """
 
@@ -77,6 +78,8 @@ class Batch:
     """[N] value of the state after the last step: the bootstrap of a cut trajectory, 0 for a finished one."""
     truncated: Tensor | None = None
     """[N] bool: True where the trajectory was cut by its length limit."""
+    metric: Tensor | None = None
+    """[N] what the filter has_signal compares, such as correctness; None: the sum of the rewards."""
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2 or self.mask.dtype != torch.bool:
@@ -95,7 +98,7 @@ class Batch:
         for name in _PER_STEP[1:]:
             tensor = getattr(self, name)
             if tensor is not None:
-                own = tensor.detach()
+                own = _at_least_float32(tensor.detach())
                 object.__setattr__(self, name, own.clone() if self.whole else zero_outside(self.mask, own))
         group = self.group.long()
         if not self.whole:
@@ -122,6 +125,11 @@ class Batch:
         picked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inputs"}
         picked = {name: tensor if tensor is None else tensor[rows] for name, tensor in picked.items()}
         return replace(self, inputs=_select_inputs(self.inputs, rows), **picked)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Bounds as near to 1 as GSPO's and sums over long rows are lost in half precision."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _select_inputs(inputs: Any, rows: Tensor | slice) -> Any:

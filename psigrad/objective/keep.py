@@ -20,13 +20,14 @@ Keep = Callable[[Batch], Tensor]
 def has_signal(batch: Batch) -> Tensor:
     """Drop groups whose rewards are all equal; the trainer collects others in their place.
 
-    Formula: keep i  ⇔  min(R) < max(R) in the group of i
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i, M the batch's `metric`, or the rewards where it has none
 
-    The test is exact equality. A standard deviation of floats is not 0 for eight rewards of 0.1.
+    The test is exact equality. A standard deviation of floats is not 0 for eight rewards of 0.1. The paper tests correctness:
+    with a penalty on length a group of right answers would differ, and teach length alone.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
     """
-    return ~stats.all_equal(batch.sequence_reward, batch.group)
+    return ~stats.all_equal(batch.sequence_reward if batch.metric is None else batch.metric, batch.group)
 
 
 def not_truncated(batch: Batch) -> Tensor:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from psigrad.objective.ratio import exp_ratio
+from psigrad.objective.ratio import bounded, exp_ratio
 
 __all__ = ["KL", "adaptive"]
 
@@ -44,11 +44,11 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
         case "k2":
             return k2
         case "k3":
-            return torch.expm1(-d) + d
+            return torch.expm1(bounded(-d)) + d
         case "k1+":
             return d.detach() + straight_through
         case "k3+":
-            return (torch.expm1(-d) + d).detach() + straight_through
+            return (torch.expm1(bounded(-d)) + d).detach() + straight_through
     raise ValueError(
         f"estimate got {estimator!r}, which is not a function of the sampled action; expected k1, k2, k3, k1+ or k3+."
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from psigrad.objective.batch import zero_outside
 from psigrad.objective.ratio import exp_ratio
 
 __all__ = ["kl_penalty"]
@@ -22,7 +23,7 @@ class kl_penalty:
 
     The bracket is an unbiased, never negative estimate of KL(π_old‖π). Steps were sampled from π_old, which does not depend on
     the parameters, so its gradient is right too. With a `target`, β is doubled when the measured KL is above 1.5 · target and
-    halved when it is below target / 1.5 (call `adapted` after each update; the coefficient lives in the state).
+    halved when it is below target / 1.5: after each update call `adapted` with `measured_kl`. The coefficient lives in the state.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
     """
@@ -45,11 +46,20 @@ class kl_penalty:
         return -ratio * advantage + self.coefficient * (ratio - 1 - log_ratio)
 
 
-def adapted(penalty: kl_penalty, state: Mapping[str, float], measured_kl: float) -> dict[str, float]:
-    """The state after one update that moved the policy by `measured_kl` (the term `policy/approxkl_avg`)."""
+def measured_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
+    """How far an update has moved the policy from the one that collected: the mean of ρ_t − 1 − log ρ_t over the steps of `mask`.
+
+    `logp` is that of the policy after all passes over the batch; before its last minibatch a part of the way would be missing.
+    """
+    moved = zero_outside(mask, logp.detach() - logp_old)
+    return float((exp_ratio(moved) - 1 - moved).sum() / mask.sum().clamp(min=1))
+
+
+def adapted(penalty: kl_penalty, state: Mapping[str, float], kl: float) -> dict[str, float]:
+    """The state after one update that moved the policy by `kl`."""
     coefficient = state[STATE_KEY]
-    if penalty.target is not None and measured_kl > 1.5 * penalty.target:
+    if penalty.target is not None and kl > 1.5 * penalty.target:
         coefficient *= 2
-    elif penalty.target is not None and measured_kl < penalty.target / 1.5:
+    elif penalty.target is not None and kl < penalty.target / 1.5:
         coefficient /= 2
     return {**state, STATE_KEY: coefficient}

@@ -319,12 +319,14 @@ class PolicyGradient:
         return Loss(self.critic.coefficient * error, {"value_loss": error.detach()})
 
     def _check_batch(self, batch: Batch) -> None:
-        # a sum is one operation, and finite only where every reward is
-        if not math.isfinite(batch.reward.sum()) and not bool(torch.isfinite(batch.reward).all()):
-            rows = (~torch.isfinite(batch.reward)).any(1).nonzero().flatten().tolist()
-            raise ValueError(
-                f"The reward of rows {rows[:5]} is NaN or infinite; expected numbers; score those rows again or drop them."
-            )
+        for name in ("reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value"):
+            x: Tensor | None = getattr(batch, name)
+            # a sum is one operation, and finite only where every number is
+            if x is not None and not math.isfinite(x.sum()) and not bool(torch.isfinite(x).all()):
+                rows = (~torch.isfinite(x)).any(1).nonzero().flatten().tolist()
+                raise ValueError(
+                    f"The {name} of rows {rows[:5]} is NaN or infinite; expected numbers; compute those rows again or drop them."
+                )
         if self.min_group_size > 1 and bool(batch.present.any()):
             largest = int(stats.group_size(batch.group)[batch.present].max())
             if largest < self.min_group_size:

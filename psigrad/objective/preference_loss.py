@@ -365,8 +365,8 @@ class KahnemanTversky:
         """The share of these completions in the loss of an optimiser step with `total` of them."""
         total = max(total, 1)
         ratio = rows.logp - rows.ref
-        sign = torch.where(rows.desirable, 1.0, -1.0).to(ratio.dtype)
-        weight = torch.where(rows.desirable, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
+        sign = torch.where(rows.desirable, ratio.new_tensor(1.0), -1.0)
+        weight = torch.where(rows.desirable, ratio.new_tensor(self.desirable_weight), self.undesirable_weight)
         value = (weight * (1 - torch.sigmoid(self.beta * sign * (ratio - rows.kl)))).sum() / total
         reward = self.beta * ratio.detach()
         good, bad = rows.desirable, ~rows.desirable

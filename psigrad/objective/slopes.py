@@ -49,9 +49,10 @@ class Slopes:
             return self.scale
         moved = logp - self.logp_old
         slope = moved.clamp(max=MAX_LOG_RATIO).exp_().mul_(self.scale)
-        least, most = self.bounds or (None, torch.tensor(MAX_LOG_RATIO))
-        held = moved > most if least is None else (moved < least) | (moved > most)
-        return slope.masked_fill_(held, 0.0)
+        if self.bounds is None:
+            return slope
+        least, most = self.bounds
+        return slope.masked_fill_((moved < least) | (moved > most), 0.0)
 
     def value(self, value: Tensor) -> Tensor:
         """dL/dV [N, T]."""
@@ -98,5 +99,4 @@ def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slo
 def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
     """log ρ loses its gradient below the first where A < 0, and above the second where A > 0."""
     low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
-    most = high.clamp(max=MAX_LOG_RATIO)
-    return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, most, MAX_LOG_RATIO)
+    return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, high, torch.inf)

@@ -62,8 +62,8 @@ class clip:
         """[N, T] loss of each step."""
         # the minimum is the ratio held from above where A > 0 and from below where A < 0; so written, its gradient takes half the
         # operations
-        least = torch.where(advantage < 0, advantage.new_tensor(1 - self.low), -torch.inf)
-        most = torch.where(advantage > 0, advantage.new_tensor(1 + self.high), torch.inf)
+        least = torch.where(advantage < 0, log_ratio.new_tensor(1 - self.low), -torch.inf)
+        most = torch.where(advantage > 0, log_ratio.new_tensor(1 + self.high), torch.inf)
         return -exp_ratio(log_ratio).clamp(least, most) * advantage
 
 

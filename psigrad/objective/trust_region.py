@@ -20,12 +20,15 @@ Product = Callable[[Tensor], Tensor]
 def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: float = 1e-10) -> Tensor:
     """x with A·x ≈ b for a symmetric positive definite A, given as its product with a vector; exact after len(b) steps.
 
+    It ends where |b − A·x|² ≤ tolerance · |b|², whatever the scale of b.
+
     Source: Hestenes and Stiefel 1952.
     """
     x, r, p = torch.zeros_like(b), b.clone(), b.clone()
     rr = r @ r
+    least = tolerance * float(rr)
     for _ in range(steps):
-        if float(rr) < tolerance:
+        if float(rr) <= least:
             break
         along = product(p)
         alpha = rr / (p @ along)

@@ -5,7 +5,8 @@
     policy iteration   evaluate π, then improve it, repeat      policy_iteration
     modified           back up, then m sweeps of evaluation     modified_policy_iteration
 
-A generator ends when its error bound is at most `epsilon`. Every solver starts from `value` when one is given (a warm start).
+A generator ends when its error bound is at most `epsilon`; None: 1e-8 of the largest value, and at least 1e-8. Every solver
+starts from `value` when one is given (a warm start).
 Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson 1993; Puterman 1994, chapters 6 and 7.
 """
 
@@ -32,7 +33,7 @@ from psigrad.tabular.bellman import (
     q_values,
 )
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
-from psigrad.tabular.sweeps import Step, Sweep, change_bounds, is_finished, residual_bounds, rounding
+from psigrad.tabular.sweeps import Step, Sweep, change_bounds, is_finished, residual_bounds, rounding, wanted_error
 from psigrad.tabular.termination import safe_policy
 
 Method = Literal["policy_iteration", "value_iteration", "modified_policy_iteration"]
@@ -57,7 +58,7 @@ class Solution:
 
 
 def policy_evaluation(
-    mdp: MDP, policy: ArrayLike, *, value: ArrayLike | None = None, in_place: bool = False, epsilon: float = 1e-8
+    mdp: MDP, policy: ArrayLike, *, value: ArrayLike | None = None, in_place: bool = False, epsilon: float | None = None
 ) -> Iterator[Sweep]:
     """Sweeps V ← R_π + γ·P_π·V towards V_π: all states from the old values, or (in_place) each from the newest.
 
@@ -78,7 +79,7 @@ def _repeated(
     backup: Callable[[FloatArray], FloatArray],
     old: FloatArray,
     synchronous: bool,
-    epsilon: float,
+    epsilon: float | None,
     steps: float | None = None,
     policy: Policy | None = None,
 ) -> Iterator[Sweep]:
@@ -100,7 +101,7 @@ def value_iteration(
     value: ArrayLike | None = None,
     in_place: bool = False,
     order: ArrayLike | None = None,
-    epsilon: float = 1e-8,
+    epsilon: float | None = None,
 ) -> Iterator[Sweep]:
     """Sweeps V ← max_a Q(s, a) towards V*: all states from the old values, or (in_place: Gauss–Seidel) one after the other.
 
@@ -158,7 +159,7 @@ def policy_iteration(
 
 
 def modified_policy_iteration(
-    mdp: MDP, *, value: ArrayLike | None = None, sweeps: int = 20, epsilon: float = 1e-8
+    mdp: MDP, *, value: ArrayLike | None = None, sweeps: int = 20, epsilon: float | None = None
 ) -> Iterator[Sweep]:
     """A backup V ← max_a Q, then `sweeps` sweeps of evaluation of its greedy policy, which cost a sweep of one action each.
 
@@ -193,7 +194,7 @@ def modified_policy_iteration(
 
 
 def prioritised_sweeping(
-    mdp: MDP, *, value: ArrayLike | None = None, backups: int | None = None, epsilon: float = 1e-8
+    mdp: MDP, *, value: ArrayLike | None = None, backups: int | None = None, epsilon: float | None = None
 ) -> Iterator[Sweep]:
     """Backs up the state with the largest |TV − V| next, and tells its predecessors. Yields after every `backups` (default S)."""
     _check_epsilon(epsilon)
@@ -239,8 +240,8 @@ SOLVERS: dict[str, Callable[..., Iterator[Sweep]]] = {
 """The solvers that yield sweeps, by name; each takes an MDP and, as keywords, `value` and `epsilon`."""
 
 
-def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = None, epsilon: float = 1e-8) -> Solution:
-    """V*, an optimal policy and a bound on the error, at most `epsilon` for γ < 1.
+def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = None, epsilon: float | None = None) -> Solution:
+    """V*, an optimal policy and a bound on the error, at most `epsilon` for γ < 1; None: 1e-8 of the largest value.
 
     `method` defaults to policy_iteration up to 5,000 states and value_iteration above; at γ = 1 only policy_iteration
     is sure to find a policy that ends. The sweeping methods return the middle of V + [low, high], which is proven earlier than V.
@@ -258,19 +259,19 @@ def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = N
         if sweep.step == "evaluate":
             continue
         last = sweep
-        if method != "policy_iteration" and (sweep.high - sweep.low) / 2 <= epsilon:
+        if method != "policy_iteration" and (sweep.high - sweep.low) / 2 <= wanted_error(epsilon, sweep.value):
             break
     middle = 0.0 if method == "policy_iteration" else (last.low + last.high) / 2
     best = np.where(mdp.is_terminal, 0.0, last.value + middle)
     bound = last.error_bound if method == "policy_iteration" else (last.high - last.low) / 2
-    if bound > epsilon and not gamma_is_one(mdp.gamma):
-        raise ValueError(f"epsilon is {epsilon:g} and float64 proves no more than {bound:.1e} here; give a larger epsilon.")
+    if bound > (wanted := wanted_error(epsilon, best)) and not gamma_is_one(mdp.gamma):
+        raise ValueError(f"epsilon is {wanted:g} and float64 proves no more than {bound:.1e} here; give a larger epsilon.")
     q = q_values(mdp, best)
     policy = greedy(q) if last.chosen is None else np.asarray(last.chosen, dtype=np.int64)
     return Solution(best, policy, q, iterations, bound, method)
 
 
-def _sweeps(mdp: MDP, method: Method, value: ArrayLike | None, epsilon: float) -> Iterator[Sweep]:
+def _sweeps(mdp: MDP, method: Method, value: ArrayLike | None, epsilon: float | None) -> Iterator[Sweep]:
     match method:
         case "policy_iteration":
             return policy_iteration(mdp, value=value)
@@ -318,8 +319,8 @@ def _largest(change: FloatArray) -> float:
     return max(float(change.max()), -float(change.min()))
 
 
-def _check_epsilon(epsilon: float) -> None:
-    if not epsilon >= 0:
+def _check_epsilon(epsilon: float | None) -> None:
+    if epsilon is not None and not epsilon >= 0:
         raise ValueError(f"epsilon is {epsilon}; expected the wanted bound on the error, 0 or more.")
 
 

@@ -94,8 +94,16 @@ def residual_bounds(mdp: MDP, residual: FloatArray, slack: float, steps: float |
     return scale * (min(float(residual.min()), 0.0) - slack), scale * (max(float(residual.max()), 0.0) + slack)
 
 
-def is_finished(sweep: Sweep, epsilon: float, slack: float) -> bool:
+def wanted_error(epsilon: float | None, value: FloatArray) -> float:
+    """`epsilon`, or, where it is None, 1e-8 of the largest value and at least 1e-8: of large values float64 proves no absolute
+    error.
+    """
+    return epsilon if epsilon is not None else 1e-8 * max(1.0, float(np.abs(value).max(initial=0.0)))
+
+
+def is_finished(sweep: Sweep, epsilon: float | None, slack: float) -> bool:
     """Whether the bound is met; a sentence when float64 cannot meet it. Without a bound (γ = 1) the residual decides."""
+    epsilon = wanted_error(epsilon, sweep.value)
     if not np.isfinite(sweep.error_bound):
         return sweep.residual <= max(epsilon, slack)
     if sweep.error_bound <= epsilon:

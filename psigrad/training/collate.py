@@ -12,9 +12,12 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.data.batches import pack_groups
+from psigrad.errors import UserError
 from psigrad.models.packing import Groups
 from psigrad.objective import Batch, terminal
 from psigrad.rollout.types import Trajectory
+
+LENGTH_PENALTY = "soft_overlong"
 
 
 def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
@@ -25,7 +28,25 @@ def scored_groups(trajectories: list[Trajectory], group_size: int, smallest: int
             yield group
 
 
-def to_batch(groups: Sequence[Sequence[Trajectory]]) -> Batch:
+def metric_of(trajectory: Trajectory, name: str = "") -> float:
+    """What dynamic sampling compares within a group: what the reward function `name` gave, or without a name the rewards of all
+    functions but the penalty on length. Raises `UserError` where no function has that name.
+    """
+    reward = trajectory.reward or 0.0
+    if trajectory.status != "scored":
+        return reward
+    if name:
+        if name not in trajectory.parts:
+            raise UserError(
+                f"filter_metric is {name!r}, and no reward function has this name; expected one of {', '.join(trajectory.parts)}."
+            )
+        return float(trajectory.parts[name] or 0.0)
+    if LENGTH_PENALTY not in trajectory.parts:
+        return reward
+    return math.fsum(float(part or 0.0) for other, part in trajectory.parts.items() if other != LENGTH_PENALTY)
+
+
+def to_batch(groups: Sequence[Sequence[Trajectory]], filter_metric: str = "") -> Batch:
     """The padded view [N, T] of scored groups, whose trajectories, in order, are its `inputs`.
 
     An outcome's reward stands on the policy's last token.
@@ -53,6 +74,7 @@ def to_batch(groups: Sequence[Sequence[Trajectory]]) -> Batch:
         logp_old=padded(lambda t: t.completion.logprobs),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group]),
         logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
+        metric=torch.tensor([metric_of(t, filter_metric) for t in rows]),
         truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
         inputs=rows,
     )

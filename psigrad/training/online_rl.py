@@ -24,7 +24,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Batch, PolicyGradient, Prepared, Totals
 from psigrad.objective.online_preference import OnlinePreference
-from psigrad.objective.penalty import adapted, kl_penalty
+from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
 from psigrad.objective.preference_loss import Preference
 from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer, check_unscored
@@ -32,7 +32,7 @@ from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.training import ledger
 from psigrad.training.best_and_worst import pick
-from psigrad.training.collate import MicroBatch, micro_batches, minibatches, scored_groups, to_batch
+from psigrad.training.collate import MicroBatch, metric_of, micro_batches, minibatches, scored_groups, to_batch
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluator import Evaluator
 from psigrad.training.forward import log_probs, reference_log_probs, values, wide, widened
@@ -191,7 +191,7 @@ def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | No
         trajectories += fresh
         check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
         found = list(scored_groups(fresh, config.num_generations, run.algorithm.min_group_size))
-        useful = [g for g in found if not refills or len({t.reward for t in g}) > 1]
+        useful = [g for g in found if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
         entries += Counter(
             {
@@ -217,7 +217,7 @@ def learn(
     """All optimiser steps on one collection. Rows without gradient skip the forward pass; without any, no weight moves."""
     if isinstance(run.algorithm, OnlinePreference):
         return learn_preferences(run, run.algorithm.loss, groups, state, lr, cache)
-    config, algorithm, batch = run.config, run.algorithm, to_batch(groups)
+    config, algorithm, batch = run.config, run.algorithm, to_batch(groups, run.config.filter_metric)
     cache = run.model.usable(cache)
     tally = Tally()
     batch = with_old_values(run, algorithm, batch, state.step, tally, cache)
@@ -242,8 +242,10 @@ def learn(
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
     after = prepared.state
-    if isinstance(algorithm.surrogate, kl_penalty) and tally.steps:  # its coefficient follows the KL of the last optimiser step
-        after = adapted(algorithm.surrogate, after, tally.last.get("policy/approxkl_avg", 0.0))
+    if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None and tally.steps:
+        now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature)
+        kept = prepared.batch.mask & prepared.keep[:, None]
+        after = adapted(algorithm.surrogate, after, measured_kl(now, prepared.batch.logp_old, kept))
     return Outcome({**figures, **tally.result()}, after, advantage, seen.rows())
 
 

@@ -212,3 +212,39 @@ def test_the_policy_gradient_is_the_object_that_trains_language_models():
     made = method(catalog.DR_GRPO, n_steps=0)
     assert type(made.algorithm) is type(catalog.DR_GRPO) and made.algorithm.psi == catalog.DR_GRPO.psi
     assert ControlConfig().run == Run(threads=1)
+
+
+def weights_after(passes: int, **given) -> list[float]:
+    made = method("ppo", n_steps=16, batch_size=0, learning_rate=0.01, n_epochs=passes, **given)
+    made.iterate()
+    return made.network.flat.detach().tolist()
+
+
+def test_target_kl_stops_before_the_step_that_would_go_on_from_too_far():
+    limited = weights_after(3, target_kl=1e-9)  # the first step starts at the old policy, the second is already away from it
+    assert limited == weights_after(1)
+    assert limited != weights_after(2) and weights_after(3, target_kl=1e9) == weights_after(3)
+
+
+def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):
+    from psigrad.control import on_policy
+
+    told, collected = [], []
+    monkeypatch.setattr(on_policy, "adapted", lambda penalty, state, kl: told.append(kl) or dict(state))
+    made = method("ppo_penalty", n_steps=16, batch_size=0, learning_rate=0.01, n_epochs=2)
+    collect = made._collect
+
+    def log_probs(rollout) -> torch.Tensor:
+        seen = as_tensors(rollout, True)
+        return made._evaluate(made.network.record(seen.observation).output, seen.action).logp.detach()
+
+    def collects():
+        rollout = collect()
+        collected.append((rollout, log_probs(rollout)))
+        return rollout
+
+    monkeypatch.setattr(made, "_collect", collects)
+    made.iterate()
+    ((rollout, before),) = collected
+    moved = log_probs(rollout) - before
+    assert told == [pytest.approx(float((moved.exp() - 1 - moved).mean()), rel=1e-3)] and told[0] > 1e-7

@@ -91,3 +91,26 @@ def test_logits_too_large_for_exp_are_not(monkeypatch):
     oracle = torch.log_softmax(head(hidden).double(), -1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(logp.double(), oracle, rtol=1e-5, atol=1e-5)
     assert logp.isfinite().all()
+
+
+@pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_and_exact_kl_of_tokens_that_cannot_come_are_those_of_the_others(least, temperature):
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    barred, fewer = logits.clone(), logits[:, :5].clone().requires_grad_()
+    barred[:, 5:] = least
+    barred.requires_grad_()
+    reference = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    reference[:, 5:] = least
+    ids = torch.arange(5)
+
+    def figures(given, ref):
+        wanted = logprobs.TokenStatsRequest(temperature, entropy=True, reference_head=lambda h: h)
+        return wanted.of(given, ids, ref)[:3]
+
+    for found, expected in zip(figures(barred, reference), figures(fewer, reference[:, :5]), strict=True):
+        torch.testing.assert_close(found, expected)
+    sum(x.sum() for x in figures(barred, reference)).backward()
+    sum(x.sum() for x in figures(fewer, reference[:, :5])).backward()
+    torch.testing.assert_close(barred.grad[:, :5], fewer.grad)
+    assert (barred.grad[:, 5:] == 0).all()

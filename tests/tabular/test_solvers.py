@@ -403,3 +403,14 @@ def test_what_float64_cannot_prove_is_said():
         next(tabular.modified_policy_iteration(mdp, sweeps=-1))
     with pytest.raises(ValueError, match="method is 'newton'"):
         tabular.solve(mdp, method="newton")
+
+
+@pytest.mark.parametrize(("scale", "gamma"), [(100.0, 0.999), (1.0, 0.9999), (1e6, 0.99), (1e-3, 0.9)])
+@pytest.mark.parametrize("solver", [None, "value_iteration", "modified_policy_iteration"])
+def test_values_of_any_size_are_solved_without_a_word_about_epsilon(scale, gamma, solver):
+    rng = np.random.default_rng(0)
+    transitions = rng.dirichlet(np.ones(6), size=(2, 6))
+    mdp = MDP(transitions, scale * rng.normal(size=(6, 2)), gamma)
+    solved = tabular.solve(mdp, method=solver)
+    np.testing.assert_allclose(solved.value, linear_program(mdp), rtol=1e-6, atol=1e-6 * scale)
+    assert solved.error_bound <= 1e-8 * max(1.0, np.abs(solved.value).max())

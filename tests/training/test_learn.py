@@ -18,9 +18,9 @@ from psigrad.models.language_model import LanguageModel, Lora, prepare
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import SamplingParams
+from psigrad.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.training import online_rl as training
-from psigrad.training.collate import minibatches, scored_groups, to_batch
+from psigrad.training.collate import metric_of, minibatches, scored_groups, to_batch
 from psigrad.training.journal import Clock
 from psigrad.training.ledger import prompts_from
 from psigrad.training.online_rl import Online
@@ -47,6 +47,22 @@ def after(run: Online, steps: int = 1) -> torch.Tensor:
 
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
+
+
+def trajectory(reward: float, status: str = "scored", **parts: float | None) -> Trajectory:
+    return Trajectory(0, 0, (1,), Completion((2,), (0.0,), (0.0,), "stop", 0), 0, reward=reward, status=status, parts=parts)
+
+
+def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named():
+    short, long = trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)
+    assert metric_of(short) == metric_of(long) == 1.0
+    assert metric_of(trajectory(0.6, exact=0.6)) == 0.6
+    assert metric_of(trajectory(1.5, exact=1.0, format=0.5), "format") == 0.5
+    assert metric_of(trajectory(1.0, exact=1.0, format=None), "format") == 0.0
+    assert metric_of(trajectory(-1.0, "failed", exact=None), "exact") == -1.0
+    with pytest.raises(UserError, match=r"filter_metric is 'acc'.+expected one of exact, format"):
+        metric_of(trajectory(1.5, exact=1.0, format=0.5), "acc")
+    assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
