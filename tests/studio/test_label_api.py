@@ -414,7 +414,7 @@ def test_a_database_that_cannot_be_opened_is_said_so(tmp_path):
     (tmp_path / "labels.db").write_text("this is no database, whatever it is called " * 50)
     with live_studio(database=str(tmp_path / "labels.db")) as studio:
         reply = studio.ask("GET", "/api/label/projects")
-        assert reply.status == 422 and "cannot be opened" in reply.json["error"]["message"]
+        assert reply.status == 422 and "is damaged (file is not a database)" in reply.json["error"]["message"]
 
 
 def test_a_labeller_who_asks_too_much_keeps_nobody_else_out():

@@ -132,7 +132,7 @@ def test_what_changes_is_told_as_it_changes(studio, root, ids):
 
 def _listen(studio, ident, told):
     connection = http.client.HTTPConnection("127.0.0.1", studio.settings.port, timeout=30)
-    connection.request("GET", f"/api/runs/live?runs={ident}", headers={"Host": studio.host, "Cookie": studio.cookie})
+    connection.request("GET", f"/api/runs/live?runs={ident}", headers=studio.headers)
     response = connection.getresponse()
     assert response.headers["content-type"].startswith("text/event-stream")
     while line := response.readline():
@@ -147,7 +147,7 @@ def test_a_studio_that_stops_doesnt_wait_for_who_listens(root):
     with live_studio(runs=root) as studio:
         ident = next(r["id"] for r in studio.ask("GET", "/api/runs").json["runs"] if r["name"] == "rloo")
         connection = http.client.HTTPConnection("127.0.0.1", studio.settings.port, timeout=30)
-        connection.request("GET", f"/api/runs/live?runs={ident}", headers={"Host": studio.host, "Cookie": studio.cookie})
+        connection.request("GET", f"/api/runs/live?runs={ident}", headers=studio.headers)
         response = connection.getresponse()
         response.readline()
         studio.app.state.ending.set()
