@@ -20,6 +20,7 @@ from psigrad.objective import (
     correction,
     critic,
     entropy,
+    group_advantage,
     keep,
     kl,
     online_preference,
@@ -27,6 +28,7 @@ from psigrad.objective import (
     preference_catalog,
     ratio,
     surrogate,
+    trust_surrogate,
 )
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.preference_loss import KahnemanTversky, Preference
@@ -37,9 +39,9 @@ LossSpec = str | Mapping[str, Any] | Preference | KahnemanTversky
 
 # slot -> the modules whose public names may fill it
 SLOTS = {
-    "psi": (advantage,),
+    "psi": (advantage, group_advantage),
     "ratio": (ratio,),
-    "surrogate": (surrogate, penalty),
+    "surrogate": (surrogate, trust_surrogate, penalty),
     "aggregate": (aggregate,),
     "kl": (kl,),
     "keep": (keep,),
@@ -173,7 +175,7 @@ def _part(slot: str, value: Any, current: Any) -> Any:
         found = _named(slot, value)
         return _built(found, {}) if isinstance(found, type) else found
     if isinstance(value, Mapping):
-        parameters = {key: _part("psi", item, None) if key == "psi" else item for key, item in value.items() if key != "part"}
+        parameters = {key: _inner(key, item) for key, item in value.items() if key != "part"}
         if "part" in value:
             return _built(_named(slot, value["part"]), parameters)
         if is_dataclass(current) and not isinstance(current, type):
@@ -186,6 +188,14 @@ def _part(slot: str, value: Any, current: Any) -> Any:
         f"Slot {slot} is {value!r}; expected a name, module:object, or a mapping with `part` and its parameters"
         f"{', or null' if slot in _OPTIONAL else ''}."
     )
+
+
+# parameters of a part that are parts themselves -> the slot whose names they take
+_INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
+
+
+def _inner(name: str, value: Any) -> Any:
+    return value if name not in _INNER or value is None else _part(_INNER[name], value, None)
 
 
 def _named(slot: str, name: str) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "group_mean",
     "k_step",
     "leave_one_out",
+    "length_gae",
     "moving_average",
     "ones",
     "reward_to_go",
@@ -315,6 +316,32 @@ class gae:
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages."""
         return discounted_sum(td_errors(batch, self.gamma), batch.mask, self.gamma * self.lam)
+
+
+@dataclass(frozen=True)
+class length_gae:
+    """Generalised advantage estimation with a λ that grows with the trajectory, so that rewards at the end of long ones arrive.
+
+    Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, λ_i = max(0, 1 − 1/(α·|y_i|))
+
+    Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.2.
+    """
+
+    alpha: float = 0.05
+    """α: the sum of the weights λ^l is α·|y|; the paper's value."""
+    gamma: float = 1.0
+    """Discount per chosen step."""
+    needs: ClassVar[frozenset[str]] = VALUE
+
+    def __post_init__(self) -> None:
+        if self.alpha <= 0:
+            raise ValueError(f"length_gae has alpha={self.alpha}; expected more than 0.")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages."""
+        length_N = batch.mask.sum(1).clamp(min=1).to(batch.reward.dtype)
+        lam_N = (1 - 1 / (self.alpha * length_N)).clamp(min=0)
+        return discounted_sum(td_errors(batch, self.gamma), batch.mask, self.gamma * lam_N)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Axes in names: `_N` trajectories, `_T` steps (completion tokens of a language mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -119,6 +120,17 @@ class Batch:
     def sequence_reward(self) -> Tensor:
         """[N] sum of the rewards of each trajectory, undiscounted."""
         return self.reward.sum(1)
+
+    def check_finite(self) -> None:
+        """Raises ValueError where a reward, a log-prob or a value of a chosen step is NaN or infinite."""
+        for name in _PER_STEP[1:]:
+            x: Tensor | None = getattr(self, name)
+            # a sum is one operation, and finite only where every number is
+            if x is not None and not math.isfinite(x.sum()) and not bool(torch.isfinite(x).all()):
+                rows = (~torch.isfinite(x)).any(1).nonzero().flatten().tolist()
+                raise ValueError(
+                    f"The {name} of rows {rows[:5]} is NaN or infinite; expected numbers; compute those rows again or drop them."
+                )
 
     def select(self, rows: Tensor | slice) -> Batch:
         """The batch of these rows (indices or a boolean mask), `inputs` included."""

@@ -14,6 +14,7 @@ from psigrad.objective.advantage import (
     gae,
     group_mean,
     leave_one_out,
+    length_gae,
     moving_average,
     ones,
     reward_to_go,
@@ -22,12 +23,14 @@ from psigrad.objective.advantage import (
 )
 from psigrad.objective.aggregate import fixed_length, sequence_mean, sequence_sum, token_mean
 from psigrad.objective.critic import value_loss
+from psigrad.objective.group_advantage import length_weighted_mean, over_group_mean, pass_at_k
 from psigrad.objective.keep import has_signal, not_truncated, top_k
 from psigrad.objective.kl import KL
 from psigrad.objective.method import Catalog
 from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.policy_gradient import PolicyGradient
 from psigrad.objective.surrogate import clip, score, truncated_weight
+from psigrad.objective.trust_surrogate import divergence_mask, geometric_clip, soft_clip
 
 METHODS: Catalog[PolicyGradient] = Catalog()
 
@@ -117,6 +120,55 @@ PPO_PENALTY = METHODS.declare(
     "ppo_penalty",
     "PPO with an adaptive KL penalty in place of the clip",
     replace(PPO, surrogate=kl_penalty(1.0, 0.01)),
+    num_iterations=4,
+    num_generations=1,
+)
+
+# The variant that its authors recommend with groups: the mean of the group, then whitening over the batch, KL by k2 in the loss.
+REINFORCE_PP_BASELINE = METHODS.declare(
+    "reinforce_pp_baseline",
+    "REINFORCE++ with the group's mean as baseline",
+    PolicyGradient(whitened(group_mean(std=False)), ratio.token, clip(), token_mean, kl=KL("loss", "k2", 0.01)),
+)
+
+# Exactly on-policy, as in the paper: no ratio, no KL, no entropy bonus.
+OPO = METHODS.declare(
+    "opo",
+    "on-policy, with the baseline of least variance",
+    PolicyGradient(length_weighted_mean, ratio.none, score, token_mean),
+)
+MAXRL = METHODS.declare(
+    "maxrl", "maximum likelihood of success", PolicyGradient(over_group_mean, ratio.token, clip(0.2, 0.28), token_mean)
+)
+PASS_AT_K = METHODS.declare(
+    "pass_at_k", "one right answer among k", PolicyGradient(pass_at_k(4), ratio.token, clip(0.2, 0.28), token_mean)
+)
+SAPO = METHODS.declare(
+    "sapo", "a sigmoid in place of the clip", PolicyGradient(group_mean(), ratio.token, soft_clip(), sequence_mean)
+)
+DPPO = METHODS.declare(
+    "dppo",
+    "a bound on probabilities in place of the clip",
+    PolicyGradient(group_mean(), ratio.token, divergence_mask(), token_mean),
+)
+GMPO = METHODS.declare(
+    "gmpo", "the geometric mean of the ratios", PolicyGradient(group_mean(), ratio.token, geometric_clip(), sequence_mean)
+)
+
+# PPO whose critic learns by λ = 1 while the policy's λ is below it. The paper also fits the critic first; give it as `critic`.
+VC_PPO = METHODS.declare(
+    "vc_ppo",
+    "PPO with a λ of its own for the critic",
+    replace(PPO, psi=whitened(gae(1.0, 0.95)), critic=value_loss(0.1, 0.2, gae(1.0, 1.0))),
+    num_iterations=4,
+    num_generations=1,
+)
+
+# Without the paper's likelihood term on right answers.
+VAPO = METHODS.declare(
+    "vapo",
+    "PPO with a λ that grows with the length",
+    replace(VC_PPO, psi=whitened(length_gae(0.05)), surrogate=clip(0.2, 0.28), kl=None),
     num_iterations=4,
     num_generations=1,
 )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from psigrad.objective.batch import Batch
 
 __all__ = ["value_loss"]
 
 
 @dataclass(frozen=True)
 class value_loss:
-    """Squared error of the critic against the return A_t + V_old(s_t), mean over all steps.
+    """Squared error of the critic against the return R_t = A_t + V_old(s_t), mean over all steps.
 
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
 
@@ -23,6 +26,9 @@ class value_loss:
     """c_V; TRL's vf_coef."""
     clip: float | None = None
     """ε: how far V may move from V_old with credit; TRL's cliprange_value. None: no clip."""
+    returns: Callable[[Batch], Tensor] | None = None
+    """What R_t − V_old(s_t) is: a psi such as gae(lam=1), for a critic that learns by another λ than the policy (decoupled GAE,
+    Yuan et al. 2025, VC-PPO, arXiv:2503.01491). None: the policy's own psi, before whitening."""
 
     def __call__(self, value: Tensor, value_old: Tensor, returns: Tensor) -> Tensor:
         """Per-step loss [N,T] before the coefficient."""

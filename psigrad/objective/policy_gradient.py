@@ -8,7 +8,6 @@ loss: any micro-batch of them. Schedule (epochs, minibatches, learning rate) bel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -135,6 +134,10 @@ class PolicyGradient:
                 "value" in needs_of(self.psi) and self.critic is None,
                 f"psi {_name(self.psi)} reads a critic's values and critic is None; set critic=value_loss() or choose a psi "
                 "without a critic.",
+            ),
+            (
+                self.critic is not None and isinstance(self.critic.returns, StatefulPsi | whitened),
+                "critic.returns must be an estimate of the return itself; choose gae, k_step or td_residual.",
             ),
             (
                 not needs_of(self.psi) & {"value", "action_value"} and self.critic is not None,
@@ -273,7 +276,8 @@ class PolicyGradient:
         logp_old = within(batch.logp_old)
         advantage = within(prepared.advantage)
         log_ratio = self.ratio(logp, logp_old, mask)
-        per_step = self._surrogate_now(state)(logp, log_ratio, advantage)
+        whole: dict[str, Tensor] = {"mask": mask} if "mask" in needs_of(self.surrogate) else {}
+        per_step = self._surrogate_now(state)(logp, log_ratio, advantage, **whole)
         weights = self.aggregate(mask, totals).to(logp.dtype)
         counted = mask & prepared.needs_gradient[:, None]
 
@@ -319,14 +323,7 @@ class PolicyGradient:
         return Loss(self.critic.coefficient * error, {"value_loss": error.detach()})
 
     def _check_batch(self, batch: Batch) -> None:
-        for name in ("reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value"):
-            x: Tensor | None = getattr(batch, name)
-            # a sum is one operation, and finite only where every number is
-            if x is not None and not math.isfinite(x.sum()) and not bool(torch.isfinite(x).all()):
-                rows = (~torch.isfinite(x)).any(1).nonzero().flatten().tolist()
-                raise ValueError(
-                    f"The {name} of rows {rows[:5]} is NaN or infinite; expected numbers; compute those rows again or drop them."
-                )
+        batch.check_finite()
         if self.min_group_size > 1 and bool(batch.present.any()):
             largest = int(stats.group_size(batch.group)[batch.present].max())
             if largest < self.min_group_size:
@@ -370,6 +367,8 @@ class PolicyGradient:
     def _returns(self, shaped: Batch, advantage: Tensor) -> Tensor | None:
         if self.critic is None or shaped.value is None:
             return None
+        if self.critic.returns is not None:
+            return self.critic.returns(shaped) + shaped.value
         plain = self.psi.psi(shaped) if isinstance(self.psi, whitened) else advantage
         return plain + shaped.value
 

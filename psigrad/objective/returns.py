@@ -16,8 +16,8 @@ from psigrad.objective.batch import Batch, inside, is_whole, zero_outside
 __all__ = ["discounted_sum", "next_chosen", "td_errors"]
 
 
-def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float) -> Tensor:
-    """y_t = x_t + discount · y_{t+1}, backwards over the chosen steps.
+def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> Tensor:
+    """y_t = x_t + discount · y_{t+1}, backwards over the chosen steps; `discount` is a number, or one for each row [N].
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
@@ -29,13 +29,18 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float) -> Tensor:
     if holes:  # chosen steps to the front, in their order
         order_NT = (~mask_NT).to(torch.int8).argsort(dim=1, stable=True)
         y_NT = y_NT.gather(1, order_NT)
-    if n_steps <= _FEW and y_NT.is_floating_point():
+    if isinstance(discount, Tensor):
+        discount = discount[:, None].to(y_NT.dtype)
+    if n_steps <= _FEW and y_NT.is_floating_point() and not isinstance(discount, Tensor):
         y_NT = y_NT @ _powers(n_steps, discount, y_NT.dtype, y_NT.device)
     else:
         shift = 1
         while shift < n_steps:
             later_NT = torch.nn.functional.pad(y_NT[:, shift:], (0, shift))
-            y_NT = torch.add(y_NT, later_NT, alpha=discount**shift)
+            if isinstance(discount, Tensor):
+                y_NT = y_NT + later_NT * discount**shift
+            else:
+                y_NT = torch.add(y_NT, later_NT, alpha=discount**shift)
             shift *= 2
     if holes:
         y_NT = torch.zeros_like(y_NT).scatter(1, order_NT, y_NT)

@@ -1,6 +1,7 @@
 """The surrogate slot: (logp, log_ratio, advantage) -> loss per step, all [N,T]; no mean, no metrics.
 
-Losses are minimised, so each is minus what is to grow. PPO-penalty's is in `penalty.py`.
+Losses are minimised, so each is minus what is to grow. One that reads whole sequences has "mask" in its `needs` and gets the mask
+[N,T] as well. More are in `trust_surrogate.py`, PPO-penalty's is in `penalty.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from psigrad.objective.ratio import exp_ratio
 
 __all__ = ["clip", "dual_clip", "score", "truncated_weight", "unclipped"]
 
-Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
+Surrogate = Callable[..., Tensor]
+SEQUENCES = frozenset({"mask"})
+
+
+class SilentSurrogate:
+    """A surrogate without gradient where the advantage is 0."""
+
+
+class RatioSurrogate(SilentSurrogate):
+    """One whose gradient flows through the ratio alone."""
 
 
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -39,7 +49,7 @@ def unclipped(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class clip:
+class clip(RatioSurrogate):
     """The clipped surrogate: no gradient once a step has moved far enough in the direction of its advantage.
 
     Formula: L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)
@@ -92,7 +102,7 @@ class dual_clip(clip):
 
 
 @dataclass(frozen=True)
-class truncated_weight:
+class truncated_weight(SilentSurrogate):
     """The policy gradient weighted by a truncated, detached ratio: every step keeps a gradient.
 
     Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t)
@@ -118,12 +128,14 @@ class truncated_weight:
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
     """Whether a step of advantage 0 surely has zero gradient; a user's own surrogate may do anything, so False."""
-    return surrogate in (score, unclipped) or isinstance(surrogate, (clip, truncated_weight))
+    inner = getattr(surrogate, "surrogate", surrogate)  # of a mask around another
+    return inner in (score, unclipped) or isinstance(inner, SilentSurrogate)
 
 
 def differentiates_ratio(surrogate: Surrogate) -> bool:
     """Whether the gradient flows through the ratio alone, so that without a ratio there is none."""
-    return surrogate is unclipped or isinstance(surrogate, clip)
+    inner = getattr(surrogate, "surrogate", surrogate)
+    return inner is unclipped or isinstance(inner, RatioSurrogate)
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs, terminal
+from psigrad.objective.advantage import gae, length_gae, reward_to_go, whitened
+from psigrad.objective.correction import divergence_rejection, masked_importance, truncated_importance
+from psigrad.objective.critic import value_loss
+from psigrad.objective.group_advantage import group_mean_batch_std, pass_at_k
 from psigrad.objective.kl import estimate
 from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
 from psigrad.objective.preference_loss import KahnemanTversky, Labelled
@@ -16,6 +21,7 @@ from psigrad.objective.ratio import MAX_LOG_RATIO, exp_ratio
 from psigrad.objective.slopes import slopes
 from psigrad.objective.surrogate import clip, unclipped
 from psigrad.objective.trust_region import conjugate_gradients
+from psigrad.objective.trust_surrogate import divergence_mask, geometric_clip, off_policy_mask, soft_clip
 
 
 def batch(reward, logp_old, dtype=torch.float32, group=None, **given) -> Batch:
@@ -163,3 +169,157 @@ def test_negative_control_the_plain_clamp_has_no_gradient_beyond_the_bound():
     x = torch.tensor([22.0], requires_grad=True)
     (slope,) = torch.autograd.grad(x.clamp(max=MAX_LOG_RATIO).exp().sum(), x)
     assert float(slope) == 0.0
+
+
+# Slots that see more
+
+
+def world(rows: int = 6, width: int = 20, seed: int = 0) -> tuple[Batch, torch.Tensor]:
+    """Rows of all lengths up to `width`, more than the 16 steps that take another path, and log-probs of a policy that moved."""
+    random = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(rows, width, generator=random, dtype=torch.float64)  # noqa: E731
+    lengths = torch.randint(1, width + 1, (rows,), generator=random)
+    lengths[0] = width
+    mask = torch.arange(width) < lengths[:, None]
+    old = -draw().abs()
+    given = {"value": draw(), "logp_sampler": old + 0.1 * draw(), "logp_ref": old + 0.3 * draw()}
+    return Batch(mask, draw(), old, torch.arange(rows) // 3, **given), old + 0.2 * draw()
+
+
+def by_hand(deltas: list[float], discount: float) -> list[float]:
+    out: list[float] = []
+    for delta in reversed(deltas):
+        out.insert(0, delta + discount * (out[0] if out else 0.0))
+    return out
+
+
+@pytest.mark.parametrize("width", [5, 16, 17, 40])
+@pytest.mark.parametrize(("gamma", "lam"), [(0.97, 0.9), (1.0, 1.0), (0.9, 0.0)])
+def test_gae_of_long_rows_is_the_plain_loop(width, gamma, lam):
+    rows, _ = world(width=width)
+    found, adaptive = gae(gamma, lam)(rows), length_gae(0.5, gamma)(rows)
+    for i, length in enumerate(rows.mask.sum(1).tolist()):
+        value = [*rows.value[i, :length].tolist(), 0.0]
+        deltas = [float(rows.reward[i, t]) + gamma * value[t + 1] - value[t] for t in range(length)]
+        assert found[i, :length].tolist() == pytest.approx(by_hand(deltas, gamma * lam), abs=1e-12)
+        own = max(0.0, 1 - 1 / (0.5 * length))
+        assert adaptive[i, :length].tolist() == pytest.approx(by_hand(deltas, gamma * own), abs=1e-12)
+        assert (found[i, length:] == 0).all() and (adaptive[i, length:] == 0).all()
+
+
+def test_a_critic_may_have_an_estimator_of_returns_of_its_own():
+    rows, _ = world()
+    apart = replace(resolve("ppo"), kl=None, psi=gae(1.0, 0.5), critic=value_loss(returns=gae(1.0, 1.0)))
+    together = replace(apart, critic=value_loss())
+    prepared, plain = apart.prepare(rows, {}), together.prepare(rows, {})
+    torch.testing.assert_close(prepared.advantage, plain.advantage, rtol=0, atol=0)
+    to_go = reward_to_go()(rows)  # λ = 1: the critic learns the return itself
+    torch.testing.assert_close(prepared.returns[rows.mask], to_go[rows.mask])
+    assert not torch.allclose(plain.returns[rows.mask], to_go[rows.mask])
+    with pytest.raises(ValueError, match=r"critic\.returns must be an estimate of the return itself"):
+        replace(resolve("ppo"), critic=value_loss(returns=whitened(gae())))
+
+
+def test_a_surrogate_of_whole_sequences_reads_no_padding():
+    rows, now = world()
+    for surrogate in (geometric_clip(), off_policy_mask(), off_policy_mask(geometric_clip(), 0.01)):
+        method = replace(resolve("gmpo"), surrogate=surrogate)
+        found = gradient(method, rows, now)
+        noisy = gradient(method, replace(rows, logp_old=rows.logp_old + 7.0 * ~rows.mask), now + 5.0 * ~rows.mask)
+        torch.testing.assert_close(found, noisy, rtol=0, atol=0)
+        assert (found[~rows.mask] == 0).all() and (found != 0).any()
+
+
+def test_off_policy_sequences_are_those_of_negative_advantage_that_the_policy_has_left():
+    old = torch.zeros(4, 10, dtype=torch.float64)
+    rows = batch([1.0, 1.0, 0.0, 0.0], old, torch.float64)
+    now = old.clone()
+    now[1] -= 0.6  # left, with a positive advantage
+    now[2] -= 0.6  # left, with a negative one
+    now[3] -= 0.4  # not far enough
+    plain = replace(resolve("grpo"), kl=None, surrogate=unclipped)
+    masked = replace(plain, surrogate=off_policy_mask(unclipped, 0.5))
+    found, expected = gradient(masked, rows, now), gradient(plain, rows, now)
+    assert (found[2] == 0).all() and (expected[2] != 0).all()
+    torch.testing.assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "gspo", "dapo", "sapo", "dppo", "gmpo", "opo", "reinforce_pp_baseline", "ppo", "vc_ppo", "vapo", "cispo"]
+)
+def test_any_split_of_long_rows_of_several_groups_gives_one_gradient(name):
+    rows, now = world()
+    method = replace(resolve(name), keep=(), correction=truncated_importance(2.0, floor=0.5))
+    whole, parts = now.clone().requires_grad_(), now.clone().requires_grad_()
+    prepared = method.prepare(rows, method.initial_state())
+    totals = method.totals(prepared)
+    method.loss(prepared, PolicyOutputs(whole, value=whole.detach() + whole), totals, prepared.state).value.backward()
+    for cut in ([0], [1, 2, 3], [4, 5]):
+        leaf = parts[cut]
+        outputs = PolicyOutputs(leaf, value=leaf.detach() + leaf)
+        method.loss(prepared.select(torch.tensor(cut)), outputs, totals, prepared.state).value.backward()
+    torch.testing.assert_close(whole.grad, parts.grad, rtol=1e-12, atol=1e-14)
+    assert whole.grad.abs().max() > 1e-4
+
+
+# Corrections
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_corrections_are_their_formulas(level):
+    rows, _ = world()
+    cut, masked = truncated_importance(1.02, level, 0.97)(rows), masked_importance(1.02, level, 0.97)(rows)
+    seen = set()
+    for i, length in enumerate(rows.mask.sum(1).tolist()):
+        gaps = (rows.logp_old - rows.logp_sampler)[i, :length].tolist()
+        whole = math.fsum(gaps) / (length if level == "geometric" else 1)
+        for t in range(length):
+            weight = math.exp(gaps[t] if level == "token" else whole)
+            inside = 0.97 <= weight <= 1.02
+            seen.add(inside)
+            assert float(cut[i, t]) == pytest.approx(min(max(weight, 0.97), 1.02))
+            assert float(masked[i, t]) == pytest.approx(weight if inside else 0.0)
+        assert (cut[i, length:].clamp(max=0.97) == cut[i, length:]).all()
+    assert seen == {True, False}
+
+
+def test_sequences_are_rejected_by_their_divergence_where_their_ratios_cancel():
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    gap = torch.tensor([[0.5, -0.5, 0.5, -0.5], [0.01, -0.02, 0.0, 0.01], [0.05, 0.05, 0.05, 0.05]])
+    rows = Batch(mask, torch.zeros(3, 4), gap, torch.zeros(3).long(), logp_sampler=torch.zeros(3, 4))
+    assert divergence_rejection(0.01)(rows)[:, 0].tolist() == [0.0, 1.0, 1.0]
+    assert masked_importance(1.1, "geometric", 0.9)(rows)[0, 0] > 0  # the geometric mean sees nothing
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: truncated_importance(1.0, floor=1.0),
+        lambda: masked_importance(level="word"),
+        lambda: divergence_rejection(0),
+        lambda: soft_clip(0),
+        lambda: divergence_mask(0),
+        lambda: geometric_clip(-1),
+        lambda: off_policy_mask(delta=0),
+        lambda: pass_at_k(0),
+        lambda: length_gae(0),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        wrong()
+
+
+def test_advantages_of_groups_say_what_they_need():
+    rows = batch([1.0, -1.0], [[0.0], [0.0]])
+    with pytest.raises(ValueError, match="below 0"):
+        resolve("maxrl").prepare(rows, {})
+    with pytest.raises(ValueError, match="lower k or sample more"):
+        resolve("pass_at_k").prepare(rows, {})
+
+
+def test_the_standard_deviation_may_be_that_of_the_batch():
+    rows = batch([1.0, 0.0, 9.0, 5.0], torch.zeros(4, 1), group=[0, 0, 1, 1])
+    std = torch.tensor([1.0, 0.0, 9.0, 5.0]).std()
+    expected = torch.tensor([0.5, -0.5, 2.0, -2.0]) / (std + 1e-4)
+    torch.testing.assert_close(group_mean_batch_std()(rows)[:, 0], expected)

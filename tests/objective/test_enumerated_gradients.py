@@ -18,12 +18,15 @@ import torch
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
-from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, ones
+from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, length_gae, ones, whitened
 from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.batch import terminal
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
+from psigrad.objective.group_advantage import pass_at_k
+from psigrad.objective.ratio import none
+from psigrad.objective.surrogate import score
 
 EOS = 0
 TOLERANCE = 1e-10
@@ -358,6 +361,117 @@ def reinforce(rows: list[Row]) -> list[list[float]]:
     return [[-(r - mean) / len(rows)] * row.length for r, row in zip(returns, rows, strict=True)]
 
 
+def reinforce_pp_baseline(rows: list[Row]) -> list[list[float]]:
+    returns = [sum(row.rewards) for row in rows]
+    above = [r - sum(returns) / len(returns) for r in returns]
+    flat = [a for a, row in zip(above, rows, strict=True) for _ in range(row.length)]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((a - mean) ** 2 for a in flat) / (len(flat) - 1))
+    out = []
+    for a, row in zip(above, rows, strict=True):
+        whitened_a, steps = (a - mean) / (std + 1e-8), []
+        for now, old, ref in zip(row.now, row.old, row.ref, strict=True):
+            rho = math.exp(now - old)
+            steps.append((-whitened_a * rho * passes(whitened_a, rho, 0.2, 0.2) + 0.01 * (now - ref)) / len(flat))
+        out.append(steps)
+    return out
+
+
+def opo(rows: list[Row]) -> list[list[float]]:
+    returns, tokens = [sum(row.rewards) for row in rows], sum(row.length for row in rows)
+    baseline = sum(r * row.length for r, row in zip(returns, rows, strict=True)) / tokens
+    return [[-(r - baseline) / tokens] * row.length for r, row in zip(returns, rows, strict=True)]
+
+
+def clipped_higher(rows: list[Row], advantages: list[float]) -> list[list[float]]:
+    tokens, out = sum(row.length for row in rows), []
+    for a, row in zip(advantages, rows, strict=True):
+        ratios = [math.exp(n - o) for n, o in zip(row.now, row.old, strict=True)]
+        out.append([-a * rho * passes(a, rho, 0.2, 0.28) / tokens for rho in ratios])
+    return out
+
+
+def maxrl(rows: list[Row]) -> list[list[float]]:
+    returns = [sum(row.rewards) for row in rows]
+    mean = sum(returns) / len(returns)
+    return clipped_higher(rows, [(r - mean) / mean if mean else 0.0 for r in returns])
+
+
+def pass_at_2(rows: list[Row]) -> list[list[float]]:
+    """By all pairs: the best of each, standardised over the pairs; a completion gets the mean of those that hold it."""
+    right = [float(sum(row.rewards) > 1.5) for row in rows]
+    pairs = list(itertools.combinations(range(len(rows)), 2))
+    best = [max(right[i] for i in pair) for pair in pairs]
+    mean = sum(best) / len(best)
+    std = math.sqrt(sum((b - mean) ** 2 for b in best) / len(best))
+    holding = [[b for pair, b in zip(pairs, best, strict=True) if i in pair] for i in range(len(rows))]
+    return clipped_higher(rows, [sum((b - mean) / std for b in mine) / len(mine) if std else 0.0 for mine in holding])
+
+
+def sapo(rows: list[Row]) -> list[list[float]]:
+    advantages = standardised([sum(r.rewards) for r in rows], divide=True)
+    out = []
+    for row, a in zip(rows, advantages, strict=True):
+        tau, steps = (1.0 if a > 0 else 1.05), []
+        for now, old in zip(row.now, row.old, strict=True):
+            rho = math.exp(now - old)
+            gate = 1 / (1 + math.exp(-tau * (rho - 1)))
+            steps.append(-a * 4 * gate * (1 - gate) * rho / (len(rows) * row.length))
+        out.append(steps)
+    return out
+
+
+def dppo(rows: list[Row]) -> list[list[float]]:
+    advantages, tokens = standardised([sum(r.rewards) for r in rows], divide=True), sum(row.length for row in rows)
+    out = []
+    for row, a in zip(rows, advantages, strict=True):
+        steps = []
+        for now, old in zip(row.now, row.old, strict=True):
+            moved = math.exp(now) - math.exp(old)
+            held = moved > 0.15 if a > 0 else moved < -0.15
+            steps.append(0.0 if held else -a * min(math.exp(now - old), 20.0) / tokens)
+        out.append(steps)
+    return out
+
+
+def gmpo(rows: list[Row]) -> list[list[float]]:
+    advantages = standardised([sum(r.rewards) for r in rows], divide=True)
+    out = []
+    for row, a in zip(rows, advantages, strict=True):
+        logs = [n - o for n, o in zip(row.now, row.old, strict=True)]
+        free = [x < 0.4 if a > 0 else x > -0.4 for x in logs]
+        mean = math.exp(sum(min(x, 0.4) if a > 0 else max(x, -0.4) for x in logs) / row.length)
+        out.append([-a * mean * f / (row.length * len(rows)) for f in free])
+    return out
+
+
+def by_gae(rows: list[Row], lams: list[float], beta: float, high: float) -> list[list[float]]:
+    """PPO by GAE with a λ for each row, whitened over all tokens."""
+    raw = []
+    for row, lam in zip(rows, lams, strict=True):
+        shaped = [r - beta * (o - f) for r, o, f in zip(row.rewards, row.old, row.ref, strict=True)]
+        ahead = [*row.values[1 : row.length], 0.0]
+        deltas = [r + following - v for r, following, v in zip(shaped, ahead, row.values, strict=True)]
+        raw.append([sum(lam**j * d for j, d in enumerate(deltas[t:])) for t in range(row.length)])
+    flat = [a for steps in raw for a in steps]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((a - mean) ** 2 for a in flat) / (len(flat) - 1))
+    out = []
+    for row, steps in zip(rows, raw, strict=True):
+        ratios = [math.exp(n - o) for n, o in zip(row.now, row.old, strict=True)]
+        scaled = [(a - mean) / (std + 1e-8) for a in steps]
+        out.append([-a * rho * passes(a, rho, 0.2, high) / len(flat) for a, rho in zip(scaled, ratios, strict=True)])
+    return out
+
+
+def vc_ppo(rows: list[Row]) -> list[list[float]]:
+    return by_gae(rows, [0.95] * len(rows), 0.05, 0.2)
+
+
+def vapo(rows: list[Row]) -> list[list[float]]:
+    return by_gae(rows, [max(0.0, 1 - 1 / (0.8 * row.length)) for row in rows], 0.0, 0.28)
+
+
 def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World) -> np.ndarray:
     """Σ over groups of P_old(group) · Σ c[i][t] · (onehot(a_t) − π(·|s_t))."""
     gradient = np.zeros_like(world.theta)
@@ -384,21 +498,54 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
     return gradient
 
 
-FORMULAS = [grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, ppo_penalty, raft, reinforce]
+FORMULAS = [
+    grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, ppo_penalty, raft, reinforce, reinforce_pp_baseline, opo, maxrl,
+    sapo, dppo, gmpo, vc_ppo, vapo,
+]  # fmt: skip
+# presets whose parameters do not fit trajectories of three steps
+SMALL = {
+    "vapo": replace(resolve("vapo"), psi=whitened(length_gae(0.8))),
+}
 
 
 @pytest.mark.parametrize("world", worlds(), ids=["off-policy T2 G3", "on-policy T3 G2"])
 @pytest.mark.parametrize("formula", FORMULAS, ids=[f.__name__ for f in FORMULAS])
 def test_expected_gradient_is_that_of_the_stated_formula(world: World, formula: Callable[[list[Row]], list[list[float]]]) -> None:
-    process_reward = formula in (reinforce_pp, ppo, ppo_penalty)
-    actual = expected_gradient(resolve(formula.__name__), world, process_reward)
+    process_reward = formula in (reinforce_pp, ppo, ppo_penalty, vc_ppo, vapo)
+    method = SMALL[formula.__name__] if formula.__name__ in SMALL else resolve(formula.__name__)
+    actual = expected_gradient(method, world, process_reward)
     scale = 1024 if formula is dr_grpo else 1
     assert_close(actual * scale, from_formula(formula, world) * scale)
 
 
 def test_every_preset_is_held_by_an_enumeration() -> None:
     unbiased = {"reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average"}
-    assert set(PRESETS) == unbiased | {f.__name__ for f in FORMULAS}
+    assert set(PRESETS) == unbiased | {"pass_at_k"} | {f.__name__ for f in FORMULAS}
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k(off_policy: bool) -> None:
+    world = World(3, 2, 4, off_policy)
+    method = replace(resolve("pass_at_k"), psi=pass_at_k(2, right=1.5))
+    assert_close(expected_gradient(method, world, False), from_formula(pass_at_2, world))
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_maxrl_follows_the_first_terms_of_the_logarithm_of_the_success_rate(group_size: int) -> None:
+    """Rewards of 0 and 1: minus the gradient of Σ_{k<G} pass@k / k, pass@k = 1 − (1 − p)^k."""
+    world = World(3, 2, group_size, off_policy=False)
+    for rewards in world.step_rewards:
+        rewards[:] = [0.0] * (len(rewards) - 1) + [float(sum(rewards) > 0.5)]
+    theta = torch.tensor(world.theta, requires_grad=True)
+    log_pi = theta.log_softmax(1)
+    success = torch.zeros((), dtype=torch.float64)
+    for y, rewards in zip(world.trajectories, world.step_rewards, strict=True):
+        success = success + sum(rewards) * sum(log_pi[s, a] for s, a in zip(world.states(y), y, strict=True)).exp()
+    terms = sum((1 - (1 - success) ** k) / k for k in range(1, group_size))
+    (oracle,) = torch.autograd.grad(terms, theta)
+    method = replace(resolve("maxrl"), ratio=none, surrogate=score, aggregate=sequence_sum)
+    assert 0.05 < float(success) < 0.95
+    assert_close(expected_gradient(method, world, False), -oracle.numpy())
 
 
 def test_the_off_policy_world_reaches_every_bound() -> None:

@@ -1,0 +1,140 @@
+"""More of the surrogate slot: other ways than the clip to hold a policy near the one that collected.
+
+A surrogate with "mask" in its `needs` is called with the mask [N, T] too: it reads whole sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from psigrad.objective.batch import zero_outside
+from psigrad.objective.ratio import exp_ratio
+from psigrad.objective.surrogate import SEQUENCES, RatioSurrogate, SilentSurrogate, clip
+
+__all__ = ["divergence_mask", "geometric_clip", "off_policy_mask", "soft_clip"]
+
+
+@dataclass(frozen=True)
+class soft_clip(RatioSurrogate):
+    """The ratio through a sigmoid: its gradient fades with the distance from 1 and never ends at an edge.
+
+    Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t, τ = positive where A_t > 0, else negative
+
+    At ρ = 1 the gradient is that of ρ_t·A_t.
+
+    Source: Gao et al. 2025, SAPO, arXiv:2511.20347; TRL loss_type "sapo".
+    """
+
+    positive: float = 1.0
+    """τ of steps with positive advantage; TRL's sapo_temperature_pos."""
+    negative: float = 1.05
+    """τ of the others; larger fades sooner. TRL's sapo_temperature_neg."""
+
+    def __post_init__(self) -> None:
+        if self.positive <= 0 or self.negative <= 0:
+            raise ValueError(f"soft_clip has positive={self.positive} and negative={self.negative}; expected both above 0.")
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        tau = torch.where(advantage > 0, log_ratio.new_tensor(self.positive), self.negative)
+        return -4 / tau * torch.sigmoid(tau * (exp_ratio(log_ratio) - 1)) * advantage
+
+
+@dataclass(frozen=True)
+class divergence_mask(SilentSurrogate):
+    """The policy gradient weighted by the detached ratio, without the steps whose probability has moved too far.
+
+    Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t)
+             M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
+
+    The bound is on the probability of the token (the total variation of "this token or another"), not on its ratio: a rare token
+    may grow by a large factor, a likely one not by a large share.
+
+    Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
+    """
+
+    delta: float = 0.15
+    """δ: how far the probability of a token may move."""
+    cap: float = 20.0
+    """Greatest weight; verl's value."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta <= 1 or self.cap <= 0:
+            raise ValueError(f"divergence_mask has delta={self.delta} and cap={self.cap}; expected 0 < delta <= 1, cap > 0.")
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step. No gradient passes through the weight."""
+        weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()
+        now = logp.detach().exp()
+        moved = now - (logp - log_ratio).detach().exp()
+        held = torch.where(advantage > 0, moved > self.delta, moved < -self.delta)
+        return torch.where(held, 0.0, -weight * advantage) * logp
+
+
+@dataclass(frozen=True)
+class geometric_clip(RatioSurrogate):
+    """The geometric mean of a sequence's ratios, each clipped in logarithms: one outlier cannot carry the sequence.
+
+    Formula: L_t = −A_t · exp( (1/|y|)·Σ_u c_u ), c_u = min(log ρ_u, high) where A_u > 0, max(log ρ_u, −low) where A_u ≤ 0
+
+    With the sequence_mean aggregate the loss of a sequence is −A times the geometric mean.
+
+    Source: Zhao et al. 2025, GMPO, arXiv:2507.20673; TRL's GMPOTrainer.
+    """
+
+    low: float = 0.4
+    """Greatest fall of a step's log ratio; the ratio's bound is e^−low."""
+    high: float = 0.4
+    """Greatest rise of a step's log ratio."""
+    needs: ClassVar[frozenset[str]] = SEQUENCES
+
+    def __post_init__(self) -> None:
+        if self.low < 0 or self.high < 0:
+            raise ValueError(f"geometric_clip has low={self.low} and high={self.high}; expected distances of at least 0.")
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        least = torch.where(advantage > 0, log_ratio.new_tensor(-math.inf), -self.low)
+        most = torch.where(advantage > 0, log_ratio.new_tensor(self.high), math.inf)
+        clipped = zero_outside(mask, log_ratio.clamp(least, most))
+        mean_N = clipped.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return -exp_ratio(mean_N) * advantage
+
+
+@dataclass(frozen=True)
+class off_policy_mask:
+    """Another surrogate, without the sequences of negative advantage that have become much less likely.
+
+    Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_old(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
+
+    The policy has left such a sequence already; going on teaches it noise.
+
+    Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
+    """
+
+    surrogate: Callable[..., Tensor] = field(default_factory=clip)
+    """L': the surrogate of the sequences that count."""
+    delta: float = 0.5
+    """δ: mean fall of a sequence's log-probabilities, in nats per step."""
+
+    def __post_init__(self) -> None:
+        if self.delta <= 0:
+            raise ValueError(f"off_policy_mask has delta={self.delta}; expected more than 0 nats per step.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The mask."""
+        return SEQUENCES
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        given: dict[str, Any] = {"mask": mask} if "mask" in getattr(self.surrogate, "needs", ()) else {}
+        fall_N = -zero_outside(mask, log_ratio.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        left = (advantage < 0) & (fall_N > self.delta)
+        return zero_outside(~left, self.surrogate(logp, log_ratio, advantage, **given))
