@@ -113,6 +113,69 @@ IDEAS = {
         "Use it to bound how far each batch moves the policy by a number with a unit (nats per token).",
         "TRL never had it.",
     ),
+    "reinforce_pp_baseline": (
+        "REINFORCE++ with the group's mean",
+        "Each completion is compared with the mean of its group, without a division by the group's deviation; then the advantages are whitened "
+        "over the whole batch. The KL to the reference is a term of the loss.",
+        "Use it where GRPO's scaling of each prompt by its own deviation is unwanted.",
+        "TRL has no such trainer; OpenRLHF and verl have.",
+    ),
+    "opo": (
+        "OPO",
+        "Exactly on-policy REINFORCE. The baseline is the group's mean reward weighted by length: where long completions have large scores, "
+        "this baseline leaves the least variance. There is no clip, no KL term and no entropy bonus.",
+        "Use it with one update for each batch, where a stable entropy matters.",
+        "TRL has no such trainer; verl has.",
+    ),
+    "maxrl": (
+        "MaxRL",
+        "Each completion is compared with its group's mean reward, in units of that mean: a rare success weighs more than a common one. For "
+        "rewards of 0 and 1 the expected gradient is that of the first terms of the logarithm of the success rate, where RL has only the "
+        "first. More completions for each prompt give more terms.",
+        "Use it for right-or-wrong rewards and hard prompts. Rewards must not be negative.",
+        "TRL has no such trainer; prime-rl has.",
+    ),
+    "pass_at_k": (
+        "Pass@k training",
+        "A group is judged by whether one of k completions is right, and a completion by the choices of k that hold it. Groups that mostly "
+        "succeed teach little, so that the policy goes on exploring.",
+        "Use it before a stage of GRPO, or where several attempts are allowed. k must be below the size of a group.",
+        "TRL has no such trainer; verl has a form of it.",
+    ),
+    "sapo": (
+        "SAPO",
+        "The ratio goes through a sigmoid instead of a clip: a token's gradient fades as its ratio leaves 1, sooner where the advantage is "
+        "negative.",
+        "Use it with several passes over a batch, in the place of GRPO's clip.",
+        "As TRL's loss_type sapo; without a KL term.",
+    ),
+    "dppo": (
+        "DPPO",
+        "What is bounded is the change of a token's probability, not its ratio: a rare token may grow by a large factor, a likely one not by a "
+        "large share. Tokens inside the bound are weighted by their truncated ratio.",
+        "Use it with several passes over a batch, or where sampler and trainer differ.",
+        "The installed TRL has no such trainer; verl's is dppo_tv.",
+    ),
+    "gmpo": (
+        "GMPO",
+        "The ratios of a completion enter by their geometric mean, each clipped in logarithms first: one outlier cannot carry the completion.",
+        "Use it with several passes over a batch, when GRPO's ratios have outliers.",
+        "As TRL's experimental GMPOTrainer, clip 0.4 in logarithms; without a KL term.",
+    ),
+    "vc_ppo": (
+        "VC-PPO",
+        "PPO whose critic learns by another λ than the policy: by 1, so that the reward at the end reaches every token, while the policy's "
+        "advantages use 0.95 for less variance.",
+        "Use it for long completions with a critic. The paper also fits the critic before the policy moves; give it as `--critic`.",
+        "TRL has no such trainer.",
+    ),
+    "vapo": (
+        "VAPO",
+        "VC-PPO whose λ grows with the length of a completion, with DAPO's higher upper clip and a mean over tokens. The paper's likelihood "
+        "term on right answers is left out.",
+        "Use it where lengths differ much. Below 1/α = 20 tokens its λ is 0.",
+        "TRL has no such trainer.",
+    ),
     "raft": (
         "RAFT",
         "Keep the best completion of each prompt and train on it by cross-entropy. There is no baseline and no bad example: the policy "

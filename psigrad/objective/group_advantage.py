@@ -92,7 +92,7 @@ class pass_at_k:
     """
 
     k: int = 4
-    """Completions of which one must be right; at most the size of a group."""
+    """Completions of which one must be right; fewer than a group has, since with all of them σ is always 0."""
     right: float = 0.5
     """A completion is right where its return is above this."""
     needs: ClassVar[frozenset[str]] = GROUP
@@ -104,7 +104,7 @@ class pass_at_k:
     def __call__(self, batch: Batch) -> Tensor:
         """[N, T] advantages: one number for all steps of a row."""
         size_N = stats.group_size(batch.group)
-        if bool((size_N[batch.present] < self.k).any()):
+        if bool((size_N[batch.present] <= self.k).any()):
             smallest = int(size_N[batch.present].min())
             raise ValueError(f"pass_at_k has k={self.k} and a group has {smallest} completions; lower k or sample more.")
         right_N = batch.sequence_reward > self.right

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -23,6 +24,7 @@ from psigrad.objective.correction import masked_importance, truncated_importance
 from psigrad.objective.entropy import bonus
 from psigrad.objective.kl import KL
 from psigrad.objective.surrogate import clip, dual_clip, truncated_weight
+from psigrad.objective.trust_surrogate import off_policy_mask
 
 N, T, GROUP_SIZE, MAX_LENGTH = 8, 6, 4, 9
 
@@ -68,6 +70,8 @@ def stand_in(x: Tensors, leaf: torch.Tensor, **settings) -> SimpleNamespace:
     arguments = SimpleNamespace(
         delta=settings.pop("delta", None),
         use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
         steps_per_generation=1,
     )
     accelerator = SimpleNamespace(
@@ -78,6 +82,7 @@ def stand_in(x: Tensors, leaf: torch.Tensor, **settings) -> SimpleNamespace:
         args=arguments,
         accelerator=accelerator,
         model=SimpleNamespace(training=True),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, x.entropy, None),
     )
@@ -118,6 +123,8 @@ CASES: dict[str, tuple[PolicyGradient, dict]] = {
     ),
     "cispo": (resolve("cispo"), {"loss_type": "cispo", "epsilon_high": 5.0}),
     "cispo tight": (replace(resolve("cispo"), surrogate=truncated_weight(1.1)), {"loss_type": "cispo", "epsilon_high": 1.1}),
+    "sapo": (resolve("sapo"), {"loss_type": "sapo"}),
+    "off-policy sequences masked": (replace(FREE, surrogate=off_policy_mask(clip(), 0.02)), {"off_policy_mask_threshold": 0.02}),
     "entropy bonus": (replace(GRPO, entropy=bonus(0.2)), {"beta": 0.04, "_entropy_bonus_enabled": True, "entropy_coef": 0.2}),
 }
 
@@ -170,6 +177,14 @@ def test_sampler_correction_equals_that_of_trl(level: str, truncate: bool) -> No
     trainer = stand_in(x, leaf, beta=0.04, use_vllm=True, vllm_importance_sampling_correction=True)
     loss = GRPOTrainer._compute_loss(trainer, None, inputs(x, trl_advantages(x, std=True), importance_sampling_ratio=ratio))
     compare(replace(GRPO, correction=part), x, loss, leaf)
+
+
+def test_gmpo_loss_and_gradient_equal_those_of_trl() -> None:
+    x = Tensors()
+    x.old = x.logp + 3 * (x.old - x.logp)  # beyond the wide clip on both sides
+    leaf = x.logp.clone().requires_grad_()
+    trainer = stand_in(x, leaf, epsilon_low=0.4, epsilon_high=0.4)
+    compare(resolve("gmpo"), x, GMPOTrainer._compute_loss(trainer, None, inputs(x, trl_advantages(x, std=True))), leaf)
 
 
 def test_rloo_loss_and_gradient_equal_those_of_trl() -> None:

@@ -27,6 +27,8 @@ from psigrad.training.online_rl import Online
 from psigrad.training.state import State
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
+# groups of four have no signal for the default of one right answer among four
+SPECS = [pytest.param({"preset": "pass_at_k", "psi": {"k": 2, "right": 0.2}} if n == "pass_at_k" else n, id=n) for n in ONLINE]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_t
     assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("algorithm", ONLINE)
+@pytest.mark.parametrize("algorithm", SPECS)
 def test_any_split_into_micro_batches_gives_the_same_gradient(algorithm, tokenizer):
     def gradient(budget: int) -> torch.Tensor:
         run = make(tokenizer, algorithm, micro_batch_tokens=budget, optim=Optim(learning_rate=0.0, max_grad_norm=0))
