@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from psigrad.config import algorithms
 from psigrad.objective.catalog import METHODS
@@ -58,7 +60,8 @@ IDEAS = {
         "critic is needed. The KL to the reference is a term of the loss.",
         "Use it as the default for verifiable rewards.",
         "This is the paper's: beta 0.04 and a mean per sequence. TRL's defaults are beta 0 and its loss_type dapo: "
-        "`algorithm.kl=null algorithm.aggregate=token_mean`.",
+        "`algorithm.kl=null algorithm.aggregate=token_mean`. With a beta TRL also weights the KL by the ratio "
+        "(`use_bias_correction_kl`, on by default): `algorithm.kl.importance_weighted=true`.",
     ),
     "dr_grpo": (
         "Dr. GRPO",
@@ -392,9 +395,62 @@ def measure_preferences(model: str, pairs: str, runs: str) -> None:
         _picture(name, f"{PREFERENCES[name][0]}: the truth over steps", curves)
 
 
+SLOTS = ("psi", "ratio", "surrogate", "aggregate", "kl", "keep", "critic")
+
+
+def table() -> str:
+    """The text of docs/methods/table.md: every preset and every preference loss by its parts."""
+    rows = []
+    for name in METHODS:
+        parts = algorithms.resolve(name)
+        cells = [", ".join(_short(k) for k in parts.keep) if slot == "keep" else _short(getattr(parts, slot)) for slot in SLOTS]
+        rows.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} |")
+    losses = []
+    for name in LOSSES:
+        loss = algorithms.resolve_loss(name)
+        cells = [_short(getattr(loss, part, None)) for part in ("score", "link")]
+        losses.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} | {loss.beta:g} |")
+    head = f"| method | {' | '.join(SLOTS)} |\n|---{'|---' * len(SLOTS)}|"
+    return f"""# Methods by their parts
+
+Every method is a choice of parts; a dash is an empty slot. Two methods that share a cell run the same code there. Parameters that
+are a part's defaults are left out.
+`psigrad explain NAME OTHER` prints the formulas and what differs.
+
+{head}
+{chr(10).join(rows)}
+
+Losses on preferences:
+
+| loss | score | link | β |
+|---|---|---|---|
+{chr(10).join(losses)}
+"""
+
+
+def _short(part: object) -> str:
+    """A part by its name, with the parameters that are not its defaults."""
+    if part is None:
+        return ""
+    if not is_dataclass(part) or isinstance(part, type):
+        return str(getattr(part, "__name__", part))
+    given = [f for f in fields(part) if f.name != "name" and getattr(part, f.name) != _default(f)]
+    said = ", ".join(f"{f.name}={_short_value(getattr(part, f.name))}" for f in given)
+    return f"{type(part).__name__}({said})" if said else type(part).__name__
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default is not MISSING else field.default_factory() if callable(field.default_factory) else MISSING
+
+
+def _short_value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else _short(value) if is_dataclass(value) else str(value)
+
+
 def write_pages() -> None:
     """docs/methods/*.md."""
     (DOCS / "methods").mkdir(exist_ok=True)
+    (DOCS / "methods" / "table.md").write_text(table())
     for name in LOSSES:
         (DOCS / "methods" / f"{name}.md").write_text(preference_page(name))
     for name in METHODS:

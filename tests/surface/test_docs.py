@@ -63,6 +63,13 @@ def test_every_preset_has_a_page_that_is_up_to_date_and_a_measured_curve(name, m
     assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text()
 
 
+def test_the_table_of_methods_is_up_to_date(maker):
+    text = (ROOT / "docs" / "methods" / "table.md").read_text()
+    assert text == maker.table(), "run: python docs/make_methods.py pages"
+    assert all(f"[{name}]({name}.md)" in text for name in [*PRESETS, *LOSSES])
+    assert "methods/table.md" in (ROOT / "docs" / "index.md").read_text()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_preference_loss_has_a_page_that_is_up_to_date_and_a_measured_curve(name, maker):
     text = maker.preference_page(name)
