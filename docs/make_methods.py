@@ -165,20 +165,6 @@ IDEAS = {
         "Use it with several passes over a batch, when GRPO's ratios have outliers.",
         "As TRL's experimental GMPOTrainer, clip 0.4 in logarithms; without a KL term.",
     ),
-    "vc_ppo": (
-        "VC-PPO",
-        "PPO whose critic learns by another λ than the policy: by 1, so that the reward at the end reaches every token, while the policy's "
-        "advantages use 0.95 for less variance.",
-        "Use it for long completions with a critic. The paper also fits the critic before the policy moves; give it as `--critic`.",
-        "TRL has no such trainer.",
-    ),
-    "vapo": (
-        "VAPO",
-        "VC-PPO whose λ grows with the length of a completion, with DAPO's higher upper clip and a mean over tokens. The paper's likelihood "
-        "term on right answers is left out.",
-        "Use it where lengths differ much. Below 1/α = 20 tokens its λ is 0.",
-        "TRL has no such trainer.",
-    ),
     "raft": (
         "RAFT",
         "Keep the best completion of each prompt and train on it by cross-entropy. There is no baseline and no bad example: the policy "
@@ -440,7 +426,9 @@ def _short(part: object) -> str:
 
 
 def _default(field: Field[Any]) -> object:
-    return field.default if field.default is not MISSING else field.default_factory() if callable(field.default_factory) else MISSING
+    return (
+        field.default if field.default is not MISSING else field.default_factory() if callable(field.default_factory) else MISSING
+    )
 
 
 def _short_value(value: object) -> str:

@@ -36,7 +36,7 @@ GROUPS = {
     "train on examples, and reward models": {
         **_training(SFTConfig),
         **_training(RewardConfig),
-        "score": Command("what a reward model says of prompts with completions", language.score),
+        "score": Command("what a reward model or reward functions give to prompts with completions", language.score),
     },
     "make data, measure, plan": {
         "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", language.sample),

@@ -107,6 +107,14 @@ def listed(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, 
     return names, found, rest
 
 
+def number(flag: str, text: str) -> float:
+    """The number in one value of a flag."""
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{flag} has {text!r}; expected numbers.") from None
+
+
 def whole_number(flag: str, text: str) -> int:
     """The number in one value of a flag."""
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from psigrad.cli.common import finished
+from psigrad.cli.common import asks_for_help, finished
 from psigrad.errors import UserError
 
 
@@ -31,22 +33,50 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 def score(arguments: list[str]) -> int:
-    """Write what a reward model says of every row."""
+    """Write what a reward model, or reward functions, say of every row."""
     from psigrad.cli import flags
 
-    defaults = {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"}
-    given = flags.plain("score", arguments, defaults)
+    _, listed, rest = flags.listed(arguments, "--reward", "--reward-weights")
+    if not listed["--reward"] and not asks_for_help(arguments):
+        return _score_by_model(rest)
+    defaults = {"reward": "", "dataset": "", "split": "test", "output": "", "tokenizer": "", "reward_timeout": 10.0}
+    given = flags.plain("score", rest, {"model": "", **defaults})
+    if given.pop("model"):
+        raise UserError("score got --model and --reward; give a reward model or reward functions.")
+    weights = [flags.number("--reward-weights", text) for text in listed["--reward-weights"]]
+    from psigrad.recipes import score_rows
+
+    scores = score_rows.score(
+        listed["--reward"],
+        given["dataset"],
+        weights=weights,
+        split=given["split"],
+        tokenizer=given["tokenizer"],
+        timeout=given["reward_timeout"],
+    )
+    _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
+    print(score_rows.summary(scores), file=sys.stderr)
+    return 0
+
+
+def _score_by_model(arguments: list[str]) -> int:
+    from psigrad.cli import flags
+
+    given = flags.plain("score", arguments, {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"})
     output = given.pop("output")
     from psigrad.recipes import reward
 
     scores = reward.score(given.pop("model"), given.pop("dataset"), **given)
-    lines = "".join(f"{score:.6g}\n" for score in scores)
+    _write("".join(f"{score:.6g}\n" for score in scores), output, len(scores))
+    return 0
+
+
+def _write(lines: str, output: str, count: int) -> None:
     if output:
         Path(output).write_text(lines)
-        print(f"{len(scores)} scores: {output}")
+        print(f"{count} scores: {output}")
     else:
         print(lines, end="")
-    return 0
 
 
 def sample(arguments: list[str]) -> int:

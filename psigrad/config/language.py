@@ -117,6 +117,9 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     run: Run = field(default_factory=Run)
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
+    reference: str = ""
+    """Folder or hub name of the policy that the KL term holds to, such as a teacher; empty: the model that training starts
+    from."""
     critic: str = ""
     """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
     critic_shared: bool = False

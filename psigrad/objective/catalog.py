@@ -14,7 +14,6 @@ from psigrad.objective.advantage import (
     gae,
     group_mean,
     leave_one_out,
-    length_gae,
     moving_average,
     ones,
     reward_to_go,
@@ -153,24 +152,6 @@ DPPO = METHODS.declare(
 )
 GMPO = METHODS.declare(
     "gmpo", "the geometric mean of the ratios", PolicyGradient(group_mean(), ratio.token, geometric_clip(), sequence_mean)
-)
-
-# PPO whose critic learns by λ = 1 while the policy's λ is below it. The paper also fits the critic first; give it as `critic`.
-VC_PPO = METHODS.declare(
-    "vc_ppo",
-    "PPO with a λ of its own for the critic",
-    replace(PPO, psi=whitened(gae(1.0, 0.95)), critic=value_loss(0.1, 0.2, gae(1.0, 1.0))),
-    num_iterations=4,
-    num_generations=1,
-)
-
-# Without the paper's likelihood term on right answers.
-VAPO = METHODS.declare(
-    "vapo",
-    "PPO with a λ that grows with the length",
-    replace(VC_PPO, psi=whitened(length_gae(0.05)), surrogate=clip(0.2, 0.28), kl=None),
-    num_iterations=4,
-    num_generations=1,
 )
 
 # Rejection fine-tuning.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
+from psigrad.errors import UserError
 from psigrad.objective import PolicyGradient
 from psigrad.training.session import Result
+
+if TYPE_CHECKING:
+    from psigrad.recipes.score_rows import RowScore
 
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
@@ -59,8 +63,20 @@ def run(config: TrainingConfig) -> Result:
     return online.run(config)
 
 
-def score(*, model: str | os.PathLike[str], dataset: Dataset, **settings: Any) -> list[float]:
-    """What the reward model `model` says of each prompt-completion row of `dataset`, in order: higher is better."""
+def score(
+    *, dataset: Dataset, model: str | os.PathLike[str] = "", reward: Reward | Iterable[Reward] = (), **settings: Any
+) -> list[float] | list[RowScore]:
+    """What a reward model or reward functions give to each prompt-completion row of `dataset`, in order: higher is better.
+
+    With `model` the scores alone; with `reward` a `RowScore` for each row: value, parts, reason and seconds.
+    """
+    rewards = _several(reward)
+    if bool(model) == bool(rewards):
+        raise UserError("score takes a reward model (model=) or reward functions (reward=); give one of them.")
+    if rewards:
+        from psigrad.recipes import score_rows
+
+        return score_rows.score(rewards, _rows(dataset), **settings)
     from psigrad.recipes import reward as rewarding
 
     return rewarding.score(os.fspath(model), _rows(dataset), **settings)

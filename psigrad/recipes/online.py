@@ -104,6 +104,11 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
     for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
         resolve(function)
     setup.check_sampling(config.sampling)
+    if config.reference and not (algorithm.needs_reference or config.evaluation.eval_kl):
+        raise UserError(
+            f"The settings name a reference model, but {algorithm.name or 'the algorithm'} has no KL term; set algorithm.kl, or "
+            "remove it."
+        )
     _check_critic(config, algorithm)
     if config.num_generations < algorithm.min_group_size:
         raise UserError(
@@ -165,7 +170,11 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> V
 
 
 def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -> LanguageModel:
-    """The model that training started from: under LoRA the model itself without its adapter, else a copy that never learns."""
+    """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
+    adapter, else a copy that never learns.
+    """
+    if config.reference:
+        return setup.load_reference(config.reference, model, config)
     if model.adapter is not None:
         return model
     return model.frozen_copy() if found is None else setup.load_model(config.model, config.run, None).frozen_copy()

@@ -34,7 +34,7 @@ def pinned(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Ro
 
 def _models(config: Config) -> dict[str, str]:
     named: dict[str, list[str]] = {}
-    if isinstance(config, PreferenceConfig):
+    if isinstance(config, PreferenceConfig | OnlineConfig):
         named["reference"] = [config.reference]
     if isinstance(config, OnlineConfig):
         named["critic"] = [config.critic]

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from psigrad.config import Model, PreferenceConfig
+from psigrad.config import PreferenceConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.dataset_rows import Row
@@ -70,13 +70,7 @@ def _reference(
     if not (loss.needs_reference or config.evaluation.eval_kl):
         return None
     if config.reference:
-        other = setup.load_model(Model(path=config.reference, dtype=config.model.dtype), config.run, None)
-        if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-            raise UserError(
-                f"The reference {config.reference!r} and the model have different tokenizers; give a reference of the "
-                "same model family."
-            )
-        return other
+        return setup.load_reference(config.reference, model, config)
     if model.adapter is not None:
         return model
     if found is None and not config.evaluation.eval_kl:

@@ -177,6 +177,17 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     return train.rows, held.rows
 
 
+def load_reference(path: str, model: LanguageModel, config: OnlineConfig | PreferenceConfig) -> LanguageModel:
+    """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
+    other = load_model(Model(path=path, dtype=config.model.dtype), config.run, None)
+    if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        raise UserError(
+            f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
+        )
+    other.network.requires_grad_(False)
+    return other
+
+
 def read_dataset(config: Config | EvalConfig | SampleConfig, form: Form, dataset: Any, split: str) -> LoadedRows:
     """The rows of one dataset in TRL's forms; a missing name is refused."""
     if not isinstance(dataset, str):

@@ -71,6 +71,47 @@ def test_other_methods_run_and_resume_bitwise(algorithm, job, tmp_path):
     assert expected["metrics"] and checkpoint.latest(parts / "checkpoints").step == 4
 
 
+def nothing(completions, **columns):
+    return [0.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def teacher(job, tmp_path_factory):
+    """The base model, somewhat changed."""
+    path = tmp_path_factory.mktemp("teacher")
+    model = AutoModelForCausalLM.from_pretrained(job / "base")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(job / "base").save_pretrained(path)
+    return path
+
+
+def test_the_reference_can_be_another_model(job, teacher, tmp_path):
+    own = online.run(online_config(job, tmp_path / "own", "rloo", max_steps=1))
+    other = online.run(replace(online_config(job, tmp_path / "other", "rloo", max_steps=1), reference=str(teacher)))
+    (mine,), (theirs,) = ([row for row in lines(r.folder / "metrics.jsonl") if "objective/kl" in row] for r in (own, other))
+    assert abs(mine["objective/kl"]) < 1e-4 < 1e-2 < abs(theirs["objective/kl"])
+    with pytest.raises(UserError, match=r"name a reference model, but dapo has no KL term"):
+        free = online_config(job, tmp_path / "none", "dapo", max_steps=1)
+        online.run(replace(free, reference=str(teacher), evaluation=replace(free.evaluation, eval_kl=False)))
+
+
+def test_a_policy_comes_near_to_its_teacher_on_its_own_samples(job, teacher, tmp_path):
+    """On-policy distillation by the exact reverse KL at the states that the policy visits; the reward says nothing."""
+
+    def nearer(rate: float) -> float:
+        distils = {"preset": "reinforce_total_return", "kl": {"where": "loss", "estimator": "exact", "coefficient": 1.0}}
+        config = online_config(job, tmp_path / f"rate {rate}", distils, max_steps=30)
+        config = replace(config, reference=str(teacher), optim=replace(config.optim, learning_rate=rate), reward=(nothing,))
+        rows = [row["kl"] for row in lines(online.run(config).folder / "metrics.jsonl") if "kl" in row]
+        return sum(rows[-6:]) / sum(rows[:1]) / 6
+
+    assert nearer(1e-2) < 0.7 and nearer(1e-9) > 0.8
+
+
 @pytest.mark.parametrize("form", ["lora", "bfloat16", "checkpointing", "transformers sampler"])
 def test_every_form_of_training_is_repeatable(form, job, tmp_path):
     def config(name: str, steps: int):
