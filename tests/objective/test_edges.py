@@ -8,18 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from psigrad.config.algorithms import resolve
+from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.objective.advantage import gae, length_gae, reward_to_go, whitened
 from psigrad.objective.correction import divergence_rejection, masked_importance, truncated_importance
 from psigrad.objective.critic import value_loss
 from psigrad.objective.group_advantage import group_mean_batch_std, pass_at_k
-from psigrad.objective.kl import estimate
+from psigrad.objective.kl import KL, adaptive, estimate
 from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
-from psigrad.objective.preference_loss import KahnemanTversky, Labelled
+from psigrad.objective.preference_loss import KahnemanTversky, Labelled, Pairs
 from psigrad.objective.ratio import MAX_LOG_RATIO, exp_ratio
+from psigrad.objective.reward_model import process_squared_loss
 from psigrad.objective.slopes import slopes
-from psigrad.objective.surrogate import clip, unclipped
+from psigrad.objective.surrogate import clip, clip_fractions, truncated_weight, unclipped
 from psigrad.objective.trust_region import conjugate_gradients
 from psigrad.objective.trust_surrogate import divergence_mask, geometric_clip, off_policy_mask, soft_clip
 
@@ -321,3 +322,50 @@ def test_the_standard_deviation_may_be_that_of_the_batch():
     std = torch.tensor([1.0, 0.0, 9.0, 5.0]).std()
     expected = torch.tensor([0.5, -0.5, 2.0, -2.0]) / (std + 1e-4)
     torch.testing.assert_close(group_mean_batch_std()(rows)[:, 0], expected)
+
+
+# What a careless change would break without a word
+
+
+def test_a_margin_of_a_pair_is_added_to_that_of_the_loss():
+    zero = torch.zeros(2, dtype=torch.float64)
+    chosen, rejected, lengths = zero - 1.0, zero - 3.0, torch.tensor([2, 2])
+    simpo = resolve_loss({"preset": "simpo", "margin": 0.5})
+
+    def value(margin) -> float:
+        return float(simpo.loss(Pairs(chosen, rejected, lengths, lengths, margin=margin), 2, 4).value)
+
+    apart = simpo.beta * (-1.0 / 2 + 3.0 / 2)
+    for margins in ([0.0, 0.0], [0.3, 1.1]):
+        expected = sum(math.log1p(math.exp(-(apart - 0.5 - own))) for own in margins) / 2
+        assert value(torch.tensor(margins, dtype=torch.float64)) == pytest.approx(expected)
+    assert value(None) == pytest.approx(value(torch.zeros(2, dtype=torch.float64)))
+
+
+def test_the_brier_score_is_of_probabilities():
+    logits = torch.tensor([0.0, 2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0.25, 1.0, 0.5], dtype=torch.float64)
+    found = process_squared_loss(logits, labels, 4)
+    probability = [1 / (1 + math.exp(-z)) for z in logits.tolist()]
+    expected = sum((p - y) ** 2 for p, y in zip(probability, labels.tolist(), strict=True)) / 4
+    assert float(found.value) == pytest.approx(expected)
+    found.value.backward()
+    slopes_by_hand = [2 * (p - y) * p * (1 - p) / 4 for p, y in zip(probability, labels.tolist(), strict=True)]
+    assert logits.grad.tolist() == pytest.approx(slopes_by_hand)
+
+
+def test_an_adaptive_kl_counts_completions_and_no_padding():
+    method = replace(resolve("rloo"), kl=KL("reward", "k1", adaptive(0.1, target=1.0, horizon=10)))
+    old, ref = torch.zeros(5, 3), torch.full((5, 3), -1.0)
+    mask = torch.tensor([[True] * 3] * 4 + [[False] * 3])
+    rows = Batch(mask, torch.rand(5, 3), old, torch.tensor([0, 0, 1, 1, 2]), logp_ref=ref)
+    after = method.prepare(rows, method.initial_state()).state
+    assert after["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * 4 / 10))  # 3 nats of 1: the error is cut at 0.2
+
+
+def test_cispo_counts_as_truncated_what_was_to_grow():
+    log_ratio = torch.tensor([[2.0, 2.0, -2.0, 0.0]])
+    advantage = torch.tensor([[1.0, -1.0, 1.0, 1.0]])
+    assert clip_fractions(truncated_weight(5.0), log_ratio, advantage)["cispo_clip_ratio"].tolist() == [
+        [True, False, False, False]
+    ]
