@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import resource
 import threading
 from collections.abc import Callable
@@ -49,13 +50,14 @@ class Connections:
     """The open connections, by who asks on them. Where there are too many the oldest of whoever has most is cut off.
 
     Strangers, whose requests had no session, count as one person, so they cannot use up what others need. A connection begins as
-    a stranger's and stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds. Those that have
-    sent no request go first.
+    a stranger's and stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds: so long it is cut
+    off only where there are no more files. Those that have sent no request go first.
     """
 
     def __init__(self) -> None:
         self.hard = _allowed_files() - OTHER_FILES
-        self.held: dict[object, dict[H11Protocol, None]] = {}
+        self.held: dict[object, dict[H11Protocol, float]] = {}
+        """Who -> connection -> when it became theirs, in the event loop's seconds; the oldest first."""
         self.whose: dict[H11Protocol, object] = {}
         self._planned = False
 
@@ -79,30 +81,46 @@ class Connections:
 
     def _put(self, connection: H11Protocol, who: object) -> None:
         self.whose[connection] = who
-        self.held.setdefault(who, {})[connection] = None
-        while len(self.whose) > self.hard:
-            self._cut(self._largest())
-        if (len(self.held[who]) > EACH or len(self.whose) > CONNECTIONS) and not self._planned:
+        self.held.setdefault(who, {})[connection] = asyncio.get_running_loop().time()
+        while len(self.whose) > self.hard and self._cut(self._largest(), math.inf):
+            pass
+        if len(self.held[who]) > EACH or len(self.whose) > CONNECTIONS:
+            self._plan()
+
+    def _plan(self) -> None:
+        if not self._planned:
             self._planned = True
             asyncio.get_running_loop().call_later(GRACE, self.thin_out)
 
     def thin_out(self) -> None:
         """Cut off what is too much."""
         self._planned = False
+        latest = asyncio.get_running_loop().time() - GRACE
         for group in list(self.held.values()):
-            while len(group) > EACH:
-                self._cut(group)
-        while len(self.whose) > CONNECTIONS:
-            self._cut(self._largest())
+            while len(group) > EACH and self._cut(group, latest):
+                pass
+        while len(self.whose) > CONNECTIONS and self._cut(self._largest(), latest):
+            pass
+        if len(self.whose) > CONNECTIONS or any(len(group) > EACH for group in self.held.values()):
+            self._plan()  # for those that are too young yet
 
-    def _largest(self) -> dict[H11Protocol, None]:
+    def _largest(self) -> dict[H11Protocol, float]:
         return max(self.held.items(), key=lambda entry: (len(entry[1]), entry[0] is None))[1]
 
-    def _cut(self, group: dict[H11Protocol, None]) -> None:
-        silent = (connection for connection in group if connection.conn.their_state is h11.IDLE)
-        oldest = next(silent, None) or next(iter(group))
-        self.lost(oldest)
-        oldest.transport.abort()
+    def _cut(self, group: dict[H11Protocol, float], latest: float) -> bool:
+        """Cut off one that became theirs at `latest` or before; whether there was one."""
+        oldest = None
+        for connection, since in group.items():
+            if since > latest:
+                break
+            oldest = oldest or connection
+            if connection.conn.their_state is h11.IDLE:
+                oldest = connection
+                break
+        if oldest is not None:
+            self.lost(oldest)
+            oldest.transport.abort()
+        return oldest is not None
 
 
 def _allowed_files() -> int:

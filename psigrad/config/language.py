@@ -120,6 +120,16 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     reference: str = ""
     """Folder or hub name of the policy that the KL term holds to, such as a teacher; empty: the model that training starts
     from."""
+    reference_dtype: Literal["", "float32", "bfloat16"] = ""
+    """Precision of the reference; empty: the model's."""
+    ref_model_sync_steps: CountOrZero = 0
+    """Move the reference towards the policy after every so many steps; 0: it stays as it is."""
+    ref_model_mixup_alpha: Share = 0.6
+    """How far: the reference becomes this · policy + (1 - this) · reference. 1 copies the policy; a small share after every step
+    is an exponential moving average."""
+    teacher_prompt: str = ""
+    """Column of the dataset with the prompt that the reference reads in place of the policy's, such as one with the solution
+    (self-distillation); empty: it reads the same."""
     critic: str = ""
     """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
     critic_shared: bool = False

@@ -7,10 +7,10 @@ weighted count of states and actions, and a hundred thousand of them need no loo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.tabular import MDP, Paths, advantages, evaluate, occupancy, q_values, softmax_policy
@@ -97,7 +97,7 @@ def problem(mdp: MDP, *, critic_error: float = 1.0, theta_spread: float = 0.5) -
 def batch_of(paths: Paths, policy: FloatArray, critic: TabularCritic | None = None, group: IntArray | None = None) -> Batch:
     """Episodes as what an algorithm reads. `inputs` holds their states and actions, for parts of one's own."""
     states, mask = paths.states[:, :-1], torch.from_numpy(paths.mask)
-    values: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     if critic is not None:
         last = np.where(paths.terminated, 0.0, critic.value[paths.states[:, -1]])
         values = {

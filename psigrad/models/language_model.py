@@ -20,7 +20,7 @@ from psigrad.models.fused import weights_only
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.logprobs import TokenStats, TokenStatsRequest, token_stats
-from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, pack, pad
+from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -28,6 +28,20 @@ if TYPE_CHECKING:
 
 # The file of the value head in a checkpoint, and the prefix of its parameters' names.
 VALUE_HEAD = "value_head"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What `LanguageModel.evaluate` measures besides: how far the policy is from `model`, exactly, summed over the vocabulary."""
+
+    model: LanguageModel
+    """The reference or teacher. A LoRA model may be its own: the adapter is then off."""
+    kind: str = "exact"
+    """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
+    mixture: float = 0.5
+    """With "exact_js": the share of the reference in the mixture."""
+    inputs: Groups | None = None
+    """What the reference reads where it is not what the policy reads: the same completions behind other prompts."""
 
 
 @dataclass
@@ -88,13 +102,13 @@ class LanguageModel(Pretrained):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-        kl_to: LanguageModel | None = None,
+        kl_to: LanguageModel | Divergence | None = None,
         value: bool = False,
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> PolicyOutputs:
-        """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy, the exact KL to `kl_to` and
-        the value head's V.
+        """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy, the exact KL to `kl_to` (or
+        another `Divergence`) and the value head's V.
 
         Gradients flow unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`: the adapter is then off.
         `packed=False` asks for the padded oracle. What `cache` holds of these tokens is not computed again.
@@ -116,17 +130,16 @@ class LanguageModel(Pretrained):
         temperature: float = 1.0,
         entropy: bool = False,
         accuracy: bool = False,
-        kl_to: LanguageModel | None = None,
+        kl_to: LanguageModel | Divergence | None = None,
         value: bool = False,
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
         """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
         self.switch(self.train_mode and torch.is_grad_enabled())
-        use_packed = packed if packed is not None else not self.why_padded
-        forward = pack(inputs, self.device) if use_packed else pad(inputs, self.device)
+        forward = self.laid_out(inputs, packed)
         cache = self.usable(cache)
-        if cache is not None and self.decoder is not None and use_packed and isinstance(inputs, Groups):
+        if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
         values = None
         if value:
@@ -134,13 +147,18 @@ class LanguageModel(Pretrained):
         else:
             hidden, head = self._target_hidden(forward)
         reference_hidden, reference_head = None, None
-        if kl_to is not None:
-            alone = self.without_adapter() if kl_to is self else contextlib.nullcontext()
+        asked = Divergence(kl_to) if isinstance(kl_to, LanguageModel) else kl_to
+        if asked is not None:
+            other, theirs = asked.model, replace(forward, cached=None)
+            if asked.inputs is not None or other.why_padded != self.why_padded:
+                theirs = other.laid_out(inputs if asked.inputs is None else asked.inputs)
+            alone = self.without_adapter() if other is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
-                reference_hidden, reference_head = kl_to._target_hidden(replace(forward, cached=None))
-            if kl_to is self:  # it is asked later, when the adapter is on again
+                reference_hidden, reference_head = other._target_hidden(theirs)
+            if other is self:  # it is asked later, when the adapter is on again
                 reference_head = getattr(reference_head, "base_layer", reference_head)
-        wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head)
+        kind, mixture = ("exact", 0.5) if asked is None else (asked.kind, asked.mixture)
+        wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
         cached = None if forward.cached is None else forward.cached.logps
         stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
         return replace(stats, value=values), forward.targets

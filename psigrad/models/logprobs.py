@@ -48,12 +48,16 @@ def upcast(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenStatsRequest:
-    """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact KL."""
+    """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact divergence: KL(π‖ref)
+    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js").
+    """
 
     temperature: float = 1.0
     entropy: bool = False
     accuracy: bool = False
     reference_head: Callable[[Tensor], Tensor] | None = None
+    divergence: str = "exact"
+    mixture: float = 0.5
 
     @property
     def nothing_else(self) -> bool:
@@ -78,10 +82,22 @@ class TokenStatsRequest:
                 entropy = -(pi * log_pi).sum(-1)
             if self.reference_head is not None and reference_hidden is not None:
                 log_ref = torch.log_softmax(upcast(self.reference_head(reference_hidden)) / self.temperature, -1)
-                kl = (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
+                kl = self._divergence(pi, log_pi, never, log_ref)
         if self.accuracy:
             hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
         return logp, entropy, kl, hit
+
+    def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
+        """[M] of log π [M, V], 0 at the tokens that π `never` takes, and log π_ref, which may be −∞."""
+        if self.divergence == "exact":
+            return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
+        ref = log_ref.exp()
+        log_ref = log_ref.masked_fill(ref == 0, 0.0)  # 0 · log 0 = 0
+        if self.divergence == "exact_forward":
+            return (ref * (log_ref - log_pi.masked_fill(never & (ref > 0), -torch.inf))).sum(-1)
+        mixed = self.mixture * ref + (1 - self.mixture) * pi
+        log_mixed = mixed.clamp(min=torch.finfo(mixed.dtype).tiny).log()
+        return (self.mixture * ref * (log_ref - log_mixed) + (1 - self.mixture) * pi * (log_pi - log_mixed)).sum(-1)
 
 
 class _Logits(torch.autograd.Function):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from psigrad.objective.batch import Batch, PolicyOutputs, Totals, terminal
 from psigrad.objective.explain import explain
-from psigrad.objective.policy_gradient import Loss, PolicyGradient, Prepared
+from psigrad.objective.policy_gradient import PolicyGradient
+from psigrad.objective.prepared import Loss, Prepared
 
 __all__ = ["Batch", "Loss", "PolicyGradient", "PolicyOutputs", "Prepared", "Totals", "explain", "terminal"]

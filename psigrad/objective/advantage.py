@@ -30,6 +30,7 @@ __all__ = [
     "leave_one_out",
     "length_gae",
     "moving_average",
+    "no_reward",
     "ones",
     "reward_to_go",
     "td_residual",
@@ -86,6 +87,16 @@ def ones(batch: Batch) -> Tensor:
     Source: Dong et al. 2023, RAFT, arXiv:2304.06767.
     """
     return batch.mask.to(batch.reward.dtype)
+
+
+def no_reward(batch: Batch) -> Tensor:
+    """Nothing is learnt from rewards: what is left is the KL term, towards a teacher.
+
+    Formula: A_t = 0
+
+    Source: Agarwal et al. 2024, GKD, arXiv:2306.13649.
+    """
+    return torch.zeros_like(batch.reward)
 
 
 @dataclass(frozen=True)

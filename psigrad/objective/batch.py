@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch import Tensor
 EMPTY_ROW = torch.iinfo(torch.int64).min
 """Group id given to rows without a chosen step, so that padding rows never join a real group."""
 
-_PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value")
-_PER_ROW = ("group", "last_value", "truncated", "metric")
+# the fields [N, T] and [N]
+PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value", "entropy", "rewarded")
+PER_ROW = ("group", "last_value", "truncated", "metric")
+_NUMBERS = tuple(name for name in PER_STEP if name not in ("mask", "rewarded"))
 
 
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
@@ -81,6 +83,14 @@ class Batch:
     """[N] bool: True where the trajectory was cut by its length limit."""
     metric: Tensor | None = None
     """[N] what the filter has_signal compares, such as correctness; None: the sum of the rewards."""
+    entropy: Tensor | None = None
+    """[N, T] entropy of each step's distribution under the policy that collected, in nats."""
+    rewarded: Tensor | None = None
+    """[N, T] bool: the steps that a reward was given for, if only 0; None: those whose reward is not 0, and each row's last."""
+    parts: Tensor | None = None
+    """[N, K] what each of K reward functions gave, before weights; NaN where it does not apply."""
+    part_weights: tuple[float, ...] = ()
+    """The weight of each of the K; empty: all 1."""
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2 or self.mask.dtype != torch.bool:
@@ -88,7 +98,7 @@ class Batch:
                 f"Batch.mask has shape {tuple(self.mask.shape)} and dtype {self.mask.dtype}; expected a boolean tensor [N, T]; "
                 "build it from the lengths."
             )
-        for names, expected in ((_PER_STEP, self.mask.shape), (_PER_ROW, self.mask.shape[:1])):
+        for names, expected in ((PER_STEP, self.mask.shape), (PER_ROW, self.mask.shape[:1])):
             for name in names:
                 tensor: Tensor | None = getattr(self, name)
                 if tensor is not None and tensor.shape != expected:
@@ -96,11 +106,17 @@ class Batch:
                         f"Batch.{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)} to match mask "
                         f"{tuple(self.mask.shape)}; pad or index it like the mask."
                     )
-        for name in _PER_STEP[1:]:
+        if self.parts is not None and (self.parts.dim() != 2 or len(self.parts) != len(self.mask)):
+            raise ValueError(
+                f"Batch.parts has shape {tuple(self.parts.shape)}; expected [{len(self.mask)}, K], a column for each reward."
+            )
+        for name in _NUMBERS:
             tensor = getattr(self, name)
             if tensor is not None:
                 own = _at_least_float32(tensor.detach())
                 object.__setattr__(self, name, own.clone() if self.whole else zero_outside(self.mask, own))
+        if self.rewarded is not None:
+            object.__setattr__(self, "rewarded", self.rewarded & self.mask)
         group = self.group.long()
         if not self.whole:
             group = torch.where(self.present, group, torch.full_like(group, EMPTY_ROW))
@@ -123,7 +139,7 @@ class Batch:
 
     def check_finite(self) -> None:
         """Raises ValueError where a reward, a log-prob or a value of a chosen step is NaN or infinite."""
-        for name in _PER_STEP[1:]:
+        for name in _NUMBERS:
             x: Tensor | None = getattr(self, name)
             # a sum is one operation, and finite only where every number is
             if x is not None and not math.isfinite(x.sum()) and not bool(torch.isfinite(x).all()):
@@ -134,8 +150,8 @@ class Batch:
 
     def select(self, rows: Tensor | slice) -> Batch:
         """The batch of these rows (indices or a boolean mask), `inputs` included."""
-        picked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inputs"}
-        picked = {name: tensor if tensor is None else tensor[rows] for name, tensor in picked.items()}
+        tensors = (*PER_STEP, *PER_ROW, "parts")
+        picked: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[rows] for name in tensors}
         return replace(self, inputs=_select_inputs(self.inputs, rows), **picked)
 
 

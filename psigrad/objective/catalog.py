@@ -15,6 +15,7 @@ from psigrad.objective.advantage import (
     group_mean,
     leave_one_out,
     moving_average,
+    no_reward,
     ones,
     reward_to_go,
     total_return,
@@ -22,14 +23,20 @@ from psigrad.objective.advantage import (
 )
 from psigrad.objective.aggregate import fixed_length, sequence_mean, sequence_sum, token_mean
 from psigrad.objective.critic import value_loss
-from psigrad.objective.group_advantage import length_weighted_mean, over_group_mean, pass_at_k
-from psigrad.objective.keep import has_signal, not_truncated, top_k
+from psigrad.objective.group_advantage import (
+    decoupled_group_mean,
+    length_weighted_mean,
+    over_group_mean,
+    pass_at_k,
+    process_group_mean,
+)
+from psigrad.objective.keep import clip_covariance, has_signal, not_truncated, top_entropy, top_k
 from psigrad.objective.kl import KL
 from psigrad.objective.method import Catalog
 from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.policy_gradient import PolicyGradient
 from psigrad.objective.surrogate import clip, score, truncated_weight
-from psigrad.objective.trust_surrogate import divergence_mask, geometric_clip, soft_clip
+from psigrad.objective.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip
 
 METHODS: Catalog[PolicyGradient] = Catalog()
 
@@ -152,6 +159,41 @@ DPPO = METHODS.declare(
 )
 GMPO = METHODS.declare(
     "gmpo", "the geometric mean of the ratios", PolicyGradient(group_mean(), ratio.token, geometric_clip(), sequence_mean)
+)
+
+GDPO = METHODS.declare(
+    "gdpo",
+    "each reward standardised by itself",
+    PolicyGradient(decoupled_group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, kl=KL("loss", "k3", 0.04)),
+)
+PROCESS_GRPO = METHODS.declare(
+    "process_grpo",
+    "GRPO on the rewards of steps or turns",
+    PolicyGradient(process_group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, kl=KL("loss", "k3", 0.04)),
+)
+
+# The three against the collapse of entropy. The paper's 80/20 runs on DAPO; Clip-Cov and KL-Cov on GRPO without a KL term.
+TOP_ENTROPY = METHODS.declare(
+    "top_entropy", "DAPO on the fifth of the tokens that were least sure", replace(DAPO, keep=(*DAPO.keep, top_entropy(0.2)))
+)
+CLIP_COV = METHODS.declare(
+    "clip_cov",
+    "GRPO without the tokens that cost most entropy",
+    PolicyGradient(group_mean(), ratio.token, clip(0.2, 0.2), token_mean, keep=(clip_covariance(),)),
+)
+KL_COV = METHODS.declare(
+    "kl_cov",
+    "a penalty on the tokens that cost most entropy",
+    PolicyGradient(group_mean(), ratio.token, covariance_penalty(), token_mean),
+    num_minibatches=4,
+)
+
+# On-policy distillation: the divergence from the teacher at the states that the policy visits, exact over the vocabulary.
+DISTILL = METHODS.declare(
+    "distill",
+    "on-policy distillation from a teacher",
+    PolicyGradient(no_reward, ratio.none, score, token_mean, kl=KL("loss", "exact", 1.0)),
+    num_generations=1,
 )
 
 # Rejection fine-tuning.

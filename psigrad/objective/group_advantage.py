@@ -1,6 +1,6 @@
 """More of the psi slot: advantages of a completion among those of its group, beside the means of `advantage`.
 
-All read one number per trajectory, its summed reward R_i, and give it to each of its steps.
+Most read one number per trajectory, its summed reward R_i, and give it to each of its steps.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from torch import Tensor
 
 from psigrad.objective import stats
 from psigrad.objective.advantage import GROUP, needs, over_steps
-from psigrad.objective.batch import Batch
+from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.returns import discounted_sum
 
-__all__ = ["group_mean_batch_std", "length_weighted_mean", "over_group_mean", "pass_at_k"]
+__all__ = [
+    "decoupled_group_mean",
+    "group_mean_batch_std",
+    "length_weighted_mean",
+    "over_group_mean",
+    "pass_at_k",
+    "process_group_mean",
+]
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,76 @@ class pass_at_k:
         above_N = torch.where(right_N, failed_N, failed_N - others_N)
         advantage_N = torch.where(scale_N > 0, above_N / scale_N.clamp(min=torch.finfo(scale_N.dtype).tiny), 0.0)
         return over_steps(advantage_N.to(batch.reward.dtype), batch)
+
+
+@dataclass(frozen=True)
+class decoupled_group_mean:
+    """Each reward function's values standardised within the group by themselves, weighted, added, and once more over the batch.
+
+    Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
+
+    Sums of rewards that differ in kind would be one number: (1, 0) and (0, 1) look alike to the group's mean. A function that
+    does not apply to a completion adds nothing to its S. A KL penalty in the reward is not seen.
+
+    Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".
+    """
+
+    eps: float = 1e-4
+    """Added to the standard deviations; TRL's value."""
+    needs: ClassVar[frozenset[str]] = GROUP
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages: one number for all steps of a row."""
+        if batch.parts is None:
+            raise ValueError(
+                "The batch has no `parts`, which decoupled_group_mean reads; give what each reward function gave, [N, K]."
+            )
+        weights = batch.part_weights or (1.0,) * batch.parts.shape[1]
+        total_N = torch.zeros_like(batch.sequence_reward)
+        ids, index_N = torch.unique(batch.group, return_inverse=True)
+        alone_N = len(ids) + torch.arange(len(index_N), device=index_N.device)
+        for weight, part_N in zip(weights, batch.parts.to(total_N.dtype).unbind(1), strict=True):
+            applies_N = batch.present & ~part_N.isnan()
+            own_N = torch.where(applies_N, index_N, alone_N)
+            part_N = part_N.nan_to_num()
+            centred_N, scale_N = stats.centred(part_N, own_N), stats.group_std(part_N, own_N) + self.eps
+            total_N += torch.where(centred_N == 0, 0.0, weight * centred_N / scale_N)
+        # the mean over the batch is 0, as that of each group is; to take it off would leave rounding errors in place of zeros
+        return over_steps(total_N / (stats.group_std(total_N, batch.present.long()) + self.eps), batch)
+
+
+@dataclass(frozen=True)
+class process_group_mean:
+    """Process supervision: rewards of steps are standardised over all of the group's, and a token gets those still to come.
+
+    Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
+
+    With rewards at the end of each turn of an episode these are advantages by turn.
+
+    Source: Shao et al. 2024, DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.3.
+    """
+
+    std: bool = True
+    """Divide by the standard deviation or not."""
+    eps: float = 1e-4
+    """Added to the standard deviation; TRL's value of GRPO."""
+    needs: ClassVar[frozenset[str]] = GROUP
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages."""
+        rewarded_NT = batch.rewarded
+        if rewarded_NT is None:
+            last_NT = batch.mask & (batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True))
+            rewarded_NT = last_NT | (batch.mask & (batch.reward != 0))
+        group_M = batch.group[:, None].expand(batch.mask.shape)[rewarded_NT]
+        reward_M = batch.reward[rewarded_NT]
+        if not len(reward_M):
+            return torch.zeros_like(batch.reward)
+        scaled_M = stats.centred(reward_M, group_M)
+        if self.std:
+            scaled_M = scaled_M / (stats.group_std(reward_M, group_M) + self.eps)
+        standardised_NT = torch.zeros_like(batch.reward).masked_scatter(rewarded_NT, scaled_M)
+        return discounted_sum(zero_outside(batch.mask, standardised_NT), batch.mask, 1.0)
 
 
 def _choose_ratio(of_N: Tensor, among_N: Tensor, k: int) -> Tensor:

@@ -9,8 +9,7 @@ loss: any micro-batch of them. Schedule (epochs, minibatches, learning rate) bel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from psigrad.objective import aggregate as aggregates
 from psigrad.objective import kl as kls
 from psigrad.objective import penalty, ratio, stats
-from psigrad.objective.advantage import Psi, StatefulPsi, needs_of, whitened
+from psigrad.objective.advantage import Psi, StatefulPsi, needs_of, no_reward, whitened
 from psigrad.objective.aggregate import Aggregate
 from psigrad.objective.batch import Batch, PolicyOutputs, Totals, inside, zero_outside
 from psigrad.objective.correction import Correction
@@ -26,77 +25,12 @@ from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
 from psigrad.objective.keep import Keep, has_signal
 from psigrad.objective.kl import KL
+from psigrad.objective.prepared import Loss, Prepared
 from psigrad.objective.surrogate import Surrogate, clip_fractions, differentiates_ratio, score, silent_without_advantage
 
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]
 Inside = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A collected batch with its advantages, ready for any number of passes."""
-
-    batch: Batch
-    """As collected: `reward` is without a KL penalty."""
-    advantage: Tensor
-    """[N, T], 0 on masked steps."""
-    keep: Tensor
-    """[N] bool: rows that are trained on."""
-    needs_gradient: Tensor
-    """[N] bool: False where a row surely contributes exactly zero gradient, so that its forward pass may be skipped."""
-    metrics: dict[str, float]
-    """Figures of the whole batch."""
-    state: dict[str, float]
-    """The state after this batch."""
-    returns: Tensor | None = None
-    """[N, T] target of the critic, when there is one."""
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether every step is known to be trained on, as `Batch.whole` knows it."""
-        return self.batch.whole and bool((self.keep & self.needs_gradient).all())
-
-    def select(self, rows: Tensor | slice) -> Prepared:
-        """The same for these rows (indices or a boolean mask)."""
-        return replace(
-            self,
-            batch=self.batch.select(rows),
-            advantage=self.advantage[rows],
-            keep=self.keep[rows],
-            needs_gradient=self.needs_gradient[rows],
-            returns=None if self.returns is None else self.returns[rows],
-        )
-
-    def steps(self) -> Prepared:
-        """Every chosen step of the kept rows as a row of its own, row by row, for minibatches of steps; without inputs.
-
-        Only the per-step parts are the same on it: the token ratio, and the token_mean aggregate.
-        """
-        mask = self.batch.mask & self.keep[:, None]
-        at = mask.flatten().nonzero()[:, 0]  # looked for once: a boolean index looks for itself each time
-        rows = at.div(mask.shape[1], rounding_mode="floor")
-        own = {f.name: getattr(self.batch, f.name) for f in fields(Batch) if f.name != "inputs"}
-        per_step = {name: _pick(x, at) for name, x in own.items() if x is not None and x.dim() == 2}
-        per_row = {name: x[rows] for name, x in own.items() if x is not None and x.dim() == 1}
-        return replace(
-            self,
-            batch=Batch(**per_step, **per_row),
-            advantage=_pick(self.advantage, at),
-            keep=self.keep[rows],
-            needs_gradient=self.needs_gradient[rows],
-            returns=None if self.returns is None else _pick(self.returns, at),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Loss:
-    """A micro-batch's share of the loss of one optimiser step; shares add up, for value, gradient and terms."""
-
-    value: Tensor
-    """Scalar with gradient."""
-    terms: dict[str, Tensor]
-    """Detached scalars. Metrics are means over the steps of rows that need a gradient."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +51,7 @@ class PolicyGradient:
     kl: KL | None = None
     """Penalty on the distance from the reference policy."""
     keep: tuple[Keep, ...] = ()
-    """Batch -> bool [N]; a row must pass all; see keep.py."""
+    """Batch -> bool [N] or [N,T]; a row, or a step, must pass all; see keep.py."""
     critic: value_loss | None = None
     """Loss of the value function."""
     entropy: bonus | None = None
@@ -180,9 +114,19 @@ class PolicyGradient:
         return self.entropy is not None
 
     @property
+    def needs_old_entropy(self) -> bool:
+        """Whether the batch must hold the entropies of the policy that collected."""
+        return any("entropy" in needs_of(part) for part in self.keep)
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether rewards have any influence; without, the reference is a teacher and all there is to learn from."""
+        return self.psi is not no_reward
+
+    @property
     def needs_exact_kl(self) -> bool:
-        """Whether the evaluation must hold the KL summed over the vocabulary."""
-        return self.kl is not None and self.kl.estimator == "exact" and self.kl.coefficient != 0
+        """Whether the evaluation must hold a divergence summed over the vocabulary."""
+        return self.kl is not None and self.kl.estimator in kls.EXACT and self.kl.coefficient != 0
 
     @property
     def min_group_size(self) -> int:
@@ -224,21 +168,33 @@ class PolicyGradient:
         else:
             advantage = self.psi(shaped)
         advantage = advantage.detach() if batch.whole else zero_outside(batch.mask, advantage.detach())
-        keep = batch.present
-        for part in self.keep:
-            keep = keep & part(batch)
+        keep, counts, marks = self._chosen(batch, advantage)
         adapts = self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive)
-        figures = self._batch_metrics(batch, shaped, keep, state) if metrics or adapts else {}
+        figures = self._batch_metrics(batch, shaped, keep, counts, state) if metrics or adapts else {}
         if self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive):
             updated = self.kl.coefficient.updated(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
             new_state[kls.STATE_KEY] = updated
-        needs_gradient = keep if self._always_has_gradient() else keep & (advantage != 0).any(1)
+        felt = advantage != 0 if marks is None else (advantage != 0) | marks
+        felt = felt if counts is None else felt & counts
+        needs_gradient = keep if self._always_has_gradient() else keep & felt.any(1)
         returns = self._returns(shaped, advantage)
         if metrics and returns is not None and batch.value is not None:
             figures["explained_variance"] = stats.explained_variance(batch.value, returns, batch.mask)
             figures["value/mean"] = float(stats.masked_mean(batch.value, batch.mask))
             figures["returns/mean"] = float(stats.masked_mean(returns, batch.mask))
-        return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns)
+        return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
+
+    def _chosen(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The rows that are kept [N]; the steps that count and those that the surrogate marks [N, T], where some part tells."""
+        keep, counts = batch.present, None
+        for part in self.keep:
+            found = part(batch, advantage) if "advantage" in needs_of(part) else part(batch)
+            if found.dim() == 1:
+                keep = keep & found
+            else:
+                counts = found if counts is None else counts & found
+        marks = self.surrogate.marks(batch, advantage) if "marks" in needs_of(self.surrogate) else None  # type: ignore[attr-defined]
+        return keep, counts, marks
 
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
         """Counts over the rows of one optimiser step (all rows when None)."""
@@ -276,8 +232,11 @@ class PolicyGradient:
         logp_old = within(batch.logp_old)
         advantage = within(prepared.advantage)
         log_ratio = self.ratio(logp, logp_old, mask)
-        whole: dict[str, Tensor] = {"mask": mask} if "mask" in needs_of(self.surrogate) else {}
-        per_step = self._surrogate_now(state)(logp, log_ratio, advantage, **whole)
+        known = {"mask": mask, "marks": prepared.marks}
+        given = {name: known[name] for name in sorted(needs_of(self.surrogate) & known.keys())}
+        per_step = self._surrogate_now(state)(logp, log_ratio, advantage, **given)
+        if prepared.counts is not None:
+            per_step = zero_outside(prepared.counts, per_step)
         weights = self.aggregate(mask, totals).to(logp.dtype)
         counted = mask & prepared.needs_gradient[:, None]
 
@@ -343,7 +302,7 @@ class PolicyGradient:
         kl_in_loss = self.needs_reference and self.kl is not None and self.kl.where == "loss"
         return kl_in_loss or self.entropy is not None or self.critic is not None or not silent_without_advantage(self.surrogate)
 
-    def _batch_metrics(self, batch: Batch, shaped: Batch, keep: Tensor, state: State) -> dict[str, float]:
+    def _batch_metrics(self, batch: Batch, shaped: Batch, keep: Tensor, counts: Tensor | None, state: State) -> dict[str, float]:
         def mean_N(x_N: Tensor) -> float:
             return float(stats.masked_mean(x_N.to(batch.reward.dtype), batch.present))
 
@@ -352,6 +311,8 @@ class PolicyGradient:
             "frac_reward_zero_std": mean_N(stats.all_equal(batch.sequence_reward, batch.group)),
             "frac_kept": mean_N(keep),
         }
+        if counts is not None:
+            metrics["frac_kept_steps"] = float(stats.masked_mean(counts.to(batch.reward.dtype), batch.mask & keep[:, None]))
         if batch.logp_ref is not None:
             metrics["objective/kl"] = mean_N((batch.logp_old - batch.logp_ref).sum(1))
         if shaped is not batch:
@@ -379,15 +340,10 @@ class PolicyGradient:
 
     @staticmethod
     def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: PolicyOutputs) -> Tensor:
-        if kl.estimator == "exact":
+        if kl.estimator in kls.EXACT:
             return within(_given(evaluation.kl, "kl", "the exact KL term"))
         logp_ref = within(_given(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)
-
-
-def _pick(x: Tensor, at: Tensor) -> Tensor:
-    """Elements of a [N, T] by their place in the flat order, as a column."""
-    return x.flatten()[at][:, None]
 
 
 def _name(part: object) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from psigrad.objective.batch import zero_outside
-from psigrad.objective.policy_gradient import Loss
 from psigrad.objective.preference_loss import correct
+from psigrad.objective.prepared import Loss
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from psigrad.objective import ratio
 from psigrad.objective.batch import Totals
 from psigrad.objective.critic import value_loss
-from psigrad.objective.policy_gradient import PolicyGradient, Prepared
+from psigrad.objective.policy_gradient import PolicyGradient
+from psigrad.objective.prepared import Prepared
 from psigrad.objective.ratio import MAX_LOG_RATIO
 from psigrad.objective.surrogate import clip, score, unclipped
 

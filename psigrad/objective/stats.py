@@ -19,6 +19,8 @@ __all__ = [
     "group_sum",
     "masked_mean",
     "rank_in_group",
+    "scrambled",
+    "step_covariance",
 ]
 
 
@@ -83,6 +85,19 @@ def rank_in_group(x_N: Tensor, group_N: Tensor) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of x where mask is True; 0 where nothing is."""
     return torch.where(mask, x, torch.zeros_like(x)).sum() / mask.sum().clamp(min=1)
+
+
+def step_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """[N, T] (x − mean(x))·(y − mean(y)), means over the steps where mask is True: a step's share of their covariance."""
+    return ((x - masked_mean(x, mask)) * (y - masked_mean(y, mask))).masked_fill(~mask, 0.0)
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """int64 numbers made of int64 numbers, as good as random and the same for the same: splitmix64 (Steele et al. 2014)."""
+    x = x * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -1,6 +1,7 @@
 """More of the surrogate slot: other ways than the clip to hold a policy near the one that collected.
 
-A surrogate with "mask" in its `needs` is called with the mask [N, T] too: it reads whole sequences.
+A surrogate with "mask" in its `needs` is called with the mask [N, T] too: it reads whole sequences. One with "marks" chooses
+steps once, among those of the whole collected batch (its method `marks`), and is called with them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from psigrad.objective.batch import zero_outside
+from psigrad.objective import stats
+from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.ratio import exp_ratio
 from psigrad.objective.surrogate import SEQUENCES, RatioSurrogate, SilentSurrogate, clip
 
-__all__ = ["divergence_mask", "geometric_clip", "off_policy_mask", "soft_clip"]
+__all__ = ["covariance_penalty", "divergence_mask", "geometric_clip", "off_policy_mask", "soft_clip"]
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,41 @@ class off_policy_mask:
         fall_N = -zero_outside(mask, log_ratio.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         left = (advantage < 0) & (fall_N > self.delta)
         return zero_outside(~left, self.surrogate(logp, log_ratio, advantage, **given))
+
+
+@dataclass(frozen=True)
+class covariance_penalty(SilentSurrogate):
+    """The importance-weighted surrogate, with a penalty on moving the few steps that cost most entropy.
+
+    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps with the greatest
+             C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
+
+    On fresh samples the penalty has no gradient: it needs several passes or minibatches.
+
+    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses M anew in every micro-batch).
+    """
+
+    share: float = 2e-3
+    """Steps with the penalty, as a share of all; at least one. verl's kl_cov_ratio."""
+    coefficient: float = 1.0
+    """Weight of the penalty; verl's ppo_kl_coef."""
+    needs: ClassVar[frozenset[str]] = frozenset({"marks"})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1 or self.coefficient <= 0:
+            raise ValueError(
+                f"covariance_penalty has share={self.share} and coefficient={self.coefficient}; expected 0 < share < 1 and a "
+                "coefficient above 0."
+            )
+
+    def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
+        """[N, T] bool: M, the earlier of equals first."""
+        covariance = stats.step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
+        count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
+        marked = torch.zeros_like(batch.mask).flatten()
+        marked[covariance.sort(descending=True, stable=True).indices[:count]] = True
+        return marked.view(batch.mask.shape)
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        return -exp_ratio(log_ratio) * advantage + torch.where(marks, self.coefficient * log_ratio.abs(), 0.0)

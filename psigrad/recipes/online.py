@@ -15,6 +15,8 @@ from psigrad.models import scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective import PolicyGradient
 from psigrad.objective.aggregate import fixed_length
+from psigrad.objective.correction import truncated_importance
+from psigrad.objective.explain import label
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
 from psigrad.recipes import setup
@@ -23,10 +25,12 @@ from psigrad.recipes.pinned import pinned
 from psigrad.recipes.scorers import completion_room, evaluator_for, judge_for
 from psigrad.rewards import resolve
 from psigrad.rollout import samplers
+from psigrad.rollout.types import Sampler
 from psigrad.training import rehearsal, session
-from psigrad.training.online_rl import Online, ValueModel, train
+from psigrad.training.journal import Journal
+from psigrad.training.online_rl import Online, ValueModel, is_exact, train
 from psigrad.training.session import Result
-from psigrad.training.state import Learner, State
+from psigrad.training.state import Follower, Learner, State
 
 
 def run(config: OnlineConfig) -> Result:
@@ -53,12 +57,18 @@ def run(config: OnlineConfig) -> Result:
             judge = stack.enter_context(judge_for(config, model.tokenizer, [metric], journal)) if metric else reward
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes)
         prompts = setup.prompts_of(rows, model, config.data, completion_room(config, episodes), journal)
+        if config.teacher_prompt and reference is not None:
+            room = config.sampling.max_completion_length
+            prompts = setup.with_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
         sampler = samplers.make(config.sampling, model)
+        algorithm = corrected(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic_shared else None
         if algorithm.needs_critic and config.critic_shared:
             model.add_value_head(found)
         policy = Learner(model, setup.optimizer_of(model, config))
-        learners = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
+        learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
+        if reference is not None and config.ref_model_sync_steps:
+            learners.append(Follower(reference, "reference"))
         fresh = State(algorithm=algorithm.initial_state())
         begun = session.begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh)
         job = Online(
@@ -76,6 +86,7 @@ def run(config: OnlineConfig) -> Result:
             evaluator=evaluator,
             critic=critic,
             episodes=episodes,
+            reward_weights=reward.weights,
         )
         if config.optim.rehearse:
             rehearsal.online(job)
@@ -94,9 +105,27 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     return algorithm
 
 
+def corrected(
+    algorithm: PolicyGradient | OnlinePreference, config: OnlineConfig, sampler: Sampler, model: LanguageModel, journal: Journal
+) -> PolicyGradient | OnlinePreference:
+    """The algorithm, with truncated importance weights where the sampler's log-probs are not exactly the trainer's and the
+    settings say nothing about the correction slot.
+    """
+    stated = not isinstance(config.algorithm, str | Mapping) or (
+        isinstance(config.algorithm, Mapping) and "correction" in config.algorithm
+    )
+    if not isinstance(algorithm, PolicyGradient) or stated or algorithm.correction is not None or is_exact(sampler, model):
+        return algorithm
+    part = truncated_importance()
+    text = f"The sampler rounds otherwise than the trainer; {label(part)} corrects for it, unless algorithm.correction says null."
+    journal.tell("correction", text, correction=label(part))
+    return replace(algorithm, correction=part)
+
+
 def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     """Refuse settings that cannot work before anything is loaded."""
-    if not (config.reward or config.reward_model or config.environment):
+    needs_reward = isinstance(algorithm, OnlinePreference) or algorithm.needs_reward
+    if needs_reward and not (config.reward or config.reward_model or config.environment):
         raise UserError(
             "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."
@@ -104,11 +133,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
     for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
         resolve(function)
     setup.check_sampling(config.sampling)
-    if config.reference and not (algorithm.needs_reference or config.evaluation.eval_kl):
-        raise UserError(
-            f"The settings name a reference model, but {algorithm.name or 'the algorithm'} has no KL term; set algorithm.kl, or "
-            "remove it."
-        )
+    _check_reference(config, algorithm, needs_reward)
     _check_critic(config, algorithm)
     if config.num_generations < algorithm.min_group_size:
         raise UserError(
@@ -127,6 +152,33 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
             "whole groups, so give at most as many minibatches as prompts_per_step."
         )
+
+
+def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, needs_reward: bool) -> None:
+    name = algorithm.name or "the algorithm"
+    if config.reference and not (algorithm.needs_reference or config.evaluation.eval_kl):
+        raise UserError(f"The settings name a reference model, but {name} has no KL term; set algorithm.kl, or remove it.")
+    if not needs_reward and not (config.reference or config.teacher_prompt):
+        raise UserError(
+            f"{name} learns from a teacher and none was given; name a model with --reference, or with --teacher-prompt the "
+            "column with what the model itself is told when it is the teacher."
+        )
+    if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
+        raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
+    if config.teacher_prompt and (config.environment or config.tools):
+        raise UserError("teacher_prompt is for single completions and the settings have episodes; remove one of them.")
+    if config.ref_model_sync_steps and config.model.lora_rank:
+        raise UserError(
+            "ref_model_sync_steps moves the reference's weights, and with LoRA the reference is the model without its adapter; "
+            "train without LoRA (lora_rank 0), or leave the reference as it is."
+        )
+    if config.ref_model_sync_steps and config.reference:
+        raise UserError(
+            "ref_model_sync_steps lets the reference follow the policy, and the settings name another model as reference; "
+            "remove one."
+        )
+    if config.reference_dtype and config.model.lora_rank and not config.reference:
+        raise UserError("reference_dtype is set and with LoRA the reference is the model itself; remove it.")
 
 
 def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
@@ -173,8 +225,12 @@ def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -
     """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
     adapter, else a copy that never learns.
     """
+    dtype = config.reference_dtype or config.model.dtype
     if config.reference:
-        return setup.load_reference(config.reference, model, config)
+        return setup.load_reference(config.reference, model, config, dtype)
     if model.adapter is not None:
         return model
-    return model.frozen_copy() if found is None else setup.load_model(config.model, config.run, None).frozen_copy()
+    if found is None and dtype == config.model.dtype:
+        return model.frozen_copy()
+    saved = found / "reference" if found is not None and config.ref_model_sync_steps else None
+    return setup.load_model(replace(config.model, dtype=dtype), config.run, saved).frozen_copy()

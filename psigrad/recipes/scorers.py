@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ from psigrad.training.scoring import Mixture, ModelScorer
 
 @dataclass(frozen=True)
 class Judge:
-    """A scorer (None: the environment alone rewards), and the name of what it measures: that of its only part, or "reward"."""
+    """A scorer (None: the environment alone rewards), the name of what it measures, which is that of its only part or "reward",
+    and the weight of each part by name.
+    """
 
     scorer: Scorer | None
     metric: str
+    weights: Mapping[str, float]
 
 
 @contextlib.contextmanager
@@ -73,12 +76,10 @@ def judge_for(
         scorers += [_reward_model(path, config, tokenizer, names) for path in paths]
         plays = isinstance(config, EpisodeSettings) and bool(config.environment)
         metric = names[0] if len(names) == 1 and not plays else "reward"
-        if not scorers:
-            yield Judge(None, metric)
-        elif len(scorers) == 1 and functions:
-            yield Judge(scorers[0], metric)
-        else:
-            yield Judge(Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]]), metric)
+        scorer: Scorer | None = scorers[0] if scorers else None
+        if scorers and (len(scorers) > 1 or not functions):
+            scorer = Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]])
+        yield Judge(scorer, metric, dict(zip(names, weights, strict=True)))
 
 
 def _unsafe(function: Any) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -177,9 +178,11 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     return train.rows, held.rows
 
 
-def load_reference(path: str, model: LanguageModel, config: OnlineConfig | PreferenceConfig) -> LanguageModel:
+def load_reference(
+    path: str, model: LanguageModel, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"] = ""
+) -> LanguageModel:
     """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
-    other = load_model(Model(path=path, dtype=config.model.dtype), config.run, None)
+    other = load_model(Model(path=path, dtype=dtype or config.model.dtype), config.run, None)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
@@ -231,6 +234,34 @@ def prompts_of(
         text = f"{len(bad)} of {len(rows)} prompts have no tokens or too many and are left out."
         journal.tell("rows_left_out", text, longer_than_max_length=len(bad), kept=len(kept))
     return kept
+
+
+def with_teacher_prompts(
+    prompts: Sequence[Prompt], column: str, model: LanguageModel, reference: LanguageModel, completion: int
+) -> list[Prompt]:
+    """The prompts with the tokens of what the reference reads in their place, from a column of the dataset.
+
+    Raises `UserError` for a row that has none, or one that leaves no room for `completion` tokens.
+    """
+    found = []
+    for prompt in prompts:
+        own = prompt.row.columns.get(column)
+        if not own:
+            known = ", ".join(sorted(prompt.row.columns)) or "none"
+            raise UserError(
+                f"{prompt.row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
+                "row the prompt that the reference reads, as text or messages like the prompt."
+            )
+        if isinstance(own, str) != isinstance(prompt.row.prompt, str):
+            raise UserError(f"{prompt.row.source}: prompt and {column} are text and messages; give both in the same form.")
+        ids = tuple(prompt_ids(model.tokenizer, replace(prompt.row, prompt=own)))
+        if len(ids) > reference.max_length - completion:
+            raise UserError(
+                f"{prompt.row.source}: {column} has {len(ids)} tokens, and with max_completion_length {completion} the "
+                f"reference's {reference.max_length} positions leave {max(0, reference.max_length - completion)}; shorten it."
+            )
+        found.append(replace(prompt, teacher_ids=ids))
+    return found
 
 
 def sampling_params(

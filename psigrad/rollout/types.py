@@ -113,6 +113,8 @@ class Trajectory:
     turns: int = 1
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation behind the prompt, in episodes of several turns."""
+    teacher_prompt_ids: tuple[int, ...] = ()
+    """What the reference reads in place of the prompt; empty: the prompt."""
 
     @property
     def chosen(self) -> int:

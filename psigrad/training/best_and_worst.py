@@ -1,12 +1,26 @@
-"""Pairs out of fresh completions: the best and the worst of each group, ranked by the reward."""
+"""Preference losses on fresh completions: on the best and the worst of each group, ranked by the reward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
 
 from psigrad.data.pairs import Answer, Pair
+from psigrad.errors import UserError
+from psigrad.models.fused.activation_cache import ActivationCache
+from psigrad.objective.preference_loss import Preference
 from psigrad.rollout.types import Trajectory
+from psigrad.training.collate import minibatches
+from psigrad.training.state import State
+from psigrad.training.tally import Outcome, Tally
+from psigrad.training.tasks.preference_task import PreferenceTask, reference_logps
+
+if TYPE_CHECKING:
+    from psigrad.training.online_rl import Online
 
 
 @dataclass(frozen=True)
@@ -36,3 +50,31 @@ def pick(groups: Sequence[Sequence[Trajectory]]) -> Pick:
 def _answer(trajectory: Trajectory) -> Answer:
     ids = list(trajectory.completion.ids)
     return Answer(ids, list(trajectory.mask) or [True] * len(ids))
+
+
+def learn_preferences(
+    run: Online, loss: Preference, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None
+) -> Outcome:
+    """All optimiser steps on one collection by a preference loss on the best and the worst of each group. A group of equal
+    rewards is left out.
+
+    Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
+    """
+    config, picked, tally = run.config, pick(groups), Tally()
+    reference = None
+    if loss.needs_reference and picked.pairs:
+        if run.reference is None:
+            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
+        answers = [[p.chosen, p.rejected] for p in picked.pairs]
+        reference = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
+    task = PreferenceTask(run.model, loss, picked.pairs, reference, cache)
+    for iteration in range(config.num_iterations):
+        for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
+            tally.steps += 1
+            shares = task.shares(rows.tolist(), config.micro_batch_tokens)
+            norm = run.optimizer.step([partial(tally.of, share) for share in shares], lr)
+            tally.stepped(None if norm is None else [norm])
+    signs = torch.zeros(picked.rows)
+    signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
+    metrics = {**(tally.result() if tally.steps else {"updates": 0}), "pairs": len(picked.pairs)}
+    return Outcome(metrics, dict(state.algorithm), signs.tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +46,12 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
     return math.fsum(float(part or 0.0) for other, part in trajectory.parts.items() if other != LENGTH_PENALTY)
 
 
-def to_batch(groups: Sequence[Sequence[Trajectory]], filter_metric: str = "") -> Batch:
+def to_batch(
+    groups: Sequence[Sequence[Trajectory]], filter_metric: str = "", reward_weights: Mapping[str, float] | None = None
+) -> Batch:
     """The padded view [N, T] of scored groups, whose trajectories, in order, are its `inputs`.
 
-    An outcome's reward stands on the policy's last token.
+    An outcome's reward stands on the policy's last token. `reward_weights` are those of the rewards' parts, by name.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
@@ -64,10 +66,14 @@ def to_batch(groups: Sequence[Sequence[Trajectory]], filter_metric: str = "") ->
 
     # what was earned on the way stands where it was earned, the rest on the last token
     earned = torch.zeros(mask.shape)
+    rewarded = torch.zeros(mask.shape, dtype=torch.bool)
     for n, trajectory in enumerate(rows):
         for place, reward in trajectory.step_rewards:
             earned[n, place] += reward
+            rewarded[n, place] = True
     outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows])
+    whole = (outcome != 0) | ~rewarded.any(1)  # where there are rewards of steps, an outcome of 0 is none
+    names = sorted({name for t in rows for name in t.parts})
     return Batch(
         mask=mask,
         reward=terminal(outcome, mask) + earned,
@@ -76,8 +82,19 @@ def to_batch(groups: Sequence[Sequence[Trajectory]], filter_metric: str = "") ->
         logp_sampler=padded(lambda t: t.completion.sampling_logprobs),
         metric=torch.tensor([metric_of(t, filter_metric) for t in rows]),
         truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
+        rewarded=rewarded | (terminal(whole.float(), mask) != 0),
+        parts=torch.tensor([[_part(t, name) for name in names] for t in rows]) if names else None,
+        part_weights=tuple((reward_weights or {}).get(name, 1.0) for name in names),
         inputs=rows,
     )
+
+
+def _part(trajectory: Trajectory, name: str) -> float:
+    """What one reward function gave; NaN where it does not apply. A failed completion is worth the same to each of them."""
+    if trajectory.status == "failed":
+        return trajectory.reward or 0.0
+    part = trajectory.parts.get(name)
+    return math.nan if part is None else float(part)
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,8 @@ class MicroBatch:
 
     rows: Tensor
     inputs: Groups
+    teacher_inputs: Groups | None = None
+    """The same completions behind the prompts of the reference, where it has its own."""
 
 
 def micro_batches(batch: Batch, wanted: Tensor, budget: int) -> list[MicroBatch]:
@@ -97,8 +116,12 @@ def micro_batches(batch: Batch, wanted: Tensor, budget: int) -> list[MicroBatch]
     found = []
     for parts in pack_groups([len(members[0][1].prompt_ids) for members in numbered], sizes, budget):
         picked = [[numbered[g][k] for k in ks] for g, ks in parts]
-        inputs = Groups([p[0][1].prompt_ids for p in picked], [[t.completion.ids for _, t in p] for p in picked])
-        found.append(MicroBatch(torch.tensor([i for p in picked for i, _ in p]), inputs))
+        completions = [[t.completion.ids for _, t in p] for p in picked]
+        inputs = Groups([p[0][1].prompt_ids for p in picked], completions)
+        theirs = [p[0][1].teacher_prompt_ids for p in picked]
+        others = Groups([own or p[0][1].prompt_ids for own, p in zip(theirs, picked, strict=True)], completions)
+        rows_of = torch.tensor([i for p in picked for i, _ in p])
+        found.append(MicroBatch(rows_of, inputs, others if any(theirs) else None))
     return found
 
 

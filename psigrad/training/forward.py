@@ -1,4 +1,4 @@
-"""Forward passes without gradient over a whole batch: log-probs of the policy and of the reference, values of the critic."""
+"""Forward passes without gradient over a whole batch: log-probs and entropies of the policy, values of the critic."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
-from psigrad.models.packing import Groups
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Batch, PolicyOutputs
-from psigrad.training.collate import micro_batches
+from psigrad.training.collate import MicroBatch, micro_batches
 
 
 def log_probs(
@@ -25,33 +24,39 @@ def log_probs(
     wanted: Tensor | None = None,
 ) -> Tensor:
     """[N, T] log-probs under `model` of every row, or of those where `wanted` [N] is True, in passes of `budget` tokens."""
-    return _filled(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, wanted)
+    return filled(batch, budget, lambda x: model.evaluate(x.inputs, temperature=temperature, cache=cache).logp, wanted)
 
 
-def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float) -> Tensor:
-    """As `log_probs` under the reference; a LoRA model is its own, without its adapter."""
-    with model.without_adapter() if model.adapter is not None else torch.no_grad():
-        return log_probs(model, batch, budget, temperature)
+def entropies(model: LanguageModel, batch: Batch, budget: int, temperature: float) -> Tensor:
+    """[N, T] entropy of each step's distribution under `model`, in nats."""
+
+    def of(micro: MicroBatch) -> Tensor:
+        entropy = model.evaluate(micro.inputs, temperature=temperature, entropy=True).entropy
+        assert entropy is not None
+        return entropy
+
+    return filled(batch, budget, of)
 
 
 def values(critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None) -> Tensor:
     """[N, T] the critic's value of the state before each step; a language model's is that of its value head."""
 
-    def of(inputs: Groups) -> Tensor:
+    def of(micro: MicroBatch) -> Tensor:
         if isinstance(critic, ScalarModel):
-            return critic.values(inputs)
-        value = critic.evaluate(inputs, value=True, cache=cache).value
+            return critic.values(micro.inputs)
+        value = critic.evaluate(micro.inputs, value=True, cache=cache).value
         assert value is not None
         return value
 
-    return _filled(batch, budget, of)
+    return filled(batch, budget, of)
 
 
 @torch.no_grad()
-def _filled(batch: Batch, budget: int, of: Callable[[Groups], Tensor], wanted: Tensor | None = None) -> Tensor:
+def filled(batch: Batch, budget: int, of: Callable[[MicroBatch], Tensor], wanted: Tensor | None = None) -> Tensor:
+    """[N, T] of what `of` finds in each micro-batch of `budget` tokens, over all rows or the `wanted` ones; 0 elsewhere."""
     out = torch.zeros_like(batch.logp_old)
     for micro in micro_batches(batch, batch.present.cpu() if wanted is None else wanted, budget):
-        found = of(micro.inputs)
+        found = of(micro)
         out[micro.rows.to(out.device), : found.shape[1]] = found.to(out.dtype)
     return out
 

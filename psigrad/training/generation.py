@@ -48,7 +48,7 @@ def rollout(
                 for place, completions in completed:
                     prompt, texts = prompts[place], [decode(model.tokenizer, c.ids) for c in completions]
                     groups[place] = [
-                        Trajectory(prompt.index, k, prompt.ids, c, version, text=text)
+                        Trajectory(prompt.index, k, prompt.ids, c, version, text=text, teacher_prompt_ids=prompt.teacher_ids)
                         for k, (c, text) in enumerate(zip(completions, texts, strict=True))
                     ]
                     rewards.add(groups[place])

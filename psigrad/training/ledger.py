@@ -12,11 +12,14 @@ from psigrad.data.batches import order
 
 @dataclass(frozen=True)
 class Prompt:
-    """One dataset row as training sees it: its index, its tokens, the row itself (text and columns for the rewards)."""
+    """One dataset row as training sees it: its index, its tokens, the row itself (text and columns for the rewards), and the
+    tokens that the reference reads in place of its own.
+    """
 
     index: int
     ids: tuple[int, ...]
     row: Any
+    teacher_ids: tuple[int, ...] = ()
 
 
 def prompts_from(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:

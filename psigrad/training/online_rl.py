@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,24 +25,23 @@ from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Batch, PolicyGradient, Prepared, Totals
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
-from psigrad.objective.preference_loss import Preference
 from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer, check_unscored
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.training import ledger
-from psigrad.training.best_and_worst import pick
+from psigrad.training.best_and_worst import learn_preferences
 from psigrad.training.collate import MicroBatch, metric_of, micro_batches, minibatches, scored_groups, to_batch
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluator import Evaluator
-from psigrad.training.forward import log_probs, reference_log_probs, values, wide, widened
+from psigrad.training.forward import entropies, log_probs, values, wide, widened
 from psigrad.training.generation import rollout
 from psigrad.training.journal import Clock, Journal
 from psigrad.training.ledger import Prompt, prompts_from
 from psigrad.training.metrics import collection_metrics
+from psigrad.training.reference import divergence, follow, reference_log_probs
 from psigrad.training.state import State
 from psigrad.training.tally import Outcome, Tally
-from psigrad.training.tasks.preference_task import PreferenceTask, reference_logps
 from psigrad.training.token_figures import TokenFigures, log_probs_of
 from psigrad.training.update import Optimizer, learning_rate, step_together
 
@@ -82,6 +81,8 @@ class Online:
     evaluator: Evaluator | None = None
     critic: ValueModel | None = None
     episodes: Episodes | None = None
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """The weight of each part of the rewards, by name; 1 for others."""
 
     def updates(self) -> int:
         """How often this process has updated weights."""
@@ -90,7 +91,12 @@ class Online:
     @property
     def exact_sampling(self) -> bool:
         """Whether the sampler's log-probs need not be computed again before several passes over a batch."""
-        return self.sampler.exact and not self.model.why_padded and self.model.network.dtype == torch.float32
+        return is_exact(self.sampler, self.model)
+
+
+def is_exact(sampler: Sampler, model: LanguageModel) -> bool:
+    """Whether a sampler's log-probs are the trainer's, but for the order of sums in float32."""
+    return sampler.exact and not model.why_padded and model.network.dtype == torch.float32
 
 
 def train(run: Online, state: State, save: Callable[[State], None]) -> State:
@@ -115,6 +121,8 @@ def step(run: Online, state: State) -> tuple[State, str]:
     if collected.groups:
         with clock("time/update"):
             outcome = learn(run, collected.groups, state, lr, cache)
+    if run.reference is not None and config.ref_model_sync_steps and number % config.ref_model_sync_steps == 0:
+        follow(run.reference, run.model, config.ref_model_mixup_alpha)
     trajectories = collected.trajectories
     tokens = state.tokens + sum(len(t.prompt_ids) + len(t.completion.ids) for t in trajectories)
     metrics = {
@@ -217,7 +225,8 @@ def learn(
     """All optimiser steps on one collection. Rows without gradient skip the forward pass; without any, no weight moves."""
     if isinstance(run.algorithm, OnlinePreference):
         return learn_preferences(run, run.algorithm.loss, groups, state, lr, cache)
-    config, algorithm, batch = run.config, run.algorithm, to_batch(groups, run.config.filter_metric)
+    config, algorithm = run.config, run.algorithm
+    batch = to_batch(groups, config.filter_metric, run.reward_weights)
     cache = run.model.usable(cache)
     tally = Tally()
     batch = with_old_values(run, algorithm, batch, state.step, tally, cache)
@@ -275,6 +284,8 @@ def with_old_values(
         if not reuses:
             tally.gap(again, batch)
         batch = replace(batch, logp_old=again)
+    if algorithm.needs_old_entropy:
+        batch = replace(batch, entropy=entropies(model, batch, budget, temperature))
     if algorithm.needs_critic:
         batch = replace(batch, value=values(model if run.critic is None else run.critic.model, batch, budget, cache))
     return batch
@@ -306,7 +317,7 @@ def losses(
             micro.inputs,
             temperature=run.params.temperature,
             entropy=algorithm.needs_entropy,
-            kl_to=run.reference if algorithm.needs_exact_kl else None,
+            kl_to=divergence(algorithm, run.reference, micro),
             value=algorithm.needs_critic and run.critic is None,
             cache=cache,
         )
@@ -342,33 +353,6 @@ def check_gap(run: Online, gap: float, number: int) -> None:
             f"At step {number} sampler and trainer disagree by {gap:.2g} in mean log-probability, above the bound {bound:.2g}: "
             "the completions did not come from the policy that is trained. Look at the sampler, or raise max_logp_difference."
         )
-
-
-def learn_preferences(
-    run: Online, loss: Preference, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None
-) -> Outcome:
-    """`learn` by a preference loss on the best and the worst of each group. A group of equal rewards is left out.
-
-    Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
-    """
-    config, picked, tally = run.config, pick(groups), Tally()
-    reference = None
-    if loss.needs_reference and picked.pairs:
-        if run.reference is None:
-            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
-        answers = [[p.chosen, p.rejected] for p in picked.pairs]
-        reference = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
-    task = PreferenceTask(run.model, loss, picked.pairs, reference, cache)
-    for iteration in range(config.num_iterations):
-        for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
-            tally.steps += 1
-            shares = task.shares(rows.tolist(), config.micro_batch_tokens)
-            norm = run.optimizer.step([partial(tally.of, share) for share in shares], lr)
-            tally.stepped(None if norm is None else [norm])
-    signs = torch.zeros(picked.rows)
-    signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
-    metrics = {**(tally.result() if tally.steps else {"updates": 0}), "pairs": len(picked.pairs)}
-    return Outcome(metrics, dict(state.algorithm), signs.tolist())
 
 
 def record(run: Online, collected: Collected, outcome: Outcome, number: int) -> None:

@@ -17,8 +17,10 @@ from psigrad.errors import UserError
 from psigrad.models.gradients import in_place
 from psigrad.models.packing import Groups
 from psigrad.objective import PolicyGradient
+from psigrad.training.collate import MicroBatch
 from psigrad.training.offline import Offline
 from psigrad.training.online_rl import Online
+from psigrad.training.reference import divergence
 from psigrad.training.update import Optimizer
 
 
@@ -32,7 +34,7 @@ def online(run: Online) -> None:
             inputs,
             temperature=run.params.temperature,
             entropy=method is not None and method.needs_entropy,
-            kl_to=run.reference if method is not None and method.needs_exact_kl else None,
+            kl_to=None if method is None else divergence(method, run.reference, MicroBatch(torch.zeros(0), inputs)),
             value=needs_critic and run.critic is None,
         )
         parts = (evaluation.logp, evaluation.entropy, evaluation.kl, evaluation.value)

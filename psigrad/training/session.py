@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from psigrad.records import checkpoint, disk, pins
 from psigrad.records.run_folder import RunFolder
 from psigrad.training import state
 from psigrad.training.journal import Announcer, Journal, Stopped
-from psigrad.training.state import Learner, State
+from psigrad.training.state import Learners, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
 from psigrad.training.watchdog import Watchdog
@@ -143,7 +143,12 @@ class Begun:
 
 
 def begin(
-    config: Config, journal: Journal, learners: Sequence[Learner], pinned: Mapping[str, str], found: Path | None, fresh: State
+    config: Config,
+    journal: Journal,
+    learners: Learners,
+    pinned: Mapping[str, str],
+    found: Path | None,
+    fresh: State,
 ) -> Begun:
     """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
 

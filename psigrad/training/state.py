@@ -53,9 +53,22 @@ class Learner:
     place: str = ""
 
 
-def save(root: Path, state: State, learners: Sequence[Learner], *, keep: int, meta: Mapping[str, Any] | None = None) -> Path:
+@dataclass(frozen=True)
+class Follower:
+    """A model whose weights change without an optimiser, as a reference that follows the policy."""
+
+    model: Saved
+    place: str
+
+
+Learners = Sequence[Learner | Follower]
+
+
+def save(root: Path, state: State, learners: Learners, *, keep: int, meta: Mapping[str, Any] | None = None) -> Path:
     """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go."""
     for learner in learners:
+        if isinstance(learner, Follower):
+            continue
         if bad := [name for name, p in learner.optimizer.parameters.items() if not bool(torch.isfinite(p).all())]:
             raise NonFiniteError(
                 f"The weights are not finite after step {state.step} ({', '.join(bad[:3])}), so no checkpoint was made of them; "
@@ -65,7 +78,8 @@ def save(root: Path, state: State, learners: Sequence[Learner], *, keep: int, me
     def write(folder: Path) -> None:
         for learner in learners:
             learner.model.save(folder / learner.place)
-            checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
+            if isinstance(learner, Learner):
+                checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
 
     path = checkpoint.save(root, state.step, write, meta={**versions(), **(meta or {})})
@@ -78,12 +92,14 @@ def versions() -> dict[str, str]:
     return {"psigrad": psigrad.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def restore(path: Path, learners: Sequence[Learner]) -> State:
+def restore(path: Path, learners: Learners) -> State:
     """The state of a verified checkpoint; fills the optimisers in. The models are loaded from `path` by the caller."""
     for learner in learners:
-        load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
+        if isinstance(learner, Learner):
+            load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
     state = State(**json.loads((path / "state.json").read_text()))
-    learners[0].optimizer.nonfinite = state.nonfinite
+    if isinstance(learners[0], Learner):
+        learners[0].optimizer.nonfinite = state.nonfinite
     return state
 
 

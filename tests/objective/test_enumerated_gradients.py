@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, keep
 from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, length_gae, ones, reward_to_go, whitened
 from psigrad.objective.aggregate import sequence_sum
 from psigrad.objective.batch import terminal
@@ -31,6 +31,12 @@ from psigrad.objective.surrogate import clip, score
 
 EOS = 0
 TOLERANCE = 1e-10
+# two reward functions: one of the first step, one of all others
+PART_WEIGHTS = (1.0, 2.0)
+
+
+def parts_of(rewards: list[float]) -> list[float]:
+    return [rewards[0], sum(rewards[1:])]
 
 
 @dataclass
@@ -77,7 +83,11 @@ ON_POLICY_LONG = World(4, 2, 2, off_policy=False)
 
 
 def expected_gradient(
-    method: PolicyGradient, world: World, process_reward: bool, state: dict[str, float] | None = None
+    method: PolicyGradient,
+    world: World,
+    process_reward: bool,
+    state: dict[str, float] | None = None,
+    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda log_pi, log_ref: torch.full_like(log_pi, math.nan),
 ) -> np.ndarray:
     """Σ over groups of P_old(group) · gradient of the library's loss on that group, padding filled with NaN."""
     theta = torch.tensor(world.theta, requires_grad=True)
@@ -100,16 +110,21 @@ def expected_gradient(
     value = torch.tensor(world.values)[torch.tensor(states)]
     truncated = torch.tensor([world.truncated(y) for y in world.trajectories])
     entropy = -(log_pi.exp() * log_pi).sum(1)[torch.tensor(states)]
+    kl = divergence(log_pi, torch.tensor(world.theta_ref).log_softmax(1)).sum(1)[torch.tensor(states)]
+    log_old = torch.tensor(world.theta_old).log_softmax(1)
+    entropy_old = -(log_old.exp() * log_old).sum(1)[torch.tensor(states)]
+    parts = torch.tensor([parts_of(rewards) for rewards in world.step_rewards], dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     start = method.initial_state() if state is None else state
     for members in world.groups:
         rows = torch.tensor(members)
         batch = Batch(
             mask[rows], reward[rows], logp_old[rows], torch.zeros(len(members), dtype=torch.long), logp_ref=logp_ref[rows],
-            value=value[rows], truncated=truncated[rows],
+            value=value[rows], truncated=truncated[rows], entropy=entropy_old[rows],
+            rewarded=mask[rows] if process_reward else None, parts=parts[rows], part_weights=PART_WEIGHTS,
         )  # fmt: skip
         prepared = method.prepare(batch, start)
-        evaluation = PolicyOutputs(logp[rows], value=value[rows], entropy=entropy[rows])
+        evaluation = PolicyOutputs(logp[rows], value=value[rows], entropy=entropy[rows], kl=kl[rows])
         loss = method.loss(prepared, evaluation, method.totals(prepared), start)
         probability = math.exp(sum(sum(world.log_probs(world.theta_old, world.trajectories[i])) for i in members))
         total = total + probability * loss.value
@@ -184,25 +199,47 @@ def test_ppos_first_step_with_any_critic_is_the_gradient_of_the_kl_regularised_r
     assert np.abs(without + gradient_of_expected_reward(ON_POLICY, 0.05)).max() > 1e-3
 
 
-def test_the_first_reward_alone_with_the_kl_as_reward_is_on_policy_distillation() -> None:
-    """Minus the gradient of the reverse KL to the teacher at the states that the policy visits: A_t = log π_ref − log π."""
-    world = ON_POLICY
+def distilled(world: World, divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> np.ndarray:
+    """The gradient of a divergence between policy and teacher, summed over the states that a completion visits."""
     theta = torch.tensor(world.theta, requires_grad=True)
-    log_pi, log_teacher = theta.log_softmax(1), torch.tensor(world.theta_ref).log_softmax(1)
-    local = (log_pi.exp() * (log_pi - log_teacher)).sum(1)
+    local = divergence(theta.log_softmax(1), torch.tensor(world.theta_ref).log_softmax(1)).sum(1)
     reached = torch.zeros(len(world.prefixes), dtype=torch.float64)
     for y in world.trajectories:
         probability = math.exp(sum(world.log_probs(world.theta, y)))
         for s in world.states(y):
             reached[s] += probability
     (oracle,) = torch.autograd.grad((reached * local).sum(), theta)
+    return oracle.numpy()
+
+
+def reverse_kl(log_pi: torch.Tensor, log_teacher: torch.Tensor) -> torch.Tensor:
+    return log_pi.exp() * (log_pi - log_teacher)
+
+
+def test_the_first_reward_alone_with_the_kl_as_reward_is_on_policy_distillation() -> None:
+    """Minus the gradient of the reverse KL to the teacher at the states that the policy visits: A_t = log π_ref − log π."""
     distils = replace(resolve("reinforce_total_return"), psi=reward_to_go(0.0), kl=KL("reward", "k1", 1.0))
     silent = World(3, 2, 2, off_policy=False)
     silent.step_rewards = [[0.0] * len(rewards) for rewards in silent.step_rewards]
-    assert_close(expected_gradient(distils, silent, True), oracle.numpy())
-    # the exact sum over the vocabulary is the same without sampling noise; far-sighted credit is another objective
+    oracle = distilled(ON_POLICY, reverse_kl)
+    assert_close(expected_gradient(distils, silent, True), oracle)
+    # far-sighted credit is another objective
     whole = expected_gradient(replace(distils, psi=reward_to_go(1.0)), silent, True)
-    assert np.abs(whole - oracle.numpy()).max() > 1e-3
+    assert np.abs(whole - oracle).max() > 1e-3
+
+
+def test_distillation_on_sampled_tokens_or_over_the_vocabulary_has_one_expected_gradient() -> None:
+    method = replace(resolve("distill"), aggregate=sequence_sum)
+    assert method.kl is not None and not method.needs_reward
+    oracle = distilled(ON_POLICY, reverse_kl)
+    sampled = replace(method, kl=replace(method.kl, estimator="k1+"))
+    assert_close(expected_gradient(sampled, ON_POLICY, False), oracle)
+    assert_close(expected_gradient(method, ON_POLICY, False, divergence=reverse_kl), oracle)
+    other = expected_gradient(replace(method, kl=replace(method.kl, estimator="k3")), ON_POLICY, False)
+    assert np.abs(other - oracle).max() > 1e-3, "negative control: k3 pulls along the forward KL"
+    reverse_of = distilled(ON_POLICY, lambda log_pi, log_teacher: log_teacher.exp() * (log_teacher - log_pi))
+    assert np.abs(oracle - reverse_of).max() > 1e-3
+    assert_close(other, reverse_of)
 
 
 def test_control_an_arbitrary_critic_biases_the_gradient_at_lambda_0() -> None:
@@ -240,6 +277,7 @@ class Row:
     rewards: list[float]
     truncated: bool
     values: list[float]
+    entropies: list[float]
 
     @property
     def length(self) -> int:
@@ -494,9 +532,72 @@ def vapo(rows: list[Row]) -> list[list[float]]:
     return by_gae(rows, [max(0.0, 1 - 1 / (0.8 * row.length)) for row in rows], 0.0, 0.28)
 
 
+def with_advantages(rows: list[Row], advantages: list[list[float]]) -> list[list[float]]:
+    """GRPO's loss with another advantage for each step."""
+    out = []
+    for row, steps in zip(rows, advantages, strict=True):
+        ratios = [math.exp(n - o) for n, o in zip(row.now, row.old, strict=True)]
+        pulls = [0.04 * (1 - math.exp(ref - now)) for now, ref in zip(row.now, row.ref, strict=True)]
+        terms = [-a * rho * passes(a, rho, 0.2, 0.2) + pull for a, rho, pull in zip(steps, ratios, pulls, strict=True)]
+        out.append([term / (len(rows) * row.length) for term in terms])
+    return out
+
+
+def gdpo(rows: list[Row]) -> list[list[float]]:
+    columns = zip(*(parts_of(row.rewards) for row in rows), strict=True)
+    scaled = [standardised(list(column), divide=True) for column in columns]
+    sums = [sum(w * column[i] for w, column in zip(PART_WEIGHTS, scaled, strict=True)) for i in range(len(rows))]
+    return with_advantages(rows, [[a] * row.length for a, row in zip(standardised(sums, divide=True), rows, strict=True)])
+
+
+def process_grpo(rows: list[Row]) -> list[list[float]]:
+    flat = iter(standardised([r for row in rows for r in row.rewards], divide=True))
+    scaled = [[next(flat) for _ in row.rewards] for row in rows]
+    return with_advantages(rows, [[sum(steps[t:]) for t in range(len(steps))] for steps in scaled])
+
+
+def top_entropy(rows: list[Row]) -> list[list[float]]:
+    bound = float(np.quantile([h for row in rows for h in row.entropies], 0.4))
+    weights = dapo(rows)
+    return [[w * (h >= bound) for w, h in zip(ws, row.entropies, strict=True)] for ws, row in zip(weights, rows, strict=True)]
+
+
+def covariances(rows: list[Row], advantages: list[float]) -> list[list[float]]:
+    tokens = sum(row.length for row in rows)
+    mean_logp = sum(o for row in rows for o in row.old) / tokens
+    mean_a = sum(a * row.length for a, row in zip(advantages, rows, strict=True)) / tokens
+    return [[(o - mean_logp) * (a - mean_a) for o in row.old] for a, row in zip(advantages, rows, strict=True)]
+
+
+def clip_cov(rows: list[Row]) -> list[list[float]]:
+    """Every step within the bounds is left out."""
+    advantages = standardised([sum(r.rewards) for r in rows], divide=True)
+    tokens, out = sum(row.length for row in rows), []
+    for a, row, cs in zip(advantages, rows, covariances(rows, advantages), strict=True):
+        ratios = [math.exp(n - o) for n, o in zip(row.now, row.old, strict=True)]
+        terms = [-a * rho * passes(a, rho, 0.2, 0.2) / tokens for rho in ratios]
+        out.append([0.0 if 0.05 < c < 5 else term for c, term in zip(cs, terms, strict=True)])
+    return out
+
+
+def kl_cov(rows: list[Row]) -> list[list[float]]:
+    """The one step with the greatest covariance has the penalty."""
+    advantages = standardised([sum(r.rewards) for r in rows], divide=True)
+    tokens, cs = sum(row.length for row in rows), covariances(rows, advantages)
+    places = [(i, t) for i, row in enumerate(rows) for t in range(row.length)]
+    marked = max(places, key=lambda place: cs[place[0]][place[1]])
+    out = []
+    for i, (a, row) in enumerate(zip(advantages, rows, strict=True)):
+        logs = [n - o for n, o in zip(row.now, row.old, strict=True)]
+        signs = [math.copysign(1.0, x) if x and (i, t) == marked else 0.0 for t, x in enumerate(logs)]
+        out.append([(-a * math.exp(x) + sign) / tokens for x, sign in zip(logs, signs, strict=True)])
+    return out
+
+
 def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World) -> np.ndarray:
     """Σ over groups of P_old(group) · Σ c[i][t] · (onehot(a_t) − π(·|s_t))."""
     gradient = np.zeros_like(world.theta)
+    old = np.exp(world.theta_old) / np.exp(world.theta_old).sum(1, keepdims=True)
     rows = [
         Row(
             world.log_probs(world.theta, y),
@@ -505,6 +606,7 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
             r,
             world.truncated(y),
             [float(world.values[s]) for s in world.states(y)],
+            [-sum(p * math.log(p) for p in old[s]) for s in world.states(y)],
         )
         for y, r in zip(world.trajectories, world.step_rewards, strict=True)
     ]
@@ -522,11 +624,13 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
 
 FORMULAS = [
     grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, ppo_penalty, raft, reinforce, reinforce_pp_baseline, opo, maxrl,
-    sapo, dppo, gmpo, vc_ppo, vapo,
+    sapo, dppo, gmpo, vc_ppo, vapo, gdpo, process_grpo, top_entropy, clip_cov, kl_cov,
 ]  # fmt: skip
 # methods that are no presets
 BUILT = {
     "vc_ppo": replace(resolve("ppo"), psi=whitened(gae(1.0, 0.95)), critic=value_loss(0.1, 0.2, gae(1.0, 1.0))),
+    "top_entropy": replace(resolve("top_entropy"), keep=(*resolve("dapo").keep, keep.top_entropy(0.6))),
+    "clip_cov": replace(resolve("clip_cov"), keep=(keep.clip_covariance(0.99, 0.05, 5.0),)),
     "vapo": replace(resolve("ppo"), psi=whitened(length_gae(0.8)), surrogate=clip(0.2, 0.28), kl=None),
 }
 
@@ -534,7 +638,7 @@ BUILT = {
 @pytest.mark.parametrize("world", worlds(), ids=["off-policy T2 G3", "on-policy T3 G2"])
 @pytest.mark.parametrize("formula", FORMULAS, ids=[f.__name__ for f in FORMULAS])
 def test_expected_gradient_is_that_of_the_stated_formula(world: World, formula: Callable[[list[Row]], list[list[float]]]) -> None:
-    process_reward = formula in (reinforce_pp, ppo, ppo_penalty, vc_ppo, vapo)
+    process_reward = formula in (reinforce_pp, ppo, ppo_penalty, vc_ppo, vapo, process_grpo)
     method = BUILT[formula.__name__] if formula.__name__ in BUILT else resolve(formula.__name__)
     actual = expected_gradient(method, world, process_reward)
     scale = 1024 if formula is dr_grpo else 1
@@ -543,7 +647,7 @@ def test_expected_gradient_is_that_of_the_stated_formula(world: World, formula: 
 
 def test_every_preset_is_held_by_an_enumeration() -> None:
     unbiased = {"reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average"}
-    assert set(PRESETS) == unbiased | {"pass_at_k"} | {f.__name__ for f in FORMULAS} - set(BUILT)
+    assert set(PRESETS) == unbiased | {"pass_at_k", "distill"} | {f.__name__ for f in FORMULAS} - {"vc_ppo", "vapo"}
 
 
 @pytest.mark.parametrize("off_policy", [False, True])

@@ -16,11 +16,12 @@ from psigrad.objective.aggregate import sequence_mean, token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
-from psigrad.objective.keep import has_signal
+from psigrad.objective.keep import clip_covariance, has_signal
 from psigrad.objective.kl import KL
 from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.ratio import token
 from psigrad.objective.surrogate import clip, dual_clip, unclipped
+from psigrad.objective.trust_surrogate import covariance_penalty
 
 GRPO = resolve("grpo")
 PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")
@@ -31,6 +32,11 @@ METHODS = {name: resolve(name) for name in PRESETS} | {
     ),
     "masked sequences": replace(GRPO, correction=masked_importance(2.0), kl=KL("loss", "exact", 0.1)),
     "penalty": replace(GRPO, psi=reward_to_go(), surrogate=kl_penalty(0.3)),
+    "top entropy": resolve("top_entropy"),
+    "clipped covariance": replace(resolve("clip_cov"), keep=(clip_covariance(0.1, 0.0, 5.0),)),
+    "penalised covariance": replace(resolve("kl_cov"), surrogate=covariance_penalty(0.2)),
+    "parts": resolve("gdpo"),
+    "process": resolve("process_grpo"),
 }  # fmt: skip
 LEAVES = ("logp", "entropy", "value", "kl")
 Case = tuple[Batch, PolicyOutputs]
@@ -56,7 +62,8 @@ def random_case(seed: int, n: int = 8, t: int = 5) -> Case:
     batch = Batch(
         mask, reward, logp + 0.3 * normal(), group, logp_ref=logp + 0.3 * normal(), logp_sampler=logp + 0.3 * normal(),
         value=normal(), last_value=normal()[:, 0], truncated=torch.rand(n, generator=g) < 0.2,
-        inputs=list(range(n)),
+        inputs=list(range(n)), entropy=normal().exp(), rewarded=torch.rand(n, t, generator=g) < 0.5,
+        parts=torch.where(torch.rand(n, 2, generator=g) < 0.2, torch.nan, normal()[:, :2]), part_weights=(1.0, 0.5),
     )  # fmt: skip
     return batch, PolicyOutputs(logp, normal().exp(), normal(), normal() ** 2)
 
@@ -96,7 +103,7 @@ def reshaped(case: Case, change) -> Case:
     """The case with `change` applied to every [N,T] tensor."""
     batch, evaluation = case
     two = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    two = {k: change(v) for k, v in two.items() if isinstance(v, torch.Tensor) and v.dim() == 2}
+    two = {k: change(v) for k, v in two.items() if isinstance(v, torch.Tensor) and v.dim() == 2 and k != "parts"}
     return replace(batch, **two), PolicyOutputs(**{name: change(getattr(evaluation, name)) for name in LEAVES})
 
 
@@ -202,7 +209,8 @@ def test_empty_rows_count_nowhere(method: PolicyGradient, seed: int) -> None:
         )
         return torch.cat([x, filler])
 
-    grown = Batch(**{f.name: longer(getattr(batch, f.name)) for f in fields(batch) if f.name not in ("inputs", "last_value")},
+    grown = Batch(**{f.name: longer(getattr(batch, f.name)) for f in fields(batch) 
+                     if f.name not in ("inputs", "last_value", "part_weights")}, part_weights=batch.part_weights,
                   last_value=torch.cat([batch.last_value, torch.zeros(2, dtype=torch.float64)]))  # fmt: skip
     now = PolicyOutputs(**{name: longer(getattr(evaluation, name)) for name in LEAVES})
     assert_same(run(method, (batch, evaluation)), run(method, (grown, now)), rows=slice(0, 8))

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from psigrad.config.algorithms import resolve
+from psigrad.models.logprobs import TokenStatsRequest
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.aggregate import fixed_length, token_mean
 from psigrad.objective.correction import masked_importance, truncated_importance
 from psigrad.objective.entropy import bonus
+from psigrad.objective.keep import top_entropy
 from psigrad.objective.kl import KL
 from psigrad.objective.surrogate import clip, dual_clip, truncated_weight
 from psigrad.objective.trust_surrogate import off_policy_mask
@@ -51,7 +55,7 @@ class Tensors:
 def ours(method: PolicyGradient, x: Tensors):
     leaf = x.logp.clone().requires_grad_()
     entropy = x.entropy.clone().requires_grad_()
-    batch = Batch(x.mask, terminal(x.scores, x.mask), x.old, x.group, logp_ref=x.ref, logp_sampler=x.sampler)
+    batch = Batch(x.mask, terminal(x.scores, x.mask), x.old, x.group, logp_ref=x.ref, logp_sampler=x.sampler, entropy=x.entropy)
     prepared = method.prepare(batch, {})
     loss = method.loss(prepared, PolicyOutputs(leaf, entropy=entropy), method.totals(prepared), {})
     loss.value.backward()
@@ -75,14 +79,16 @@ def stand_in(x: Tensors, leaf: torch.Tensor, **settings) -> SimpleNamespace:
         steps_per_generation=1,
     )
     accelerator = SimpleNamespace(
-        num_processes=1, gather=lambda t: t, reduce=lambda t, reduction: t, gather_for_metrics=lambda t: t, sync_gradients=True
-    )
+        num_processes=1, gather=lambda t: t, reduce=lambda t, reduction: t, gather_for_metrics=lambda t: t, sync_gradients=True,
+        pad_across_processes=lambda t, **_: t,
+    )  # fmt: skip
     return SimpleNamespace(
         **settings,
         args=arguments,
         accelerator=accelerator,
         model=SimpleNamespace(training=True),
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_high_entropy_mask=partial(GRPOTrainer.get_high_entropy_mask, SimpleNamespace(accelerator=accelerator)),
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, x.entropy, None),
     )
@@ -125,6 +131,10 @@ CASES: dict[str, tuple[PolicyGradient, dict]] = {
     "cispo tight": (replace(resolve("cispo"), surrogate=truncated_weight(1.1)), {"loss_type": "cispo", "epsilon_high": 1.1}),
     "sapo": (resolve("sapo"), {"loss_type": "sapo"}),
     "off-policy sequences masked": (replace(FREE, surrogate=off_policy_mask(clip(), 0.02)), {"off_policy_mask_threshold": 0.02}),
+    "top entropy": (
+        replace(FREE, aggregate=token_mean, keep=(top_entropy(0.3),), kl=KL("loss", "k3", 0.1)),
+        {"loss_type": "dapo", "top_entropy_quantile": 0.3, "beta": 0.1},
+    ),
     "entropy bonus": (replace(GRPO, entropy=bonus(0.2)), {"beta": 0.04, "_entropy_bonus_enabled": True, "entropy_coef": 0.2}),
 }
 
@@ -205,3 +215,26 @@ def test_control_the_wrong_aggregate_does_not_agree() -> None:
     leaf = x.logp.clone().requires_grad_()
     theirs = GRPOTrainer._compute_loss(stand_in(x, leaf, beta=0.04), None, inputs(x, trl_advantages(x, std=True)))
     assert abs(ours(replace(GRPO, aggregate=token_mean), x)[0].value - theirs) > 1e-3
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.37, 1.0])
+def test_top_entropy_keeps_the_tokens_that_trl_keeps(share: float) -> None:
+    x = Tensors()
+    theirs = stand_in(x, x.logp).get_high_entropy_mask(x.entropy, x.mask, 1 - share)
+    batch = Batch(x.mask, terminal(x.scores, x.mask), x.old, x.group, entropy=x.entropy)
+    assert torch.equal(top_entropy(share)(batch), theirs)
+    assert 0 < int(theirs.sum()) <= int(x.mask.sum()) and (share == 1.0) == torch.equal(theirs, x.mask)
+
+
+@pytest.mark.parametrize(("kind", "mixture", "beta"), [("exact", 0.5, 1.0), ("exact_forward", 0.5, 0.0), ("exact_js", 0.3, 0.3)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_exact_divergences_are_those_of_trls_distillation(kind: str, mixture: float, beta: float, temperature: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    student, teacher = (2 * torch.randn(5, 11, generator=g) for _ in range(2))
+    student.requires_grad_()
+    theirs = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=beta, temperature=temperature, reduction="sum")
+    wanted = TokenStatsRequest(temperature, reference_head=lambda hidden: hidden, divergence=kind, mixture=mixture)
+    found = wanted.of(student, torch.zeros(5).long(), teacher)[2].sum()
+    assert float(found) == pytest.approx(float(theirs), rel=1e-5) and float(found) > 0.1
+    (ours_by,), (theirs_by,) = torch.autograd.grad(found, student), torch.autograd.grad(theirs, student)
+    torch.testing.assert_close(ours_by, theirs_by, rtol=1e-4, atol=1e-6)

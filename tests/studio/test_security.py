@@ -387,6 +387,29 @@ def test_too_many_connections_cost_whoever_has_most_their_oldest(monkeypatch):
     asyncio.run(story())
 
 
+def test_a_connection_has_time_to_say_who_asks_on_it(monkeypatch):
+    """However many silent ones come behind it: a busy server reads it late."""
+    monkeypatch.setattr(web_server, "EACH", 6)
+    monkeypatch.setattr(web_server, "GRACE", 0.2)
+    held = web_server.Connections()
+
+    async def story() -> None:
+        old = [Line() for _ in range(10)]
+        for line in old:
+            held.opened(line)
+        await asyncio.sleep(0.15)
+        owner, behind = Line(), [Line() for _ in range(20)]
+        for line in (owner, *behind):
+            held.opened(line)
+        await asyncio.sleep(0.1)  # the old ones' time is over
+        assert not any(line.open for line in old) and owner.open
+        held.admitted(owner, "owner")
+        await asyncio.sleep(0.3)
+        assert owner.open and sum(line.open for line in behind) == 6
+
+    asyncio.run(story())
+
+
 def test_a_flood_of_files_leaves_those_of_the_owner_and_of_labellers_alone():
     with live_studio(burst=30, requests_per_second=1.0) as studio:
         ann = guest(studio, project(studio, 1))

@@ -53,6 +53,12 @@ def trained(algorithm, seed, function, tokenizer, enough: float = 2.0) -> list[f
     return shares
 
 
+def reached(algorithm: str, shares: list[float]) -> bool:
+    """Whether the method's own optimum was found. Where four completions never all miss, pass@4 has nothing more to teach."""
+    share = lasting(shares)
+    return 1 - (1 - share) ** 4 > 0.999 if algorithm == "pass_at_k" else share > 0.9
+
+
 def lasting(shares: list[float]) -> float:
     return sum(shares[-LASTING:]) / LASTING
 
@@ -69,7 +75,7 @@ def test_the_method_finds_the_optimum(algorithm, seed, tokenizer):
     whole = seed == 0
     shares = trained(algorithm, seed, begins_with_a_letter, tokenizer, **({} if whole else {"enough": 0.9}))
     assert shares[0] < 0.3 and (len(shares) == STEPS or not whole)
-    assert lasting(shares) > 0.9
+    assert reached(algorithm, shares)
 
 
 def test_negative_control_an_unrelated_reward_teaches_it_nothing(tokenizer):

@@ -18,7 +18,8 @@ from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Completion, Trajectory
 from psigrad.training.collate import to_batch
-from psigrad.training.forward import log_probs, reference_log_probs
+from psigrad.training.forward import log_probs
+from psigrad.training.reference import reference_log_probs
 
 
 def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_adapter():
