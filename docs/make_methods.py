@@ -467,6 +467,7 @@ def measure(model: str, data: str, runs: str) -> None:
             prompts_per_step=16,
             num_generations=8,
             max_completion_length=12,
+            **({"reference": f"{runs}/opo/model"} if name == "distill" else {}),
             eval_prompts=400,
             eval_steps=20,
             report=False,

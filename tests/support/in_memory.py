@@ -11,6 +11,7 @@ from psigrad.config.algorithms import resolve
 from psigrad.data.dataset_rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
+from psigrad.objective import PolicyGradient
 from psigrad.rewards import resolve as reward
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
@@ -58,11 +59,15 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
     method = resolve(algorithm)
     if method.needs_critic:
         model.add_value_head()
+    reference = (model if lora else model.frozen_copy()) if method.needs_reference else None
+    if isinstance(method, PolicyGradient) and not method.needs_reward:  # it learns from a teacher
+        other = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=7)
+        reference = prepare(other.to(dtype), tokenizer).frozen_copy()
     return Online(
         config=config,
         algorithm=method,
         model=model,
-        reference=(model if lora else model.frozen_copy()) if method.needs_reference else None,
+        reference=reference,
         sampler=EmbeddedSampler(model),
         scorer=InlineScorer([reward(function)]),
         optimizer=Optimizer(model.trainable(), config.optim),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,10 +61,16 @@ def dying_at(count: int, seen: list[str] | None = None) -> None:
         wrap(owner, name)
 
 
+def following_config(job: Path, output: Path, **run):
+    """A reference that moves after every second step."""
+    return replace(online_config(job, output, **run), ref_model_sync_steps=2, ref_model_mixup_alpha=0.3)
+
+
 RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
 MORE_RECIPES = {
     "ppo": (online.run, ppo_config),
     "ppo shared": (online.run, partial(ppo_config, critic_shared=True)),
+    "following reference": (online.run, following_config),
     "episodes": (online.run, episodes_config),
     "dpo": (preference.run, preference_config),
     "kto": (preference.run, partial(preference_config, loss="kto")),
@@ -83,6 +90,7 @@ def digest(folder: Path) -> dict[str, str]:
         "state": newest / "state.json",
         "critic": newest / "critic" / "model.safetensors",
         "critic's optimizer": newest / "critic" / "optimizer.safetensors",
+        "reference": newest / "reference" / "model.safetensors",
         "value head": newest / "value_head.safetensors",
     }
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.exists()}

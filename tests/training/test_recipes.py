@@ -71,10 +71,6 @@ def test_other_methods_run_and_resume_bitwise(algorithm, job, tmp_path):
     assert expected["metrics"] and checkpoint.latest(parts / "checkpoints").step == 4
 
 
-def nothing(completions, **columns):
-    return [0.0] * len(completions)
-
-
 @pytest.fixture(scope="module")
 def teacher(job, tmp_path_factory):
     """The base model, somewhat changed."""
@@ -100,12 +96,11 @@ def test_the_reference_can_be_another_model(job, teacher, tmp_path):
 
 
 def test_a_policy_comes_near_to_its_teacher_on_its_own_samples(job, teacher, tmp_path):
-    """On-policy distillation by the exact reverse KL at the states that the policy visits; the reward says nothing."""
+    """On-policy distillation by the exact reverse KL at the states that the policy visits, without a reward."""
 
     def nearer(rate: float) -> float:
-        distils = {"preset": "reinforce_total_return", "kl": {"where": "loss", "estimator": "exact", "coefficient": 1.0}}
-        config = online_config(job, tmp_path / f"rate {rate}", distils, max_steps=30)
-        config = replace(config, reference=str(teacher), optim=replace(config.optim, learning_rate=rate), reward=(nothing,))
+        config = online_config(job, tmp_path / f"rate {rate}", "distill", max_steps=30)
+        config = replace(config, reference=str(teacher), optim=replace(config.optim, learning_rate=rate), reward=())
         rows = [row["kl"] for row in lines(online.run(config).folder / "metrics.jsonl") if "kl" in row]
         return sum(rows[-6:]) / sum(rows[:1]) / 6
 
