@@ -9,13 +9,14 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lock test-studio test-faults test-long test-vllm bench lint types docs size install clean
+.PHONY: help demo test lock test-studio test-faults test-mutants test-long test-vllm bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
+	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
@@ -58,6 +59,17 @@ test-studio: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(RUN) tools/faults.py --long
+
+# in an environment of their own: what finds the faults' places is no dependency of psigrad
+MUTANTS_VENV ?= .venv-mutants
+$(MUTANTS_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(MUTANTS_VENV)
+	$(MUTANTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0 coverage==7.17.3
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(MUTANTS_VENV)/lib/python3*/site-packages)/psigrad.pth
+	@touch $(MUTANTS_VENV)/.installed
+
+test-mutants: $(MUTANTS_VENV)/.installed
+	$(MUTANTS_VENV)/bin/python tools/mutants.py
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600

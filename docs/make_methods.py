@@ -165,6 +165,50 @@ IDEAS = {
         "Use it with several passes over a batch, when GRPO's ratios have outliers.",
         "As TRL's experimental GMPOTrainer, clip 0.4 in logarithms; without a KL term.",
     ),
+    "gdpo": (
+        "GDPO",
+        "With several reward functions, each is compared within the group by itself, in units of its own deviation; then they are weighted "
+        "and added. In GRPO the sum comes first, and completions with the same sum look alike, whichever rewards they earned.",
+        "Use it with rewards that differ in kind or in scale, such as correctness and format. With one reward it is GRPO, scaled over the batch.",
+        "As TRL's multi_objective_aggregation normalize_then_sum.",
+    ),
+    "process_grpo": (
+        "GRPO with process supervision",
+        "Rewards are given for steps inside a completion, by a process reward model or by an environment after each turn. All rewards of a "
+        "group are standardised together; a token's advantage is the sum of those that come at or after it.",
+        "Use it with a process reward model (`--reward-model`), or with environments that reward each turn. With a single reward at the end it "
+        "is GRPO.",
+        "TRL's GRPOTrainer has outcome rewards only.",
+    ),
+    "top_entropy": (
+        "Top-entropy tokens (80/20)",
+        "DAPO, learning only from the fifth of the batch's tokens at which the policy was least sure: there it decides, elsewhere it fills in.",
+        "Use it for long reasoning. It does harm where most tokens do not matter and stay random: those are then the ones that it learns from.",
+        "As TRL's top_entropy_quantile 0.2; TRL takes the entropy of the pass that trains, psigrad that of the policy that sampled, for "
+        "the whole batch. The change of the loss from one pass to the next does not move the choice.",
+    ),
+    "clip_cov": (
+        "Clip-Cov",
+        "Entropy falls most by tokens that are likely already and have a high advantage. A few of these, drawn at random, get no gradient.",
+        "Use it in long runs whose entropy collapses, with many tokens in a step: a share of 2e-4 is one token in 5,000.",
+        "TRL has no such option; verl's is clip_cov.",
+    ),
+    "kl_cov": (
+        "KL-Cov",
+        "The same tokens, those with the greatest covariance of log-probability and advantage, are held where they are by a penalty on the "
+        "logarithm of their ratio. There is no clip.",
+        "Use it in long runs whose entropy collapses. It needs several optimiser steps for each batch; the preset takes four.",
+        "TRL has no such option; verl's is kl_cov.",
+    ),
+    "distill": (
+        "On-policy distillation",
+        "A smaller model answers the prompts itself, and at each token the divergence from a teacher pulls it towards what the teacher would "
+        "do there. Unlike in supervised fine-tuning on the teacher's texts, it learns in the states that it comes into itself. No reward is needed.",
+        "Use it to hand a large or specialised model's skill to a small one (`--reference TEACHER`), or with `--teacher-prompt COLUMN` to teach a "
+        "model what it can do when it is told more. `algorithm.kl.estimator` takes `exact` (the reverse KL), `exact_forward`, `exact_js`, all "
+        "summed over the vocabulary, or `k1+`, the reverse KL on the sampled tokens alone.",
+        "The divergences are those of TRL's GKDTrainer with lmbda 1: its beta is `algorithm.kl.mixture`, its ends are `exact_forward` and `exact`.",
+    ),
     "raft": (
         "RAFT",
         "Keep the best completion of each prompt and train on it by cross-entropy. There is no baseline and no bad example: the policy "
@@ -176,7 +220,7 @@ IDEAS = {
 
 MEASURED = (
     "Measured on the demo's task: 200 steps of 16 prompts × 8 completions from the same SFT model, one seed, learning rate 3e-4 for all, 4 passes for methods with a critic. "
-    "Bold is this method, thin lines are others that were measured with it, the band is the 95 % interval over 400 held-out words. It shows that the method learns; "
+    "distill learnt from the model that OPO's run left, without a reward. Bold is this method, thin lines are others that were measured with it, the band is the 95 % interval over 400 held-out words. It shows that the method learns; "
     "one seed on one task ranks nothing, and DAPO draws fresh prompts for those without signal, so it sees more samples."
 )
 
@@ -192,6 +236,7 @@ def page(name: str) -> str:
         ("aggregate", parts.aggregate),
         ("kl", parts.kl),
     ]
+    teacher = "--reference TEACHER" if not parts.needs_reward else "--reward my_module:my_reward"
     slots += [("keep", ", ".join(f"`{_called(k)}`" for k in parts.keep) or None)]
     slots += [("critic", parts.critic)] if parts.critic is not None else []
     rows = "\n".join(
@@ -222,7 +267,7 @@ def page(name: str) -> str:
 
 ```
 psigrad {name} \\
-  --model PATH_OR_HUB_NAME --dataset prompts.jsonl --reward my_module:my_reward
+  --model PATH_OR_HUB_NAME --dataset prompts.jsonl {teacher}
 ```
 
 ## Measured

@@ -6,12 +6,13 @@
     python tools/mutants.py --again         judge the survivors once more, after a change of the tests
 
 cosmic-ray knows what can be changed (`+` to `*`, `<` to `<=`, a number, a decorator, a loop that never runs …). Of every place in
-the files of `SUBJECTS` and each family of changes one is a candidate, chosen by the seed; the sample is drawn from all of them. Not
-changed are annotations, what a `raise` says, docstrings, `__all__`, and what only holds of our own code: `assert`, zip's `strict`.
+the files of `SUBJECTS` and each family of changes one is a candidate, chosen by the seed; the sample is drawn from all of them.
+Not changed are annotations, what a `raise` says, docstrings, `__all__`, and what only holds of our own code: `assert`, and the
+`strict` of `zip`.
 
 A mutant is killed when a test that runs its line fails, or takes far too long. Which tests run a line is measured once, with
-coverage. Each mutant is tried in a fork of a process that has torch imported, so that it costs as long as its tests do; no file is
-written: the fork's import finds the changed source. One without effect counts as a survivor like any other.
+coverage. Each mutant is tried in a fork of a process that has torch imported, so that it costs as long as its tests do; no file
+is written: the fork's import finds the changed source. One without effect counts as a survivor like any other.
 """
 
 from __future__ import annotations
@@ -94,10 +95,11 @@ def idle_ranges(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         elif isinstance(node, ast.Assert):
             found.append(node.test)
         elif (isinstance(node, ast.keyword) and node.arg == "strict") or (
-            isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+            isinstance(node, ast.Assign) and "__all__" in [getattr(target, "id", "") for target in node.targets]
         ):
             found.append(node.value)
-    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in found if isinstance(n, ast.expr)]  # type: ignore[misc]
+    ranges = (n for n in found if isinstance(n, ast.expr))
+    return [((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in ranges]
 
 
 def candidates(file: Path, seed: int) -> Iterator[tuple[Path, str, int]]:
@@ -175,24 +177,13 @@ def measured(fresh: bool) -> Coverage:
         WORK.mkdir(parents=True, exist_ok=True)
         settings = WORK / "coveragerc"
         settings.write_text(f"[run]\ndynamic_context = test_function\nsource = psigrad\ndata_file = {data}\n")
-        command = [
-            sys.executable,
-            "-m",
-            "coverage",
-            "run",
-            f"--rcfile={settings}",
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-        ]
-        subprocess.run([*command, f"--junitxml={report}", *TESTS], cwd=ROOT, check=True, env=_environment())
+        tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+        coverage_of = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}"]
+        subprocess.run([*coverage_of, *tests], cwd=ROOT, check=True, env=_environment())
     seconds: dict[str, float] = {}
     for case in ET.parse(report).iter("testcase"):
         name = f"{case.get('classname')}.{(case.get('name') or '').partition('[')[0]}"
         seconds[name] = seconds.get(name, 0.0) + float(case.get("time") or 0)
-    known = {".".join(name.split(".")[-2:]): name for name in seconds}  # a context has no folders
     tests: dict[tuple[str, int], set[str]] = {}
     import coverage
 
@@ -201,7 +192,7 @@ def measured(fresh: bool) -> Coverage:
     for file in held.measured_files():
         place = str(Path(file).relative_to(ROOT))
         for line, contexts in held.contexts_by_lineno(file).items():
-            if names := {known[context] for context in contexts if context in known}:
+            if names := {context for context in contexts if context in seconds}:
                 tests[place, line] = names
     return Coverage(tests, seconds)
 
@@ -285,6 +276,17 @@ def run(mutants: list[Mutant], coverage: Coverage, again: bool) -> dict[str, boo
     return verdicts
 
 
+def write(seed: int, mutants: list[Mutant], survivors: list[Mutant]) -> None:
+    """The counts and the list of survivors; what was written by hand about one of them, in `why`, stays."""
+    why = {}
+    if RESULTS.exists():
+        why = {row["key"]: row["why"] for row in json.loads(RESULTS.read_text())["survivors"]}
+    ordered = sorted(survivors, key=lambda mutant: (mutant.file, mutant.line))
+    rows = [{**asdict(mutant), "key": mutant.key, "why": why.get(mutant.key, "")} for mutant in ordered]
+    held = {"seed": seed, "mutants": len(mutants), "killed": len(mutants) - len(survivors), "survivors": rows}
+    RESULTS.write_text(json.dumps(held, indent=1, ensure_ascii=False) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the sample and print what survived. The exit status is 1 below 95 %."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,15 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     share = 1 - len(survivors) / max(len(mutants), 1)
     print(f"{len(mutants)} mutants, {len(mutants) - len(survivors)} killed ({share:.1%}), {len(survivors)} survived")
     if not asked.only:
-        known = (
-            {row["key"]: row.get("why", "") for row in json.loads(RESULTS.read_text())["survivors"]} if RESULTS.exists() else {}
-        )
-        rows = [
-            {**asdict(m), "key": m.key, "why": known.get(m.key, "")} for m in sorted(survivors, key=lambda m: (m.file, m.line))
-        ]
-        RESULTS.parent.mkdir(exist_ok=True)
-        held = {"seed": asked.seed, "mutants": len(mutants), "killed": len(mutants) - len(survivors), "survivors": rows}
-        RESULTS.write_text(json.dumps(held, indent=1, ensure_ascii=False) + "\n")
+        write(asked.seed, mutants, survivors)
     return 0 if share >= 0.95 else 1
 
 

@@ -20,7 +20,7 @@ from psigrad.models.fused.activation_cache import ActivationCache, CacheHit
 from psigrad.models.fused.decoder import Decoder
 from psigrad.models.fused.layer import Unsupported
 from psigrad.models.fused.weights_only import WeightsOnly
-from psigrad.models.packing import ForwardInputs, Groups, Rows, pack, pad
+from psigrad.models.packing import ForwardInputs, Groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,11 +90,6 @@ class Pretrained(ABC):
         """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
         if self.network.training != training:
             self.network.train(training)
-
-    def laid_out(self, inputs: Groups | Rows, packed: bool | None = None) -> ForwardInputs:
-        """The inputs on the model's device: packed where the model can, unless `packed` says otherwise."""
-        wanted = packed if packed is not None else not self.why_padded
-        return pack(inputs, self.device) if wanted else pad(inputs, self.device)
 
     @abstractmethod
     def _probe(self, packed: bool) -> Tensor:

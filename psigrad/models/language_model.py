@@ -20,7 +20,7 @@ from psigrad.models.fused import weights_only
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.logprobs import TokenStats, TokenStatsRequest, token_stats
-from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets
+from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, laid_out
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class LanguageModel(Pretrained):
     ) -> tuple[TokenStats, Targets]:
         """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
         self.switch(self.train_mode and torch.is_grad_enabled())
-        forward = self.laid_out(inputs, packed)
+        forward = laid_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         cache = self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
@@ -151,7 +151,7 @@ class LanguageModel(Pretrained):
         if asked is not None:
             other, theirs = asked.model, replace(forward, cached=None)
             if asked.inputs is not None or other.why_padded != self.why_padded:
-                theirs = other.laid_out(inputs if asked.inputs is None else asked.inputs)
+                theirs = laid_out(asked.inputs or inputs, other.device, not other.why_padded)
             alone = self.without_adapter() if other is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
                 reference_hidden, reference_head = other._target_hidden(theirs)

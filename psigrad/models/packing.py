@@ -189,6 +189,11 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
     )
 
 
+def laid_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> ForwardInputs:
+    """The inputs packed, or padded."""
+    return pack(inputs, device) if packed else pad(inputs, device)
+
+
 def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
     """One right-padded batch, every sequence whole: what transformers itself would run."""
     sequences, targets = [], _TargetLists()

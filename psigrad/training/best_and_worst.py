@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
+from psigrad.config import OnlineConfig
 from psigrad.data.pairs import Answer, Pair
 from psigrad.errors import UserError
 from psigrad.models.fused.activation_cache import ActivationCache
+from psigrad.models.language_model import LanguageModel
 from psigrad.objective.preference_loss import Preference
 from psigrad.rollout.types import Trajectory
 from psigrad.training.collate import minibatches
 from psigrad.training.state import State
 from psigrad.training.tally import Outcome, Tally
 from psigrad.training.tasks.preference_task import PreferenceTask, reference_logps
-
-if TYPE_CHECKING:
-    from psigrad.training.online_rl import Online
+from psigrad.training.update import Optimizer
 
 
 @dataclass(frozen=True)
@@ -53,26 +52,34 @@ def _answer(trajectory: Trajectory) -> Answer:
 
 
 def learn_preferences(
-    run: Online, loss: Preference, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None
+    config: OnlineConfig,
+    loss: Preference,
+    model: LanguageModel,
+    reference: LanguageModel | None,
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[Trajectory]],
+    state: State,
+    lr: float,
+    cache: ActivationCache | None,
 ) -> Outcome:
     """All optimiser steps on one collection by a preference loss on the best and the worst of each group. A group of equal
     rewards is left out.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
-    config, picked, tally = run.config, pick(groups), Tally()
-    reference = None
+    picked, tally = pick(groups), Tally()
+    held = None
     if loss.needs_reference and picked.pairs:
-        if run.reference is None:
+        if reference is None:
             raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
         answers = [[p.chosen, p.rejected] for p in picked.pairs]
-        reference = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
-    task = PreferenceTask(run.model, loss, picked.pairs, reference, cache)
+        held = reference_logps(reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
+    task = PreferenceTask(model, loss, picked.pairs, held, cache)
     for iteration in range(config.num_iterations):
         for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
             tally.steps += 1
             shares = task.shares(rows.tolist(), config.micro_batch_tokens)
-            norm = run.optimizer.step([partial(tally.of, share) for share in shares], lr)
+            norm = optimizer.step([partial(tally.of, share) for share in shares], lr)
             tally.stepped(None if norm is None else [norm])
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0

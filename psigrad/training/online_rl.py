@@ -224,7 +224,8 @@ def learn(
 ) -> Outcome:
     """All optimiser steps on one collection. Rows without gradient skip the forward pass; without any, no weight moves."""
     if isinstance(run.algorithm, OnlinePreference):
-        return learn_preferences(run, run.algorithm.loss, groups, state, lr, cache)
+        loss = run.algorithm.loss
+        return learn_preferences(run.config, loss, run.model, run.reference, run.optimizer, groups, state, lr, cache)
     config, algorithm = run.config, run.algorithm
     batch = to_batch(groups, config.filter_metric, run.reward_weights)
     cache = run.model.usable(cache)
