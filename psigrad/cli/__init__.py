@@ -30,6 +30,7 @@ GROUPS = {
     "begin": {
         "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", language.demo),
         "doctor": Command("what this machine offers, and what is missing", worlds.doctor),
+        "check": Command("whether a model, its data and its settings will train rightly, before they do", language.check),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),
     "train on recorded comparisons (preferences)": _training(PreferenceConfig),

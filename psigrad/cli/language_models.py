@@ -105,6 +105,19 @@ def pairs(arguments: list[str]) -> int:
     return 0
 
 
+def check(arguments: list[str]) -> int:
+    """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
+    from psigrad.cli import flags
+    from psigrad.config import OnlineConfig
+
+    config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
+    from psigrad.recipes import check
+
+    found = check.run(config)
+    print(check.report(found, as_json="--json" in arguments))
+    return 0 if check.passed(found) else 1
+
+
 def plan(arguments: list[str]) -> int:
     """Print what a run will take."""
     from psigrad.cli import flags

@@ -148,6 +148,12 @@ class Batch:
                     f"The {name} of rows {rows[:5]} is NaN or infinite; expected numbers; compute those rows again or drop them."
                 )
 
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch with its tensors on `device`; `inputs` stay where they are."""
+        tensors = (*PER_STEP, *PER_ROW, "parts")
+        moved: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x.to(device) for name in tensors}
+        return replace(self, **moved)
+
     def select(self, rows: Tensor | slice) -> Batch:
         """The batch of these rows (indices or a boolean mask), `inputs` included."""
         tensors = (*PER_STEP, *PER_ROW, "parts")

@@ -14,6 +14,7 @@ from psigrad.errors import UserError
 from psigrad.rewards.adapters import Verifiers, Verl
 from psigrad.rewards.code import Code
 from psigrad.rewards.outcomes import Failure, text_of
+from psigrad.rewards.rubric import Rubric
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -197,6 +198,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "length": Length(),
     "soft_overlong": SoftOverlong(),
     "code": Code(),
+    "rubric": Rubric(),
     "verl": Verl(),
     "verifiers": Verifiers(),
 }

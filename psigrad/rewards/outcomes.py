@@ -88,7 +88,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Unscored:
-    """Our fault: a time-out, an exception, a malformed return. Never a silent 0: such completions are not trained on."""
+    """Our fault: a time-out, an exception, a malformed return. Never a silent 0: such completions are not trained on.
+
+    A reward function may return one in its list, where it cannot judge a completion through no fault of the policy's.
+    """
 
     reason: str
 

@@ -13,6 +13,7 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scoring, Unscored, picked
 from psigrad.rewards.resolve import RewardSpec
+from psigrad.rewards.rubric import Rubric
 from psigrad.rewards.worker import Answer, Malformed, Said, decoded
 from psigrad.workers import ShippingError, Worker, WorkerGone, homes, pack
 from psigrad.workers.process import START_LIMIT
@@ -60,6 +61,9 @@ class RewardPool:
         for name, value in (("reward_timeout", timeout), ("reward_workers", workers)):
             if not value > 0:
                 raise UserError(f"{name} is {value}; it must be above 0.")
+        for spec in self.specs:
+            if isinstance(spec.function, Rubric):
+                spec.function.check()
         self.timeout, self.failure_value = timeout, failure_value
         self._memory, self._variables = int(memory_gb * 1e9), tuple(variables)
         try:

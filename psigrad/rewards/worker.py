@@ -9,7 +9,8 @@ import numbers
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from psigrad.rewards.outcomes import Failure
+from psigrad.rewards.outcomes import Failure, Unscored
+from psigrad.rewards.rubric import Rubric
 from psigrad.workers import unpack
 from psigrad.workers.child import message_of, reason_for
 from psigrad.workers.shipping import Packed
@@ -31,6 +32,9 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
     A request is (which functions, samples); each function's answer is given as soon as it is there.
     """
     functions = [(name, unpack(packed)) for name, packed in payload]
+    for _, function in functions:
+        if isinstance(function, Rubric):
+            function.prepare()
 
     def answer(message: Any) -> Iterator[Any]:
         asked, samples = message
@@ -132,6 +136,8 @@ def _said(name: str, value: Any) -> Said:
     """One value of a returned list as a plain Python object, which any process can read."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
+    if isinstance(value, Unscored):
+        return Malformed(f"{name}: {value.reason}")
     kind = type(value).__name__
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     if callable(item):

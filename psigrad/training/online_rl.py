@@ -227,7 +227,7 @@ def learn(
         loss = run.algorithm.loss
         return learn_preferences(run.config, loss, run.model, run.reference, run.optimizer, groups, state, lr, cache)
     config, algorithm = run.config, run.algorithm
-    batch = to_batch(groups, config.filter_metric, run.reward_weights)
+    batch = to_batch(groups, config.filter_metric, run.reward_weights).to(run.model.device)
     cache = run.model.usable(cache)
     tally = Tally()
     batch = with_old_values(run, algorithm, batch, state.step, tally, cache)

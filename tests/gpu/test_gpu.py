@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from in_memory import make
 
 from psigrad.config import Optim
 from psigrad.models import tiny
@@ -13,6 +14,8 @@ from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
+from psigrad.training.online_rl import collect, learn
+from psigrad.training.state import State
 from psigrad.training.update import Optimizer
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +48,21 @@ def test_three_steps_are_those_of_the_cpu(how):
     expected, others = trained(model_on("cpu"))
     assert norms == pytest.approx(expected, rel=1e-3)
     assert max(float((a - b).abs().max()) for a, b in zip(weights, others, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dapo", "top_entropy", "gdpo", "distill", "online_dpo"])
+def test_a_run_on_the_device_learns_what_one_on_the_cpu_learns(algorithm):
+    """From the same completions: one step of the whole online loop."""
+
+    def weights(device: str):
+        run = make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1, device=device)
+        state = State(algorithm=run.algorithm.initial_state())
+        collected = collect(make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1), state, run.journal.clock())
+        learn(run, collected.groups, state, 1e-3)
+        return [p.detach().cpu() for p in run.model.trainable().values()]
+
+    pairs = zip(weights("cuda"), weights("cpu"), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-3
 
 
 def test_a_recorded_step_writes_what_a_step_writes():

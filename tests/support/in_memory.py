@@ -7,7 +7,7 @@ from inline_scorer import InlineScorer
 from tiny_rewards import early_letters
 
 from psigrad.config import OnlineConfig, Optim, Run
-from psigrad.config.algorithms import resolve
+from psigrad.config.algorithms import resolve_online
 from psigrad.data.dataset_rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
@@ -47,22 +47,23 @@ class Silent:
 
 
 def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> Online:
-    """A run of a 30k-parameter model on eight prompts; `lora` and `dtype` are the model's, all else are settings."""
+    """A run of a 30k-parameter model on eight prompts; `lora`, `dtype` and `device` are the model's, all else are settings."""
     lora, dtype = settings.pop("lora", None), settings.pop("dtype", torch.float32)
+    device = settings.pop("device", "cpu")
     settings = {"prompts_per_step": 4, "num_generations": 4, "optim": Optim(learning_rate=1e-2), **settings}
     config = OnlineConfig(algorithm=algorithm, run=Run(seed=seed, max_steps=steps, progress=False), **settings)
-    hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64).to(dtype)
+    hf = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64).to(device, dtype)
     torch.manual_seed(0)
     model = prepare(hf, tokenizer, lora=lora)
     texts = [f"say {c}:" for c in "abcdefgh"]
     prompts = [Prompt(i, tuple(tokenizer(t).input_ids), Row("x", prompt=t)) for i, t in enumerate(texts)]
-    method = resolve(algorithm)
+    method = resolve_online(algorithm)
     if method.needs_critic:
         model.add_value_head()
     reference = (model if lora else model.frozen_copy()) if method.needs_reference else None
     if isinstance(method, PolicyGradient) and not method.needs_reward:  # it learns from a teacher
         other = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=7)
-        reference = prepare(other.to(dtype), tokenizer).frozen_copy()
+        reference = prepare(other.to(device, dtype), tokenizer).frozen_copy()
     return Online(
         config=config,
         algorithm=method,

@@ -44,7 +44,7 @@ ALLOWED |= {
     "config": {"config", "objective", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},
-    "rewards": {"rewards", "workers", "sandbox", "config", *LEAVES},
+    "rewards": {"rewards", "workers", "sandbox", "models", "data", "config", *LEAVES},
     "workers": {"workers", "sandbox", *LEAVES},
     "sandbox": {"sandbox", *LEAVES},
 }
