@@ -313,7 +313,6 @@ def _micro_batches(subject: Subject) -> Finding:
         return {name: p.grad.detach().clone() for name, p in model.trainable().items() if p.grad is not None}
 
     one = gradient(1 << 30)
-    # a row at a time, and two at a time
     longest = max(len(p) + len(c) for p, c in subject.alone)
     value = max(_steepest(gradient(budget), one) for budget in (longest, 2 * longest))
     control = _steepest(gradient(longest, own_totals=True), one)
