@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from psigrad.models.fused.activation_cache import ActivationCache, CachedComplet
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, on_device, pack
 from psigrad.rollout.cache import KVCache
+from psigrad.rollout.dialogue import CachedDialogue
 from psigrad.rollout.distribution import draw
 from psigrad.rollout.graphs import Recorded
 from psigrad.rollout.shared_cache import SharedCache
-from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
 class EmbeddedSampler(Sampler):
@@ -61,6 +62,13 @@ class EmbeddedSampler(Sampler):
                     self.progress(batch.sequences.size)
                 yield batch.completed()
         batch.name_rows()
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`. With the fused decoder, and slots for all, keys and values stay from turn to turn."""
+        if self.model.decoder is None or len(prompts) > self.max_batch:
+            return super().dialogue(prompts, params)
+        check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
+        return CachedDialogue(self.model, self.model.decoder, prompts, params)
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:

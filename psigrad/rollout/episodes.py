@@ -12,7 +12,7 @@ from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import decode, observation_ids, prompt_ids
 from psigrad.errors import UserError
 from psigrad.rollout.environments import Fault, Message, Observation, Playing, Step
-from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams, Trajectory
+from psigrad.rollout.types import Completion, Sampler, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class _Episode:
     over: bool = False
     reason: str = ""
     turns: int = 0
+    told: tuple[int, ...] = ()
+    """What the environment said since the policy's last turn."""
 
     def say(self, completion: Completion) -> None:
         """A turn of the policy."""
@@ -53,6 +55,7 @@ class _Episode:
 
     def hear(self, ids: Sequence[int]) -> None:
         """A turn of the environment."""
+        self.told = tuple(ids)
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -78,15 +81,17 @@ def play(
     """
     episodes = _begun(rules.playing, prompts, num_generations, seed_of, tokenizer)
     rows = {index: row for index, _, row in prompts}
+    dialogue = sampler.dialogue([e.prompt for e in episodes], params)
     for turn in range(rules.max_turns):
         live = [i for i, e in enumerate(episodes) if not e.over]
         if not live:
             break
-        drawn = _turn(sampler, [episodes[i] for i in live], params, turn)
-        texts = {i: decode(tokenizer, completion.ids) for i, completion in zip(live, drawn, strict=True)}
+        heard = {i: (episodes[i].told, _seed_of(episodes[i], turn)) for i in live}
+        drawn = dialogue.turn(heard)
+        texts = {i: decode(tokenizer, drawn[i].ids) for i in live}
         answers = rules.playing.step(texts)
-        for i, completion in zip(live, drawn, strict=True):
-            episode = episodes[i]
+        for i in live:
+            episode, completion = episodes[i], drawn[i]
             episode.say(completion)
             _hear(episode, completion, texts[i], answers[i], tokenizer, rows[episode.index])
             room = max_length - len(episode.prompt) - len(episode.ids)
@@ -130,17 +135,8 @@ def _opened(prompt: Any, opening: Observation) -> Any:
     return [*prompt, *([{"role": "user", "content": opening}] if isinstance(opening, str) else opening)]
 
 
-def _turn(sampler: Sampler, live: Sequence[_Episode], params: SamplingParams, turn: int) -> list[Completion]:
-    """The next completion of every live episode; on the first turn a group shares its prompt."""
-    requests: list[Request] = []
-    for episode in live:
-        context = (*episode.prompt, *episode.ids)
-        seed = episode.seed if turn == 0 else seeds.derive(episode.seed, "turn", turn)
-        if requests and requests[-1].prompt_ids == context:
-            requests[-1] = Request(context, (*requests[-1].seeds, seed))
-        else:
-            requests.append(Request(context, (seed,)))
-    return [completion for group in sampler.sample(requests, params) for completion in group]
+def _seed_of(episode: _Episode, turn: int) -> int:
+    return episode.seed if turn == 0 else seeds.derive(episode.seed, "turn", turn)
 
 
 def _hear(episode: _Episode, completion: Completion, text: str, answer: Step | Fault, tokenizer: Any, row: Row) -> None:

@@ -103,6 +103,11 @@ class SharedCache:
         self._arranged = None
         return torch.from_numpy(order)
 
+    def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
+        """Make these the rows of the next steps, [active] each, those of a prompt together. The other slots wait."""
+        self.prompt, self.lengths, self.slots = prompt, lengths, slots
+        self._arranged = None
+
     def room(self, tokens: int) -> tuple[list[Tensor], Tensor]:
         """Keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and where they are.
 

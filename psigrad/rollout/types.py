@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,6 +88,44 @@ class Sampler(ABC):
         """The completions of each request, in the order of the requests and of their seeds."""
         done = dict(complete for step in self.steps(requests, params) for complete in step)
         return [done[place] for place in range(len(requests))]
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """Episodes of several turns that begin with these prompts; those of a group stand together."""
+        return RestartedDialogue(self, prompts, params)
+
+
+class Dialogue(ABC):
+    """Episodes under way, by their place among the prompts."""
+
+    @abstractmethod
+    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
+        """The next turn of the policy in the episodes that go on: to the tokens that each has heard since its last turn, and the
+        seed of the new one. Episodes that are not named are over.
+        """
+
+
+class RestartedDialogue(Dialogue):
+    """A `Dialogue` of any sampler's: each turn is a completion of all that came before."""
+
+    def __init__(self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
+        self.sampler, self.params = sampler, params
+        self.contexts = [tuple(prompt) for prompt in prompts]
+
+    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
+        """See `Dialogue`. On the first turn a group shares its prompt."""
+        requests: list[Request] = []
+        live = sorted(heard)
+        for i in live:
+            ids, seed = heard[i]
+            self.contexts[i] += tuple(ids)
+            if requests and requests[-1].prompt_ids == self.contexts[i]:
+                requests[-1] = Request(self.contexts[i], (*requests[-1].seeds, seed))
+            else:
+                requests.append(Request(self.contexts[i], (seed,)))
+        drawn = [completion for group in self.sampler.sample(requests, self.params) for completion in group]
+        for i, completion in zip(live, drawn, strict=True):
+            self.contexts[i] += completion.ids
+        return dict(zip(live, drawn, strict=True))
 
 
 @dataclass(frozen=True)
