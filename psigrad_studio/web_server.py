@@ -22,7 +22,9 @@ from psigrad_studio.studio_settings import StudioSettings
 HEADER_BYTES = 16 * 1024
 CONNECTIONS, EACH = 200, 64
 """Connections that stay open, in all and of one person."""
-GRACE = 0.25
+GRACE, LOOKS = 0.25, 3
+"""A stranger's connection is not cut off before it is so many seconds old and has been looked at so often: a busy server reads
+late, yet between two looks it reads whatever is there."""
 FILES, OTHER_FILES = 8192, 150
 """The files that the process asks for, and those of them that are no connections."""
 
@@ -50,14 +52,15 @@ class Connections:
     """The open connections, by who asks on them. Where there are too many the oldest of whoever has most is cut off.
 
     Strangers, whose requests had no session, count as one person, so they cannot use up what others need. A connection begins as
-    a stranger's and stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds: so long it is cut
-    off only where there are no more files. Those that have sent no request go first.
+    a stranger's and stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds and `LOOKS` looks:
+    before, it is cut off only where there are no more files. Those that have sent no request go first.
     """
 
     def __init__(self) -> None:
         self.hard = _allowed_files() - OTHER_FILES
-        self.held: dict[object, dict[H11Protocol, float]] = {}
-        """Who -> connection -> when it became theirs, in the event loop's seconds; the oldest first."""
+        self.held: dict[object, dict[H11Protocol, tuple[float, int]]] = {}
+        """Who -> connection -> when it became theirs: the event loop's seconds and the look; the oldest first."""
+        self.look = 0
         self.whose: dict[H11Protocol, object] = {}
         self._planned = False
 
@@ -81,8 +84,8 @@ class Connections:
 
     def _put(self, connection: H11Protocol, who: object) -> None:
         self.whose[connection] = who
-        self.held.setdefault(who, {})[connection] = asyncio.get_running_loop().time()
-        while len(self.whose) > self.hard and self._cut(self._largest(), math.inf):
+        self.held.setdefault(who, {})[connection] = (asyncio.get_running_loop().time(), self.look)
+        while len(self.whose) > self.hard and self._cut(self._largest(), (math.inf, math.inf)):
             pass
         if len(self.held[who]) > EACH or len(self.whose) > CONNECTIONS:
             self._plan()
@@ -90,12 +93,13 @@ class Connections:
     def _plan(self) -> None:
         if not self._planned:
             self._planned = True
-            asyncio.get_running_loop().call_later(GRACE, self.thin_out)
+            asyncio.get_running_loop().call_later(GRACE / LOOKS, self.thin_out)
 
     def thin_out(self) -> None:
         """Cut off what is too much."""
         self._planned = False
-        latest = asyncio.get_running_loop().time() - GRACE
+        self.look += 1
+        latest = (asyncio.get_running_loop().time() - GRACE, self.look - LOOKS)
         for group in list(self.held.values()):
             while len(group) > EACH and self._cut(group, latest):
                 pass
@@ -104,14 +108,14 @@ class Connections:
         if len(self.whose) > CONNECTIONS or any(len(group) > EACH for group in self.held.values()):
             self._plan()  # for those that are too young yet
 
-    def _largest(self) -> dict[H11Protocol, float]:
+    def _largest(self) -> dict[H11Protocol, tuple[float, int]]:
         return max(self.held.items(), key=lambda entry: (len(entry[1]), entry[0] is None))[1]
 
-    def _cut(self, group: dict[H11Protocol, float], latest: float) -> bool:
+    def _cut(self, group: dict[H11Protocol, tuple[float, int]], latest: tuple[float, float]) -> bool:
         """Cut off one that became theirs at `latest` or before; whether there was one."""
         oldest = None
-        for connection, since in group.items():
-            if since > latest:
+        for connection, (since, look) in group.items():
+            if since > latest[0] or look > latest[1]:
                 break
             oldest = oldest or connection
             if connection.conn.their_state is h11.IDLE:
