@@ -49,6 +49,9 @@ SUBJECTS = (
 TESTS = (
     "tests/objective",
     "tests/tabular",
+    "tests/experiments",
+    *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
+    *(f"tests/surface/test_{name}.py" for name in ("docs", "methods")),
     *(f"tests/models/test_{name}.py" for name in ("logprobs", "packed_forward", "gradients")),
     *(f"tests/rollout/test_{name}.py" for name in ("distribution", "samplers", "episodes")),
     *(
@@ -61,6 +64,8 @@ TESTS = (
 )
 # Seconds of tests that a mutant is worth, the quickest first: one that only a slower test would notice is a survivor.
 PATIENCE = 40.0
+# Tests of what a file says when it is imported: the constants of the methods.
+ABOUT = ("tests.surface.test_docs.", "tests.objective.test_catalog.", "tests.objective.test_enumerated")
 SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")
 
 
@@ -157,10 +162,13 @@ class Coverage:
     seconds: dict[str, float]
 
     def of(self, mutant: Mutant) -> list[str]:
-        """The tests worth trying, the quickest first. A line that runs on import is tried with all tests of its file."""
+        """The tests worth trying, the quickest first. A line that runs on import is tried with all tests of its file, and with
+        those of what is written about the methods.
+        """
         found = self.tests.get((mutant.file, mutant.line), set())
         if not found:
             found = set().union(*(tests for (file, _), tests in self.tests.items() if file == mutant.file))
+            found |= {test for test in self.seconds if test.startswith(ABOUT)}
         chosen, total = [], 0.0
         for test in sorted(found, key=lambda test: self.seconds.get(test, 0.0)):
             total += self.seconds.get(test, 0.0)
