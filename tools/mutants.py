@@ -207,7 +207,7 @@ def measured(fresh: bool) -> Coverage:
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    """This file is a plugin of pytest's while the coverage is measured: it says which test runs. Coverage's own way to know takes a
+    """Tell coverage which test runs: this file is a plugin of pytest's while it is measured. Coverage's own way to know takes a
     method of hypothesis's for the test.
     """
     import coverage

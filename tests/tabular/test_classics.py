@@ -94,3 +94,23 @@ def test_the_4x4_grid_costs_a_step_everywhere():
     assert (mdp.rewards[1:15] == -1).all()
     value = tabular.solve(mdp).value.reshape(4, 4)
     assert [[min(r + c, 6 - r - c) for c in range(4)] for r in range(4)] == (-value).tolist()
+
+
+def test_slips_of_the_grid_without_end_are_as_often_as_asked_and_even():
+    """A slip is a move drawn from all four: the wanted one keeps 1 − slip + slip/4."""
+    grid = tabular.UnboundedGrid(treasure_rate=0.0, trap_rate=0.0, slip=0.4, max_steps=None)
+    grid.reset(seed=0, options={"cell": (10_000, 10_000)})
+    counts, before = dict.fromkeys([(1, 0), (-1, 0), (0, -1), (0, 1)], 0), (10_000, 10_000)
+    for _ in range(20_000):
+        cell, *_ = grid.step(0)
+        counts[cell[0] - before[0], cell[1] - before[1]] += 1
+        before = cell
+    assert abs(counts[1, 0] / 20_000 - 0.7) < 0.015
+    assert all(abs(counts[move] / 20_000 - 0.1) < 0.01 for move in ((-1, 0), (0, -1), (0, 1)))
+
+
+def test_the_grid_without_end_ends_by_itself_after_a_thousand_steps():
+    grid = tabular.UnboundedGrid(treasure_rate=0.0, trap_rate=0.0)
+    grid.reset(seed=0)
+    cut = [grid.step(0)[3] for _ in range(1000)]
+    assert cut == [False] * 999 + [True]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from in_memory import make
+from inline_scorer import InlineScorer
 
 from psigrad.config import Optim
 from psigrad.config.algorithms import resolve
@@ -17,6 +18,7 @@ from psigrad.models import tiny
 from psigrad.models.language_model import LanguageModel, Lora, prepare
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.recipes import online
+from psigrad.rewards import resolve as reward
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.training import online_rl as training
@@ -65,6 +67,47 @@ def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_t
     with pytest.raises(UserError, match=r"filter_metric is 'acc'.+expected one of exact, format"):
         metric_of(trajectory(1.5, exact=1.0, format=0.5), "acc")
     assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]
+
+
+def test_rewards_of_steps_and_of_single_functions_reach_the_batch():
+    """A reward of 0 for a step is one too; an outcome of 0 beside rewards of steps is none."""
+
+    def row(ids: int, reward: float, steps: tuple[tuple[int, float], ...] = (), status: str = "scored", **parts) -> Trajectory:
+        written = Completion(tuple(range(2, 2 + ids)), (0.0,) * ids, (0.0,) * ids, "stop", 0)
+        return Trajectory(0, 0, (1,), written, 0, reward=reward, status=status, parts=parts, step_rewards=steps)
+
+    rows = [
+        row(4, 1.5, ((0, 0.5), (2, 0.0), (3, 1.0)), exact=1.0),
+        row(3, 2.0, ((1, 0.5),), exact=None, style=2.0),
+        row(2, 0.0, exact=0.0, style=1.0),
+        row(1, -1.0, status="failed"),
+    ]
+    batch = to_batch([rows], reward_weights={"style": 0.5})
+    assert batch.rewarded.int().tolist() == [[1, 0, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]]
+    assert batch.reward.tolist() == [[0.5, 0.0, 0.0, 1.0], [0.0, 0.5, 1.5, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
+    nan = math.nan
+    expected = torch.tensor([[1.0, nan], [nan, 2.0], [0.0, 1.0], [-1.0, -1.0]])
+    assert torch.equal(batch.parts.nan_to_num(-9.0), expected.nan_to_num(-9.0)) and batch.part_weights == (1.0, 0.5)
+    assert to_batch([[row(2, 1.0)]]).parts is None
+
+
+def test_the_weights_of_rewards_reach_the_algorithm(tokenizer):
+    """GDPO by two functions of which one has weight 0 is GDPO by the other."""
+
+    def one(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    def other(completions, **columns):
+        return [float(len(text) % 3) for text in completions]
+
+    def learnt(functions, weights) -> torch.Tensor:
+        run = make(tokenizer, "gdpo")
+        run = replace(run, scorer=InlineScorer([reward(f) for f in functions]), reward_weights=weights)
+        return after(run)
+
+    alone = learnt([one], {})
+    assert torch.equal(learnt([one, other], {"other": 0.0}), alone)
+    assert not torch.equal(learnt([one, other], {}), alone)
 
 
 @pytest.mark.parametrize("algorithm", SPECS)
