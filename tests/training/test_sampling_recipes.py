@@ -121,6 +121,30 @@ def test_a_process_reward_model_rewards_each_step_where_it_ends(job, tmp_path):
         ModelScorer("steps", model, same_tokens=False)
 
 
+def test_many_completions_are_scored_in_few_forward_passes_as_each_by_itself(job, tmp_path, monkeypatch):
+    model = scalar_model.load(str(process_model(job, tmp_path)), fresh_head="refuse")
+    texts = ["be see", "b", "eee", "see me be e", "", "reel"]
+    ids = [model.tokenizer(text).input_ids if text else [model.tokenizer.eos_token_id] for text in texts]
+    prompts = [model.tokenizer(f"say {c}:").input_ids for c in "abcdef"]
+
+    def scored(rows: list[int], budget: int):
+        scorer = ModelScorer("steps", model, same_tokens=True, micro_batch_tokens=budget)
+        shown = [texts[i] for i in rows]
+        return scorer.score(Samples(shown, shown, [ids[i] for i in rows], prompt_ids=[prompts[i] for i in rows]))
+
+    alone = [scored([i], 1000)[0] for i in range(6)]
+    calls, original = [], type(model).values
+    monkeypatch.setattr(type(model), "values", lambda self, inputs, **how: calls.append(1) or original(self, inputs, **how))
+    for budget, passes in ((1000, 1), (20, 5)):
+        calls.clear()
+        for found, expected in zip(scored(list(range(6)), budget), alone, strict=True):
+            assert [place for place, _ in found.steps] == [place for place, _ in expected.steps]
+            assert [r for _, r in found.steps] == pytest.approx([r for _, r in expected.steps], abs=1e-6)
+            assert found.parts == pytest.approx(expected.parts, abs=1e-6)
+        assert len(calls) <= passes
+    assert [len(one.steps) for one in alone][:3] == [3, 1, 3]
+
+
 def test_step_rewards_reach_the_advantages_of_rl(job, tmp_path):
     path = process_model(job, tmp_path)
     config = online_config(job, tmp_path / "run", algorithm="reinforce_reward_to_go", max_steps=1)
