@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,11 +81,13 @@ class Mutant:
     occurrence: int
     before: str
     after: str
+    copy: int = 1
+    """Which of the equal lines of the file."""
 
     @property
     def key(self) -> str:
         """What identifies it as long as its lines are the same."""
-        text = f"{self.file}\0{self.operator}\0{self.before}\0{self.after}\0{self.occurrence}"
+        text = f"{self.file}\0{self.operator}\0{self.before}\0{self.after}\0{self.copy}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -108,8 +111,10 @@ def idle_ranges(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return [((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in ranges]
 
 
-def candidates(file: Path, seed: int) -> Iterator[tuple[Path, str, int]]:
-    """File, operator and occurrence: one for each place and family of changes."""
+def candidates(file: Path, seed: int) -> Iterator[tuple[float, Path, str, int, int]]:
+    """Place in the sample's order, file, operator, occurrence, and which of equal lines it is: one for each place in the file and
+    family of changes.
+    """
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
@@ -125,16 +130,23 @@ def candidates(file: Path, seed: int) -> Iterator[tuple[Path, str, int]]:
                 if not any(a <= start <= b for a, b in idle):
                     places.setdefault((name.split("_")[0], start), []).append((name, occurrence))
                 occurrence += 1
-    for (family, start), choices in sorted(places.items()):
-        yield file, *random.Random(f"{seed} {file.name} {family} {start}").choice(choices)
+    lines, copies = source.splitlines(), Counter[str]()
+    for (family, (line, column)), choices in sorted(places.items()):
+        # by the line's words and not by its number, so that another line above it changes nothing
+        about = f"{seed} {file.name} {family} {column} {lines[line - 1]}"
+        copies[about] += 1
+        draw = random.Random(f"{about} {copies[about]}")
+        yield draw.random(), file, *draw.choice(choices), copies[about]
 
 
-def made(file: Path, name: str, occurrence: int) -> Mutant | None:
+def made(file: Path, name: str, occurrence: int, copy: int) -> Mutant | None:
     """The mutant, unless the change changes nothing."""
     before, after = changed(file, name, occurrence)
     lines = list(zip(before.splitlines(), after.splitlines(), strict=False))
     at = next((i for i, (a, b) in enumerate(lines) if a != b), -1)
-    return None if at < 0 else Mutant(str(file.relative_to(ROOT)), at + 1, name, occurrence, *(x.strip() for x in lines[at]))
+    return (
+        None if at < 0 else Mutant(str(file.relative_to(ROOT)), at + 1, name, occurrence, *(x.strip() for x in lines[at]), copy)
+    )
 
 
 def changed(file: Path, name: str, occurrence: int) -> tuple[str, str]:
@@ -149,9 +161,8 @@ def changed(file: Path, name: str, occurrence: int) -> tuple[str, str]:
 def sample(seed: int, count: int, only: str = "") -> list[Mutant]:
     """The first `count` of the mutants in a seeded order."""
     files = sorted(file for pattern in SUBJECTS for file in ROOT.glob(pattern) if file.name != "__init__.py")
-    found = [candidate for file in files for candidate in candidates(file, seed)]
-    random.Random(seed).shuffle(found)
-    mutants = (made(*candidate) for candidate in found if only in str(candidate[0]))
+    found = sorted(candidate for file in files for candidate in candidates(file, seed))
+    mutants = (made(*candidate) for _, *candidate in found if only in str(candidate[0]))
     return list(itertools.islice((mutant for mutant in mutants if mutant is not None), count))
 
 

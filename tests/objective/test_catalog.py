@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, FrozenInstanceError, fields, is_dataclass, replace
 from types import ModuleType
 
 import pytest
 import torch
 
+from psigrad.config import algorithms
 from psigrad.config.algorithms import SLOTS, explain, resolve
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective import catalog as presets
@@ -245,3 +246,17 @@ def test_explain_fits_a_terminal_and_covers_every_part() -> None:
             for name in module.__all__:
                 doc = inspect.getdoc(getattr(module, name))
                 assert "\nFormula: " in doc and "\nSource: " in doc, name
+
+
+KNOWN = {part for parts in algorithms._PARTS.values() for part in parts.values() if is_dataclass(part)}
+PARTS = sorted(KNOWN, key=lambda part: part.__name__)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_a_part_cannot_be_changed_once_it_is_made_and_equals_its_twin(part: type) -> None:
+    """Methods share their parts: what one changed, all others would have."""
+    made = part(**{f.name: 2 for f in fields(part) if f.default is MISSING and f.default_factory is MISSING})
+    name = fields(made)[0].name
+    with pytest.raises(FrozenInstanceError):
+        setattr(made, name, getattr(made, name))
+    assert made == replace(made) and hash(made) == hash(replace(made))
