@@ -64,7 +64,9 @@ def outcomes(rows: tuple[Row, ...], long: bool) -> dict[int, Outcome]:
     files = sorted({file for r in rows for file, _ in r.tests})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"--junitxml={report}", *files]
+        limit = "3600" if long else "300"  # of one test, in seconds, as `make test-long` and `make test` have it
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--timeout", limit]
+        command += [f"--junitxml={report}", *files]
         # a file's tests are all run where one row wants all of them; else those that a row names
         names = sorted({part for r in rows for file, part in r.tests})
         command += [] if "" in names else ["-k", " or ".join(names)]

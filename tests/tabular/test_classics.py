@@ -114,3 +114,10 @@ def test_the_grid_without_end_ends_by_itself_after_a_thousand_steps():
     grid.reset(seed=0)
     cut = [grid.step(0)[3] for _ in range(1000)]
     assert cut == [False] * 999 + [True]
+
+
+def test_a_slip_is_a_probability():
+    for slip in (-0.1, 1.1):
+        with pytest.raises(ValueError, match=r"slip is .+ expected a probability in \[0, 1\]"):
+            tabular.UnboundedGrid(slip=slip)
+    assert tabular.UnboundedGrid(slip=0.0).slip == 0 and tabular.UnboundedGrid(slip=1.0).slip == 1
