@@ -23,11 +23,17 @@ def train(name: str) -> Callable[[list[str]], int]:
         config = flags.parse(method.settings, name, arguments, defaults=method.defaults)
         for setting in {"algorithm", "loss"} & set(method.defaults):
             agree(name, getattr(config, setting), setting)
+        from psigrad.parallel import launch
+
+        if config.placement.processes > 1 and not launch.started():
+            return launch.run(config.placement.processes, [name, *arguments])
         from psigrad.planning import plan as command
         from psigrad.recipes import api
 
-        command.warn(config)
-        return finished(api.run(config))
+        if launch.first():
+            command.warn(config)
+        result = api.run(config)
+        return finished(result) if launch.first() else 0
 
     return run
 

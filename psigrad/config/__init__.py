@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from psigrad.config.gymnasium import ControlConfig, Dqn, Network, Trpo
 from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
-from psigrad.config.sections import Data, Evaluation, Model, Optim, Reward, Run, Sampling
+from psigrad.config.sections import Data, Evaluation, Model, Optim, Placement, Reward, Run, Sampling
 from psigrad.config.tooling import BenchConfig, PlanConfig
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Network",
     "OnlineConfig",
     "Optim",
+    "Placement",
     "PlanConfig",
     "PreferenceConfig",
     "Reward",

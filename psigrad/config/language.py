@@ -16,6 +16,7 @@ from psigrad.config.sections import (
     Evaluation,
     Model,
     Optim,
+    Placement,
     Positive,
     PositiveOrZero,
     Reward,
@@ -96,6 +97,7 @@ class SFTConfig(RewardSettings):
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
+    placement: Placement = field(default_factory=Placement)
     batch_size: Count = 16
     """Rows per optimiser step."""
     max_length: Count = 1024
@@ -115,6 +117,7 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
+    placement: Placement = field(default_factory=Placement)
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: str = ""
@@ -175,6 +178,7 @@ class RewardConfig:
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
+    placement: Placement = field(default_factory=Placement)
     process: bool = False
     """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
     step_separator: str = "\n"
@@ -205,6 +209,7 @@ class PreferenceConfig(RewardSettings):
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
+    placement: Placement = field(default_factory=Placement)
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
     reference: str = ""

@@ -136,6 +136,20 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """On which processes a run computes. It changes results by rounding at most."""
+
+    processes: Count = 1
+    """Processes of this machine that train together, each on its share of every step. On several machines start them by torchrun
+    or SLURM and leave this at 1."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """What each process holds: the whole model (ddp), or a shard of its weights, gradients and optimiser (fsdp, PyTorch's
+    fully_shard)."""
+    timeout_minutes: Positive = 30.0
+    """A process that waits longer than this for another ends."""
+
+
+@dataclass(frozen=True)
 class Run:
     """Where the run lives and how long it goes on."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,14 +33,18 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     return [int(i) for i in laid_out[start - offset : stop - offset]]
 
 
-def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
+
+    For several `ranks`, which take turns in taking one, there are about as many tokens in each.
 
     First-fit decreasing (Johnson 1973): at most 11/9 of the fewest possible micro-batches, plus one. A row above the budget
     gets a micro-batch of its own. The longest row comes in the first micro-batch, so memory runs out at once or not at all.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
+    if ranks > 1 and lengths:
+        return _evenly(lengths, budget, ranks)
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -53,16 +58,33 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def pack_groups(prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int) -> list[list[tuple[int, list[int]]]]:
+def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
+    """As many micro-batches for each of the ranks, by the smallest budget that gives no more; the fullest come first."""
+    tokens = sum(lengths)
+    rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
+    room = max(1.0, tokens / (rounds * ranks))
+    while len(parts := pack_by_tokens(lengths, min(budget, math.ceil(room)))) > rounds * ranks and room < budget:
+        room *= 1.03
+    return sorted(parts, key=lambda part: -sum(lengths[i] for i in part))
+
+
+def pack_groups(
+    prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int, ranks: int = 1
+) -> list[list[tuple[int, list[int]]]]:
     """Micro-batches of `(group, its completions)` when each group's prompt is computed once for all of its completions.
 
     `prompts[g]` and `completions[g][k]` are token counts; a group costs its prompt plus its completions. A group is split only
-    if it alone is above the budget; each part then pays for the prompt again. Every (g, k) occurs exactly once.
+    if it alone is above the budget, or above what each of several `ranks` gets; each part then pays for the prompt again. Every
+    (g, k) occurs exactly once.
     """
+    most = budget
+    if ranks > 1:  # one long group must not be the work of one rank
+        tokens = sum(prompts) + sum(map(sum, completions))
+        most = min(budget, max(1, math.ceil(tokens / ranks)))
     parts: list[tuple[int, list[int]]] = []
     for g, (prompt, lengths) in enumerate(zip(prompts, completions, strict=True)):
-        whole = prompt + sum(lengths) <= budget
-        split = [list(range(len(lengths)))] if whole else pack_by_tokens(lengths, max(budget - prompt, 1))
+        whole = prompt + sum(lengths) <= most
+        split = [list(range(len(lengths)))] if whole else pack_by_tokens(lengths, max(most - prompt, 1))
         parts += [(g, ks) for ks in split]
     costs = [prompts[g] + sum(completions[g][k] for k in ks) for g, ks in parts]
-    return [[parts[i] for i in members] for members in pack_by_tokens(costs, budget)]
+    return [[parts[i] for i in members] for members in pack_by_tokens(costs, budget, ranks)]

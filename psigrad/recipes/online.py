@@ -19,6 +19,7 @@ from psigrad.objective.correction import truncated_importance
 from psigrad.objective.explain import label
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
+from psigrad.parallel.world import World
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.pinned import pinned
@@ -55,17 +56,17 @@ def run(config: OnlineConfig) -> Result:
         if held:
             metric = config.evaluation.metric
             judge = stack.enter_context(judge_for(config, model.tokenizer, [metric], journal)) if metric else reward
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes)
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes, world=journal.world)
         prompts = setup.prompts_of(rows, model, config.data, completion_room(config, episodes), journal)
         if config.teacher_prompt and reference is not None:
             room = config.sampling.max_completion_length
             prompts = setup.with_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
         sampler = samplers.make(config.sampling, model)
         algorithm = corrected(algorithm, config, sampler, model, journal)
-        critic = _critic(config, model, found) if algorithm.needs_critic and not config.critic_shared else None
+        critic = _critic(config, model, found, journal.world) if algorithm.needs_critic and not config.critic_shared else None
         if algorithm.needs_critic and config.critic_shared:
             model.add_value_head(found)
-        policy = Learner(model, setup.optimizer_of(model, config))
+        policy = Learner(model, setup.optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
@@ -201,7 +202,7 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         )
 
 
-def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> ValueModel:
+def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World) -> ValueModel:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
     made = scalar_model.load(
         str(found / "critic") if found is not None else config.critic or config.model.path,
@@ -218,7 +219,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None) -> V
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    return ValueModel(made, setup.optimizer_of(made, config), config.critic_learning_rate or config.optim.learning_rate)
+    return ValueModel(made, setup.optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
 
 
 def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -> LanguageModel:

@@ -23,6 +23,7 @@ from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Ids
 from psigrad.objective.preference_loss import KahnemanTversky, Preference
+from psigrad.parallel.world import World
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.rollout import samplers
@@ -56,7 +57,7 @@ def run(config: PreferenceConfig) -> Result:
             functions = (config.evaluation.metric,) if config.evaluation.metric else None
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to)
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to, world=journal.world)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
         return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
 
@@ -92,28 +93,36 @@ def _task(
         judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, limit)
         setup.refuse_none(config, limit, len(judged), left, journal)
         answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
-        return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers))
+        return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers, journal.world))
     made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
     setup.refuse_none(config, limit, len(made), left, journal)
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)
-    known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made])
+    known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], journal.world)
     return PreferenceTask(model, loss, made, known)
 
 
 def _logps(
-    config: PreferenceConfig, reference: LanguageModel | None, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]
+    config: PreferenceConfig,
+    reference: LanguageModel | None,
+    prompts: Sequence[Ids],
+    answers: Sequence[Sequence[Answer]],
+    world: World,
 ) -> list[list[float]]:
     """The reference's log-probs, from the disk where they were computed before for the same weights and tokens."""
     assert reference is not None
     if not config.cache_reference:
-        return reference_logps(reference, prompts, answers, config.micro_batch_tokens)
+        return reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
     cache = Path(os.environ.get("PSIGRAD_CACHE", Path.home() / ".cache" / "psigrad")) / "reference"
     path = cache / f"{_content(reference, prompts, answers)}.safetensors"
+    held: list[list[float]] | None = None
     with contextlib.suppress(OSError, SafetensorError):
-        known: list[list[float]] = load_file(path)["logps"].tolist()
+        held = load_file(path)["logps"].tolist()
+    if (known := world.same(held)) is not None:
         return known
-    computed = reference_logps(reference, prompts, answers, config.micro_batch_tokens)
+    computed = reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
+    if world.rank:
+        return computed
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, not the run
         cache.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(f".{os.getpid()}")

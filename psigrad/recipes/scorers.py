@@ -15,6 +15,7 @@ from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
+from psigrad.parallel.world import ALONE, World
 from psigrad.recipes import setup
 from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
@@ -129,6 +130,7 @@ def evaluator_for(
     reference: LanguageModel | None,
     episodes: Episodes | None = None,
     size: int | None = None,
+    world: World = ALONE,
 ) -> Evaluator:
     """Held-out evaluation by what the judge measures."""
     return Evaluator(
@@ -141,4 +143,5 @@ def evaluator_for(
         reference=reference if settings.eval_kl else None,
         micro_batch_tokens=config.micro_batch_tokens,
         episodes=episodes,
+        world=world,
     )

@@ -31,6 +31,7 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
+from psigrad.parallel.world import ALONE, World
 from psigrad.recipes.pinned import pinned
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import offline, rehearsal, session
@@ -130,11 +131,9 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     )
 
 
-def optimizer_of(
-    model: LanguageModel | ScalarModel, config: SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
-) -> Optimizer:
+def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
     """The optimiser of what learns in the model."""
-    return Optimizer(model.trainable(), config.optim, recompute=config.model.gradient_checkpointing)
+    return Optimizer(model.trainable(), config.optim, recompute=config.model.gradient_checkpointing, world=world)
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
@@ -296,7 +295,7 @@ def train_on_rows(
 
     `rows` are those of training and those that are held out.
     """
-    learner = Learner(model, optimizer_of(model, config))
+    learner = Learner(model, optimizer_of(model, config, journal.world))
     begun = session.begin(config, journal, [learner], pinned(config, model.tokenizer, *rows), found, State())
     steps = config.run.max_steps or math.ceil(len(task) / config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
@@ -311,7 +310,7 @@ def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel,
     journal.folder.save_model(model.save_merged)
     journal.folder.flush()
     journal.folder.event("finished", **noted)
-    written = write_report(journal.folder.path) if config.run.report else None
+    written = write_report(journal.folder.path) if config.run.report and journal.world.rank == 0 else None
     before, after = session.evaluations(journal.folder.path)
     return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
 

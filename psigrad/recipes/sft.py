@@ -38,7 +38,7 @@ def run(config: SFTConfig) -> Result:
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
         if functions and held:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, None)
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, None, world=journal.world)
             generated = Generated(model, samplers.make(config.sampling, model), evaluator)
         task = SFTTask(model, examples)
         held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held]) if held else None

@@ -45,6 +45,7 @@ MAY_CHANGE = frozenset(
         *("record_tokens", "optim.rehearse"),
         *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
         *("sampling.max_decode_batch", "sampling.vllm_memory"),
+        *("placement.processes", "placement.strategy", "placement.timeout_minutes"),
     )
 )
 # Settings that say how long a run is. `run.extend` lets them grow.

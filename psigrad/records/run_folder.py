@@ -192,6 +192,31 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+class Bystander(RunFolder):
+    """The run folder as the other processes of a run see it: they know where it is, and write nothing."""
+
+    def __init__(self, path: Path, finished: bool) -> None:
+        self.path, self.checkpoints = path, path / "checkpoints"
+        self.checkpoint_bytes, self.finished = 0, finished
+
+    def _append(self, name: str, lines: bytes) -> None:
+        pass
+
+    def flush(self) -> None:
+        """Nothing was written."""
+
+    def rewind(self, step: int) -> None:
+        """Rank 0 does it."""
+
+    def disk_low(self) -> str:
+        """Rank 0 looks."""
+        return ""
+
+    def save_model(self, write: Callable[[Path], None]) -> Path:
+        """Rank 0 writes it."""
+        return self.path / "model"
+
+
 def _end_of(file: Path, step: int) -> tuple[int, int]:
     """(the offset behind the last row of a step at most `step`, rows being in order of their steps; damaged lines before it)."""
     end = at = passed = damaged = 0

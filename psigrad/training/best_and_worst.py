@@ -14,6 +14,7 @@ from psigrad.errors import UserError
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.objective.preference_loss import Preference
+from psigrad.parallel.world import ALONE, World, mine
 from psigrad.rollout.types import Trajectory
 from psigrad.training.collate import minibatches
 from psigrad.training.state import State
@@ -61,25 +62,26 @@ def learn_preferences(
     state: State,
     lr: float,
     cache: ActivationCache | None,
+    world: World = ALONE,
 ) -> Outcome:
     """All optimiser steps on one collection by a preference loss on the best and the worst of each group. A group of equal
     rewards is left out.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
-    picked, tally = pick(groups), Tally()
+    picked, tally = pick(groups), Tally(world=world)
     held = None
     if loss.needs_reference and picked.pairs:
         if reference is None:
             raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
         answers = [[p.chosen, p.rejected] for p in picked.pairs]
-        held = reference_logps(reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens)
+        held = reference_logps(reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)
     task = PreferenceTask(model, loss, picked.pairs, held, cache)
     for iteration in range(config.num_iterations):
         for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
             tally.steps += 1
-            shares = task.shares(rows.tolist(), config.micro_batch_tokens)
-            norm = optimizer.step([partial(tally.of, share) for share in shares], lr)
+            shares = mine(world, task.shares(rows.tolist(), config.micro_batch_tokens, world.size))
+            norm = optimizer.step([partial(tally.of, share, weight) for share, weight in shares], lr)
             tally.stepped(None if norm is None else [norm])
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0

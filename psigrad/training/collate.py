@@ -107,14 +107,17 @@ class MicroBatch:
     """The same completions behind the prompts of the reference, where it has its own."""
 
 
-def micro_batches(batch: Batch, wanted: Tensor, budget: int) -> list[MicroBatch]:
-    """Forward passes of at most `budget` tokens over the rows where `wanted` [N] is True; a group's prompt is computed once."""
+def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
+    """Forward passes of at most `budget` tokens over the rows where `wanted` [N] is True; a group's prompt is computed once.
+
+    For several `ranks`, which take turns in taking one, there are about as many tokens in each.
+    """
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
     numbered = [[(i, batch.inputs[i]) for i in members] for _, members in itertools.groupby(rows, lambda i: group[i])]
     sizes = [[len(t.completion.ids) for _, t in members] for members in numbered]
     found = []
-    for parts in pack_groups([len(members[0][1].prompt_ids) for members in numbered], sizes, budget):
+    for parts in pack_groups([len(members[0][1].prompt_ids) for members in numbered], sizes, budget, ranks):
         picked = [[numbered[g][k] for k in ks] for g, ks in parts]
         completions = [[t.completion.ids for _, t in p] for p in picked]
         inputs = Groups([p[0][1].prompt_ids for p in picked], completions)

@@ -39,7 +39,9 @@ def cycle(
         evaluate(state)
         state = replace(state, evaluated=True)
     good, moved, saved, saved_at = state, updates(), state.step, time.monotonic()
-    with bar(name, total, shown=settings.progress, done=state.step, every=settings.logging_steps) as advance:
+    with bar(
+        name, total, shown=settings.progress and journal.world.rank == 0, done=state.step, every=settings.logging_steps
+    ) as advance:
         while state.step < total:
             if journal.stop_requested():
                 save(state)
@@ -61,7 +63,7 @@ def cycle(
             # a step without a finite gradient changed nothing and must push no older checkpoint out
             if state.nonfinite == 0:
                 good, moved, spent = state, updates(), time.monotonic() - saved_at
-                by_time = bool(settings.save_minutes) and spent >= 60 * settings.save_minutes
+                by_time = bool(settings.save_minutes) and journal.world.same(spent) >= 60 * settings.save_minutes
                 if last or by_time or (settings.save_steps and state.step % settings.save_steps == 0):
                     save(state)
                     saved, saved_at = state.step, time.monotonic()

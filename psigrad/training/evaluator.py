@@ -13,6 +13,7 @@ from psigrad import seeds
 from psigrad.intervals import mean_interval, pass_at_k
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
+from psigrad.parallel.world import ALONE, World
 from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
@@ -39,6 +40,7 @@ class Evaluator:
     reference: LanguageModel | None = None
     micro_batch_tokens: int = 16384
     episodes: Episodes | None = None
+    world: World = ALONE
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
         """`eval/…` figures and the completions behind them."""
@@ -52,6 +54,7 @@ class Evaluator:
             model=model,
             version=version,
             episodes=self.episodes,
+            world=self.world,
         )
         figures = figures_of(trajectories, self.num_generations, self.metric)
         if self.reference is not None:

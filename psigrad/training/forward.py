@@ -11,6 +11,7 @@ from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Batch, PolicyOutputs
+from psigrad.parallel.world import ALONE, World, mine
 from psigrad.training.collate import MicroBatch, micro_batches
 
 
@@ -22,12 +23,13 @@ def log_probs(
     *,
     cache: ActivationCache | None = None,
     wanted: Tensor | None = None,
+    world: World = ALONE,
 ) -> Tensor:
     """[N, T] log-probs under `model` of every row, or of those where `wanted` [N] is True, in passes of `budget` tokens."""
-    return filled(batch, budget, lambda x: model.evaluate(x.inputs, temperature=temperature, cache=cache).logp, wanted)
+    return filled(batch, budget, lambda x: model.evaluate(x.inputs, temperature=temperature, cache=cache).logp, wanted, world)
 
 
-def entropies(model: LanguageModel, batch: Batch, budget: int, temperature: float) -> Tensor:
+def entropies(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
     """[N, T] entropy of each step's distribution under `model`, in nats."""
 
     def of(micro: MicroBatch) -> Tensor:
@@ -35,10 +37,12 @@ def entropies(model: LanguageModel, batch: Batch, budget: int, temperature: floa
         assert entropy is not None
         return entropy
 
-    return filled(batch, budget, of)
+    return filled(batch, budget, of, world=world)
 
 
-def values(critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None) -> Tensor:
+def values(
+    critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None, world: World = ALONE
+) -> Tensor:
     """[N, T] the critic's value of the state before each step; a language model's is that of its value head."""
 
     def of(micro: MicroBatch) -> Tensor:
@@ -48,17 +52,27 @@ def values(critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache
         assert value is not None
         return value
 
-    return filled(batch, budget, of)
+    return filled(batch, budget, of, world=world)
 
 
 @torch.no_grad()
-def filled(batch: Batch, budget: int, of: Callable[[MicroBatch], Tensor], wanted: Tensor | None = None) -> Tensor:
-    """[N, T] of what `of` finds in each micro-batch of `budget` tokens, over all rows or the `wanted` ones; 0 elsewhere."""
+def filled(
+    batch: Batch,
+    budget: int,
+    of: Callable[[MicroBatch], Tensor],
+    wanted: Tensor | None = None,
+    world: World = ALONE,
+) -> Tensor:
+    """[N, T] of what `of` finds in each micro-batch of `budget` tokens, over all rows or the `wanted` ones; 0 elsewhere.
+
+    Each process of the world does its share, and all of them get the whole.
+    """
     out = torch.zeros_like(batch.logp_old)
-    for micro in micro_batches(batch, batch.present.cpu() if wanted is None else wanted, budget):
+    for micro, counts in mine(world, micro_batches(batch, batch.present.cpu() if wanted is None else wanted, budget, world.size)):
         found = of(micro)
-        out[micro.rows.to(out.device), : found.shape[1]] = found.to(out.dtype)
-    return out
+        if counts:
+            out[micro.rows.to(out.device), : found.shape[1]] = found.to(out.dtype)
+    return world.sum(out)
 
 
 def widened(evaluation: PolicyOutputs, width: int) -> PolicyOutputs:

@@ -12,6 +12,7 @@ from typing import Any
 from psigrad.data.templates import completion_for_reward, decode
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
+from psigrad.parallel.world import ALONE, World
 from psigrad.rewards import Failed, Result, Samples, Scored, Scorer, Unscored
 from psigrad.rollout.episodes import Episodes, play, returns
 from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory
@@ -32,13 +33,36 @@ def rollout(
     missing_eos_penalty: float = 0.0,
     cache: ActivationCache | None = None,
     phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+    world: World = ALONE,
 ) -> list[Trajectory]:
     """`num_generations` completions of each prompt, or episodes from it, with their rewards; `seed_of(i, k)` seeds the k-th of
     the i-th prompt.
 
     A group goes to the scorer as soon as its last completion has ended, while others are still being written. `cache` is for what
-    sampling computes. `phase` times "time/sample" and "time/score", the wait for what is not scored by then.
+    sampling computes. `phase` times "time/sample" and "time/score", the wait for what is not scored by then. Each process of the
+    world does its share of the prompts, and all of them get the whole.
     """
+    if world.size > 1:
+        own = list(range(world.rank, len(prompts), world.size))
+        found = rollout(
+            sampler,
+            scorer,
+            [prompts[i] for i in own],
+            params,
+            num_generations=num_generations,
+            seed_of=lambda i, k: seed_of(own[i], k),
+            model=model,
+            version=version,
+            episodes=episodes,
+            missing_eos_penalty=missing_eos_penalty,
+            cache=cache,
+            phase=phase,
+        )
+        with phase("time/gather"):
+            each = world.gathered([found[i : i + num_generations] for i in range(0, len(found), num_generations)])
+        return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
+    if not prompts:
+        return []
     rewards = _Rewards(scorer, {p.index: p.row for p in prompts})
     with phase("time/sample"):
         if episodes is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.parallel.world import ALONE, World
 from psigrad.records import rows
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.signals import SignalNames
@@ -82,6 +83,8 @@ class Journal:
     signal: StopSignal | None = None
     announcer: Announcer | None = None
     watchdog: Watchdog | None = None
+    world: World = ALONE
+    """The processes of the run; only rank 0 writes and prints."""
 
     def clock(self) -> Clock:
         """A clock for one step or evaluation."""
@@ -90,11 +93,12 @@ class Journal:
     def tell(self, kind: str, text: str, **fields: Any) -> None:
         """An event, and a line for people on stderr."""
         self.folder.event(kind, **fields)
-        print(f"psigrad: {text}", file=sys.stderr, flush=True)
+        if self.world.rank == 0:
+            print(f"psigrad: {text}", file=sys.stderr, flush=True)
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does."""
-        return self.folder.disk_low()
+        return self.world.same(self.folder.disk_low())
 
     def metrics(self, step: int, figures: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl, shown to the trackers as well; the run is warned of what it shows."""
@@ -116,12 +120,12 @@ class Journal:
         self.folder.rollouts(completions)
 
     def stop_requested(self) -> bool:
-        """Whether SIGTERM or Ctrl-C came."""
-        return self.signal is not None and self.signal.requested
+        """Whether SIGTERM or Ctrl-C came, to any process."""
+        return any(self.world.gathered(self.signal is not None and self.signal.requested))
 
     def stopped(self, step: int) -> None:
         """Leave the loop after a stop was asked for and the state saved."""
         self.folder.event("stopped", step=step)
         stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
-        stopped.exit_status += self.signal.number if self.signal is not None else 0
+        stopped.exit_status += max(self.world.gathered(self.signal.number if self.signal is not None else 0))
         raise stopped

@@ -13,6 +13,7 @@ from torch import Tensor
 from psigrad.config import Evaluation, Optim, Run
 from psigrad.data.batches import batch_at
 from psigrad.models.language_model import LanguageModel
+from psigrad.parallel.world import added, mine
 from psigrad.rollout.types import Sampler
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluator import Evaluator
@@ -83,8 +84,10 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     lr = learning_rate(config.optim, state.step, run.total_steps)
     figures: dict[str, float] = {}
     with clock("time/update"):
-        shares = run.task.shares(rows, config.micro_batch_tokens)
-        norm = run.optimizer.step([partial(_counted, share, figures) for share in shares], lr)
+        world = run.journal.world
+        shares = mine(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
+        norm = run.optimizer.step([partial(_counted, share, weight, figures) for share, weight in shares], lr)
+        figures = added(world, figures)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
         **figures,
@@ -102,9 +105,11 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     return after, f"loss {figures['loss']:.3f}"
 
 
-def _counted(share: Share, figures: dict[str, float]) -> Tensor:
-    """The loss of one share, its terms added to `figures`."""
+def _counted(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
+    """The loss of one share, its terms added to `figures`; with weight 0 a loss of 0 that counts nowhere."""
     loss = share()
+    if not weight:
+        return 0.0 * loss.value
     for name, term in loss.terms.items():
         figures[name] = figures.get(name, 0.0) + float(term)
     return loss.value

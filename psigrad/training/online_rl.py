@@ -22,9 +22,10 @@ from psigrad.errors import UserError
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.objective import Batch, PolicyGradient, Prepared, Totals
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
+from psigrad.parallel.world import World, mine
 from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer, check_unscored
 from psigrad.rollout.episodes import Episodes
@@ -83,6 +84,11 @@ class Online:
     episodes: Episodes | None = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part of the rewards, by name; 1 for others."""
+
+    @property
+    def world(self) -> World:
+        """The processes that take part."""
+        return self.journal.world
 
     def updates(self) -> int:
         """How often this process has updated weights."""
@@ -154,7 +160,8 @@ def step(run: Online, state: State) -> tuple[State, str]:
 
 def activation_cache(run: Online) -> ActivationCache | None:
     """For what sampling computes under the weights that train, so that training need not compute it again."""
-    if run.config.model.gradient_checkpointing or run.episodes is not None:  # an episode is sampled turn by turn
+    # an episode is sampled turn by turn, and another process may train on what this one samples
+    if run.config.model.gradient_checkpointing or run.episodes is not None or run.world.size > 1:
         return None
     return ActivationCache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
 
@@ -194,6 +201,7 @@ def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | No
             missing_eos_penalty=config.missing_eos_penalty,
             cache=cache,
             phase=clock,
+            world=run.world,
         )
         cursor += len(wanted)
         trajectories += fresh
@@ -225,11 +233,11 @@ def learn(
     """All optimiser steps on one collection. Rows without gradient skip the forward pass; without any, no weight moves."""
     if isinstance(run.algorithm, OnlinePreference):
         loss = run.algorithm.loss
-        return learn_preferences(run.config, loss, run.model, run.reference, run.optimizer, groups, state, lr, cache)
+        return learn_preferences(run.config, loss, run.model, run.reference, run.optimizer, groups, state, lr, cache, run.world)
     config, algorithm = run.config, run.algorithm
     batch = to_batch(groups, config.filter_metric, run.reward_weights).to(run.model.device)
     cache = run.model.usable(cache)
-    tally = Tally()
+    tally = Tally(world=run.world)
     batch = with_old_values(run, algorithm, batch, state.step, tally, cache)
     prepared = algorithm.prepare(batch, state.algorithm)  # the advantages
     optimizers = [(run.optimizer, lr)]
@@ -246,17 +254,17 @@ def learn(
                 continue
             tally.steps += 1
             totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
-            micros = micro_batches(batch, wanted, config.micro_batch_tokens)
+            micros = mine(run.world, micro_batches(batch, wanted, config.micro_batch_tokens, run.world.size))
             tally.stepped(step_together(optimizers, losses(run, algorithm, prepared, micros, totals, tally, seen, cache)))
-    check_gap(run, tally.mean_gap, state.step + 1)
+    check_gap(run, tally.joined().mean_gap, state.step + 1)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
     after = prepared.state
     if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None and tally.steps:
-        now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature)
+        now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         kept = prepared.batch.mask & prepared.keep[:, None]
         after = adapted(algorithm.surrogate, after, measured_kl(now, prepared.batch.logp_old, kept))
-    return Outcome({**figures, **tally.result()}, after, advantage, seen.rows())
+    return Outcome({**figures, **tally.result()}, after, advantage, seen.joined(run.world).rows())
 
 
 def with_old_values(
@@ -265,11 +273,11 @@ def with_old_values(
     """The batch with what is computed before the first optimiser step: log-probs of the reference and, where the sampler's will
     not do, of the policy; values of the critic.
     """
-    model, budget, temperature = run.model, run.config.micro_batch_tokens, run.params.temperature
+    model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
     if algorithm.needs_reference and not algorithm.needs_exact_kl:
         if run.reference is None:
             raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
-        batch = replace(batch, logp_ref=reference_log_probs(run.reference, batch, budget, temperature))
+        batch = replace(batch, logp_ref=reference_log_probs(run.reference, batch, budget, temperature, world))
     reuses = cache is not None and bool(cache.slabs)  # then the log-probs that are trained on are the sampler's own
     enough = run.exact_sampling or single_pass(run)
     tally.compares = enough and not reuses
@@ -279,16 +287,16 @@ def with_old_values(
         some = torch.zeros(len(batch.mask), dtype=torch.bool)
         some[present[(torch.arange(size) + count * size) % len(present)]] = True
         rows = some.to(batch.mask.device)
-        tally.gap(log_probs(model, batch, budget, temperature, wanted=some)[rows], batch.select(rows))
+        tally.gap(log_probs(model, batch, budget, temperature, wanted=some, world=world)[rows], batch.select(rows))
     if not enough:
-        again = log_probs(model, batch, budget, temperature, cache=cache)
+        again = log_probs(model, batch, budget, temperature, cache=cache, world=world)
         if not reuses:
             tally.gap(again, batch)
         batch = replace(batch, logp_old=again)
     if algorithm.needs_old_entropy:
-        batch = replace(batch, entropy=entropies(model, batch, budget, temperature))
+        batch = replace(batch, entropy=entropies(model, batch, budget, temperature, world))
     if algorithm.needs_critic:
-        batch = replace(batch, value=values(model if run.critic is None else run.critic.model, batch, budget, cache))
+        batch = replace(batch, value=values(model if run.critic is None else run.critic.model, batch, budget, cache, world))
     return batch
 
 
@@ -301,18 +309,18 @@ def losses(
     run: Online,
     algorithm: PolicyGradient,
     prepared: Prepared,
-    micros: Sequence[MicroBatch],
+    micros: Sequence[tuple[MicroBatch, float]],
     totals: Totals,
     tally: Tally,
     seen: TokenFigures,
     cache: ActivationCache | None,
 ) -> Iterator[Callable[[], Tensor]]:
     """The losses of one optimiser step, a function per forward pass: those of the policy, then, without its activations beside
-    them, a critic's of its own.
+    them, a critic's of its own. A pass with weight 0 is only made because others make one.
     """
     device, width = prepared.batch.mask.device, prepared.batch.mask.shape[1]
 
-    def policy(micro: MicroBatch) -> Tensor:
+    def policy(micro: MicroBatch, weight: float) -> Tensor:
         rows = micro.rows.to(device)
         evaluation = run.model.evaluate(
             micro.inputs,
@@ -323,6 +331,8 @@ def losses(
             cache=cache,
         )
         part, evaluation = prepared.select(rows), widened(evaluation, width)
+        if not weight:
+            return idle(evaluation)
         seen.see(rows, evaluation)
         if tally.steps == 1 and tally.compares:
             tally.gap(evaluation.logp.detach(), part.batch)
@@ -332,17 +342,23 @@ def losses(
         share = algorithm.loss if run.critic is None else algorithm.policy_loss
         return tally.add(share(part, evaluation, totals, prepared.state))
 
-    def value(micro: MicroBatch, critic: ValueModel) -> Tensor:
-        part = prepared.select(micro.rows.to(device))
-        return tally.add(algorithm.critic_loss(part, wide(critic.model.values(micro.inputs), width), totals))
+    def value(micro: MicroBatch, weight: float, critic: ValueModel) -> Tensor:
+        part, found = prepared.select(micro.rows.to(device)), wide(critic.model.values(micro.inputs), width)
+        return tally.add(algorithm.critic_loss(part, found, totals)) if weight else 0.0 * found.sum()
 
-    for micro in micros:
-        yield partial(policy, micro)
+    for micro, weight in micros:
+        yield partial(policy, micro, weight)
     if run.critic is not None:
         if cache is not None:
             cache.clear()  # the policy has learnt from it
-        for micro in micros:
-            yield partial(value, micro, run.critic)
+        for micro, weight in micros:
+            yield partial(value, micro, weight, run.critic)
+
+
+def idle(evaluation: PolicyOutputs) -> Tensor:
+    """A loss of 0 through every output, for a backward pass like any other."""
+    parts = [x for x in vars(evaluation).values() if isinstance(x, Tensor) and x.requires_grad]
+    return torch.stack([0.0 * part.sum() for part in parts]).sum()
 
 
 def check_gap(run: Online, gap: float, number: int) -> None:

@@ -7,16 +7,18 @@ from torch import Tensor
 
 from psigrad.models.language_model import Divergence, LanguageModel
 from psigrad.objective import Batch, PolicyGradient
+from psigrad.parallel.world import ALONE, World
 from psigrad.training.collate import MicroBatch
 from psigrad.training.forward import filled
 
 
-def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float) -> Tensor:
+def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
     """[N, T] log-probs under the reference, behind its own prompts where it has them, in passes of `budget` tokens; a LoRA model
     is its own reference, without its adapter.
     """
     with model.without_adapter() if model.adapter is not None else torch.no_grad():
-        return filled(batch, budget, lambda x: model.evaluate(x.teacher_inputs or x.inputs, temperature=temperature).logp)
+        of = lambda x: model.evaluate(x.teacher_inputs or x.inputs, temperature=temperature).logp  # noqa: E731
+        return filled(batch, budget, of, world=world)
 
 
 def divergence(algorithm: PolicyGradient, reference: LanguageModel | None, micro: MicroBatch) -> Divergence | None:

@@ -21,11 +21,13 @@ from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, Reward
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.native.kernels import kernels
+from psigrad.parallel import launch
+from psigrad.parallel.world import ALONE, World, agree, joined
 from psigrad.records import checkpoint, disk, pins
-from psigrad.records.run_folder import RunFolder
+from psigrad.records.run_folder import Bystander, RunFolder
 from psigrad.training import state
 from psigrad.training.journal import Announcer, Journal, Stopped
-from psigrad.training.state import Learners, State
+from psigrad.training.state import Learner, Learners, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
 from psigrad.training.watchdog import Watchdog
@@ -50,19 +52,40 @@ class Result:
 
 @contextlib.contextmanager
 def open_run(config: Config, recipe: str) -> Iterator[Journal]:
-    """The run folder with its lock, the trackers, and the stop signal, for the length of the block."""
-    prepare_torch(config.run, recompute=not isinstance(config, ControlConfig) and config.model.gradient_checkpointing)
-    path = Path(config.run.output_dir) if config.run.output_dir else _new_folder(recipe)
+    """The processes of the run, its folder with its lock, the trackers, and the stop signal, for the length of the block.
+
+    Rank 0 has the folder; the others write nothing.
+    """
+    with contextlib.ExitStack() as stack:
+        world = ALONE
+        if not isinstance(config, ControlConfig):
+            launch.check(config.placement.processes)
+            prepare_torch(config.run, recompute=config.model.gradient_checkpointing)
+            lockstep, minutes = config.placement.strategy == "fsdp", config.placement.timeout_minutes
+            world = stack.enter_context(joined(device=device(config.run), lockstep=lockstep, minutes=minutes))
+        else:
+            prepare_torch(config.run)
+        path = world.same(Path(config.run.output_dir) if config.run.output_dir else _new_folder(recipe))
+        yield stack.enter_context(_open_as(world, path, config, recipe))
+
+
+@contextlib.contextmanager
+def _open_as(world: World, path: Path, config: Config, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
     usual = to_dict(type(config)())
+    if world.rank:
+        with StopSignal() as stop:
+            yield Journal(Bystander(path, world.same(False)), signal=stop, world=world)
+        return
     with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
+        world.same(folder.finished)
         trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
         watchdog = Watchdog(
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )
         try:
             with watchdog.watching():
-                yield Journal(folder, trackers, stop, Announcer(folder), watchdog)
+                yield Journal(folder, trackers, stop, Announcer(folder), watchdog, world)
         except Stopped:
             raise
         except BaseException as error:
@@ -85,7 +108,8 @@ def _new_folder(recipe: str) -> Path:
 
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
-    torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes that share this machine
+    torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // here))
     keep_freed_memory(up_to=_PIECE if recompute else _ALL)
     transformers.utils.logging.disable_progress_bar()  # a bar per weight file drowns ours
     if run.device.startswith("cuda") and not torch.cuda.is_available():
@@ -119,7 +143,8 @@ def finished(config: Config, journal: Journal) -> Result | None:
     folder = journal.folder.path
     if not journal.folder.finished:
         return None
-    print(f"{folder} is finished; nothing was done. To train on, give a larger max_steps with --extend.", file=sys.stderr)
+    if journal.world.rank == 0:
+        print(f"{folder} is finished; nothing was done. To train on, give a larger max_steps with --extend.", file=sys.stderr)
     before, after = evaluations(folder)
     report = folder / "report.html"
     return Result(folder, folder / "model", report if report.exists() else None, before, after)
@@ -127,7 +152,8 @@ def finished(config: Config, journal: Journal) -> Result | None:
 
 def newest_checkpoint(journal: Journal) -> Path | None:
     """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
-    found = checkpoint.latest(journal.folder.checkpoints)
+    world = journal.world
+    found = world.same(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Found(None))
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
     journal.folder.rewind(found.step if found.path is not None else -1)
@@ -155,6 +181,10 @@ def begin(
     `pinned` is what checkpoints pin (`psigrad.recipes.pinned`). Raises `UserError` where it differs from the checkpoint's, and
     `run.allow` does not name the difference.
     """
+    world = journal.world
+    if world.size > 1:
+        pinned = {**pinned, "ranks": str(world.size)}
+        agree(world, {**pinned, "settings": json.dumps(to_dict(config), sort_keys=True), **_sums_of(learners)})
     if found is not None:
         check_pins(config.run, journal, checkpoint.verify(found), pinned)
     first = fresh if found is None else state.restore(found, learners)
@@ -162,6 +192,8 @@ def begin(
     journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=why_padded)
 
     def save(now: State) -> None:
+        if world.rank:
+            return
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
         path = state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned)
         journal.folder.checkpoint_bytes = disk.size_of(path)
@@ -172,6 +204,10 @@ def begin(
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
     """Refuse to go on with what a checkpoint's manifest pins otherwise, and record what `run.allow` takes."""
+    if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
+        # who shares the work among more or fewer processes asks for other rounding
+        journal.folder.event("ranks_changed", before=manifest.get("ranks", "1"), now=pinned.get("ranks", "1"))
+        pinned = {name: value for name, value in pinned.items() if name not in ("ranks", "threads")}
     for change in pins.check_pins(journal.folder.path, manifest, pinned, run.allow):
         journal.folder.event("allowed", name=change.name, before=change.before, now=change.now)
     versions = {name: [manifest[name], now] for name, now in state.versions().items() if manifest.get(name, now) != now}
@@ -185,6 +221,18 @@ def machine(run: Run) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "kernels": "off" if isinstance(kernels(), str) else "on",
         "device": torch.device(device(run)).type,
+    }
+
+
+def _sums_of(learners: Learners) -> dict[str, str]:
+    """The sum of every weight that learns, to tell whether two processes begin alike."""
+    return {
+        "weights": " ".join(
+            str(float(p.detach().double().sum()))
+            for learner in learners
+            if isinstance(learner, Learner)
+            for p in learner.optimizer.parameters.values()
+        )
     }
 
 

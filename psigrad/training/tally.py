@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from psigrad.objective import Batch, Loss
+from psigrad.parallel.world import ALONE, World, added
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Outcome:
 class Tally:
     """Sums the terms of micro-batches within an optimiser step and averages them over the steps."""
 
-    def __init__(self, compares: bool = False) -> None:
-        self.compares = compares
+    def __init__(self, compares: bool = False, world: World = ALONE) -> None:
+        self.world, self.compares = world, compares
         """Whether the first optimiser step's log-probs, which are the trainer's, are held against the sampler's."""
         self.steps = 0
         self.norms: list[list[float]] = []
@@ -48,9 +49,10 @@ class Tally:
             self._now[name] = self._now.get(name, 0.0) + float(term)
         return loss.value
 
-    def of(self, share: Callable[[], Loss]) -> Tensor:
-        """`add` of what `share` computes."""
-        return self.add(share())
+    def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
+        """`add` of what `share` computes; with weight 0 a loss of 0 that counts nowhere."""
+        loss = share()
+        return self.add(loss) if weight else 0.0 * loss.value
 
     def gap(self, logp: Tensor, batch: Batch) -> None:
         """Hold the trainer's log-probs [n, T] against the sampler's in `batch`."""
@@ -61,11 +63,18 @@ class Tally:
 
     def stepped(self, norms: list[float] | None) -> None:
         """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
-        self.last, self._now = self._now, {}
+        self.last, self._now = added(self.world, self._now), {}
         for name, value in self.last.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         if norms is not None:
             self.norms.append(norms)
+
+    def joined(self) -> Tally:
+        """This tally after the processes have put together what each compared."""
+        each = self.world.gathered((self._gap_sum, self._gap_max, self._gap_count))
+        sums, largest, counts = zip(*each, strict=True)
+        self._gap_sum, self._gap_max, self._gap_count = math.fsum(sums), max(largest), sum(counts)
+        return self
 
     def result(self) -> dict[str, Any]:
         """The figures, under TRL's names."""

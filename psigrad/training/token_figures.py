@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from psigrad.objective import PolicyOutputs, Prepared
+from psigrad.parallel.world import World
 from psigrad.rollout.types import Completion
 
 DIGITS = 4
@@ -36,6 +37,13 @@ class TokenFigures:
         self.logp[picked] = evaluation.logp.detach().float().cpu()[wanted]
         if evaluation.entropy is not None:
             self.entropy[picked] = evaluation.entropy.detach().float().cpu()[wanted]
+
+    def joined(self, world: World) -> TokenFigures:
+        """These figures with those that other processes have seen."""
+        for logp, entropy in world.gathered((self.logp, self.entropy)):
+            self.logp = torch.where(logp.isnan(), self.logp, logp)
+            self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
+        return self
 
     def rows(self) -> list[dict[str, Any]]:
         """Columns of rollouts.jsonl for every row of the batch: `kept` False where a filter left it out, and for the first rows

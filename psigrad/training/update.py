@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.models.gradients import Sums, in_place
+from psigrad.parallel.world import ALONE, World, sum_gradients
 from psigrad.training.adamw import AdamW, steps_natively
 
 # Consecutive steps without a finite gradient after which the run stops.
@@ -42,10 +43,13 @@ class Optimizer:
 
     Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
     itself, which is most of them at fine-tuning rates. With `recompute` the gradient of a large head is not stored: its rows are
-    made twice, for the norm and for the step.
+    made twice, for the norm and for the step. In a `world` of several processes the gradients are summed over them.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim, *, recompute: bool = False) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optim: Optim, *, recompute: bool = False, world: World = ALONE
+    ) -> None:
+        self.world = world
         self.parameters, self.optim = dict(parameters), optim
         half = (torch.bfloat16, torch.float16)
         self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
@@ -56,7 +60,7 @@ class Optimizer:
         self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
         self.nonfinite = self.updates = 0
         """Steps in a row without a finite gradient; updates of the weights by this object."""
-        self.sums = Sums(self.parameters.values(), recompute=recompute)
+        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1)
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
@@ -113,6 +117,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             loss().backward()
     for optimizer in optimizers:
         optimizer.sums.settle()
+        sum_gradients(optimizer.world, list(optimizer.parameters.values()))
 
 
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:

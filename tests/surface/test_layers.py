@@ -28,6 +28,7 @@ ROOMS = (
         "rewards",
         "workers",
         "sandbox",
+        "parallel",
     ),
     *("models", "native", "data", "config", "objective", "tabular"),
 )

@@ -28,10 +28,11 @@ class Task(Protocol):
         """Tokens in these rows."""
         ...
 
-    def shares(self, rows: Sequence[int], budget: int) -> list[Share]:
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """The loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
 
-        Values, gradients and terms of all of them add up to those of the step, however it is split.
+        For several `ranks`, which take turns in taking one, there are about as many tokens in each. Values, gradients and terms
+        of all of them add up to those of the step, however it is split.
         """
         ...
 

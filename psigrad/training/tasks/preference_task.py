@@ -17,6 +17,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, Ids
 from psigrad.objective import Loss
 from psigrad.objective.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
+from psigrad.parallel.world import ALONE, World, mine
 from psigrad.training.tasks import Share
 from psigrad.training.tasks.sft_task import summed
 
@@ -36,18 +37,19 @@ def answer_logps(
 
 @torch.no_grad()
 def reference_logps(
-    model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int
+    model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int, world: World = ALONE
 ) -> list[list[float]]:
     """log π_ref of every answer of every prompt; a LoRA model is its own reference, without its adapter."""
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(len(a.ids) for a in group) for p, group in zip(prompts, answers, strict=True)]
-    for part in pack_by_tokens(sizes, budget):
+    for part, _ in mine(world, pack_by_tokens(sizes, budget, world.size)):
         with model.without_adapter() if model.adapter is not None else torch.no_grad():
             logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
         values = iter(logp.tolist())
         for i in part:
             found[i] = [next(values) for _ in answers[i]]
-    return found
+    each = world.gathered(found)
+    return [next(own for own in several if own) for several in zip(*each, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,10 @@ class PreferenceTask:
         """Tokens in these rows."""
         return sum(self.pairs[i].tokens for i in rows)
 
-    def shares(self, rows: Sequence[int], budget: int) -> list[Share]:
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """See `Task`."""
         targets = sum(sum(self.pairs[i].chosen.mask) for i in rows)
-        parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget)
+        parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
 
     def evaluated(self, rows: Sequence[int]) -> Pairs:
@@ -136,11 +138,11 @@ class KTOTask:
         """Tokens in these rows."""
         return sum(self.rows[i].tokens for i in rows)
 
-    def shares(self, rows: Sequence[int], budget: int) -> list[Share]:
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """See `Task`. The KL estimate is of the whole step: a pass without gradient over mismatched answers comes first."""
         desirable = sum(self.rows[i].desirable for i in rows)
         z = self._z(rows, budget)
-        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget)
+        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], z, len(rows), desirable) for part in parts]
 
     @torch.no_grad()

@@ -37,9 +37,9 @@ class RewardTask:
         """Tokens in these rows."""
         return sum(self.pairs[i].tokens for i in rows)
 
-    def shares(self, rows: Sequence[int], budget: int) -> list[Share]:
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """See `Task`."""
-        parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget)
+        parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
 
     def scores(self, rows: Sequence[int]) -> Tensor:
@@ -83,10 +83,10 @@ class ProcessRewardTask:
         """Tokens in these rows."""
         return sum(self.solutions[i].tokens for i in rows)
 
-    def shares(self, rows: Sequence[int], budget: int) -> list[Share]:
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """See `Task`."""
         total = sum(len(self.solutions[i].ends) for i in rows)
-        parts = pack_by_tokens([self.solutions[i].tokens for i in rows], budget)
+        parts = pack_by_tokens([self.solutions[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [self.solutions[rows[k]] for k in part], total) for part in parts]
 
     def _loss(self, picked: Sequence[Steps], total: int) -> Loss:

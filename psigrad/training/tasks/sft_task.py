@@ -32,11 +32,11 @@ class SFTTask:
         """Tokens in these rows."""
         return sum(len(self.examples[i].ids) for i in rows)
 
-    def shares(self, rows: Sequence[int], budget: int) -> list[Share]:
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """One forward pass after the other; see `Task`."""
         picked = [self.examples[i] for i in rows]
         targets = max(1, sum(sum(e.mask) for e in picked))
-        parts = pack_by_tokens([len(e.ids) for e in picked], budget)
+        parts = pack_by_tokens([len(e.ids) for e in picked], budget, ranks)
         packed = [Rows([picked[i].ids for i in part], [picked[i].mask for i in part]) for part in parts]
         return [partial(self._loss, part, targets) for part in packed]
 

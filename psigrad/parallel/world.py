@@ -1,0 +1,233 @@
+"""The processes that train together. One alone is a world too: then every sum is the number itself, and nothing is sent.
+
+Whatever processes must agree on goes through their `World`: a value of rank 0, a sum, what each of them has. All of them make
+the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
+
+from psigrad.errors import UserError
+
+T = TypeVar("T")
+# Numbers that are summed in one message.
+BUCKET = 1 << 22
+
+
+class RankLost(UserError):
+    """Another process of the run has ended or does not answer. That process says why."""
+
+    exit_status = 75  # EX_TEMPFAIL of sysexits.h: the same command may go on
+
+
+class World(Protocol):
+    """Processes that train together, as one of them, the `rank`-th of `size`, sees them."""
+
+    @property
+    def rank(self) -> int:
+        """This process: 0 … size - 1. Rank 0 owns the run folder."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all of them must make the same number of forward passes: they hold a model in shards."""
+        ...
+
+    def same(self, value: T) -> T:
+        """The value that rank 0 gives."""
+        ...
+
+    def gathered(self, value: T) -> list[T]:
+        """What each gives, by rank."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all of them, in place of `x`."""
+        ...
+
+
+class Alone:
+    """The world of one process."""
+
+    rank, size, lockstep = 0, 1, False
+
+    def same(self, value: T) -> T:
+        """The value itself."""
+        return value
+
+    def gathered(self, value: T) -> list[T]:
+        """The value as the only one."""
+        return [value]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The tensor itself."""
+        return x
+
+
+ALONE: World = Alone()
+
+
+class Ranks:
+    """The world of a torch.distributed process group."""
+
+    def __init__(self, *, lockstep: bool = False) -> None:
+        self.rank, self.size, self.lockstep = dist.get_rank(), dist.get_world_size(), lockstep
+
+    def same(self, value: T) -> T:
+        """The value that rank 0 gives."""
+        box: list[Any] = [value if self.rank == 0 else None]
+        with _losses():
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        found: T = box[0]
+        return found
+
+    def gathered(self, value: T) -> list[T]:
+        """What each gives, by rank."""
+        box: list[Any] = [None] * self.size
+        with _losses():
+            dist.all_gather_object(box, value)
+        return box
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all of them, in place of `x`."""
+        with _losses():
+            dist.all_reduce(x)
+        return x
+
+
+@contextlib.contextmanager
+def _losses() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch has no exception of its own for it
+        raise RankLost(
+            "Another process of this run has ended or does not answer, and its own message says why. The same command goes on "
+            "from the newest checkpoint."
+        ) from error
+
+
+@contextlib.contextmanager
+def joined(*, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0) -> Iterator[World]:
+    """The world that this process was started in: by `psigrad … --processes N`, torchrun, SLURM or Ray Train, whose environment
+    variables RANK and WORLD_SIZE say so; else it is alone. A process that gets no answer for `minutes` ends.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 and not lockstep:
+        yield ALONE
+        return
+    given = dist.is_initialized()  # Ray Train makes the group itself
+    if not given:
+        _make_group(device, size, minutes)
+    try:
+        yield Ranks(lockstep=lockstep)
+        if not given:
+            with _losses():
+                dist.barrier()
+    finally:
+        if not given:
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def _make_group(device: str, size: int, minutes: float) -> None:
+    rank, limit = int(os.environ.get("RANK", "0")), timedelta(minutes=minutes)
+    cuda = device.startswith("cuda")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+    elif folder := os.environ.get("PSIGRAD_RANKS"):
+        store = FileStore(os.path.join(folder, "store"), size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    elif (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")) is not None:
+        # torchrun's store outlives a restart of the ranks, with the addresses of those that are dead
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
+        tcp = TCPStore(address, port, size, is_master=hosts, timeout=limit)
+        named = PrefixStore(f"attempt {attempt}", tcp)
+        dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=limit)
+    else:
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
+
+
+def agree(world: World, what: Mapping[str, str]) -> None:
+    """Raise `UserError` where the processes do not have the same of something, by its name."""
+    each = world.gathered(dict(what))
+    for name in what:
+        others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
+        if others:
+            raise UserError(
+                f"Rank {others[0]} of {world.size} has another {name.replace('_', ' ')} than rank 0; start all processes with "
+                "the same settings, files and versions."
+            )
+
+
+def added(world: World, figures: Mapping[str, float]) -> dict[str, float]:
+    """The sum of each figure over those that have it, in the order of the ranks: the same bits on all of them."""
+    each = world.gathered(dict(figures))
+    names = dict.fromkeys(name for own in each for name in own)
+    return {name: math.fsum(own.get(name, 0.0) for own in each) for name in names} if world.size > 1 else dict(figures)
+
+
+def mine(world: World, parts: Sequence[T]) -> list[tuple[T, float]]:
+    """This rank's share of what all ranks do, every `size`-th part, each with weight 1.
+
+    In lockstep ranks with a part less do the first one once more, with weight 0.
+    """
+    own = [(part, 1.0) for part in parts[world.rank :: world.size]]
+    rounds = -(-len(parts) // world.size)
+    return own + [(parts[0], 0.0)] * (rounds - len(own)) if world.lockstep else own
+
+
+def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:
+    """Replace each gradient by its sum over the ranks, added up in at least float32.
+
+    What no rank has a gradient for keeps none, so that nobody decays it; where only some have one, the others add zeros. Small
+    gradients travel together.
+    """
+    if world.size == 1 or not parameters:
+        return
+    counts = world.sum(torch.tensor([float(p.grad is not None) for p in parameters])).tolist()
+    learns = [p for p, count in zip(parameters, counts, strict=True) if count]
+    for bucket in _buckets(learns):
+        for p in bucket:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        gradients = [p.grad for p in bucket if p.grad is not None]
+        first = gradients[0]
+        if len(bucket) == 1 and first.dtype in (torch.float32, torch.float64) and first.is_contiguous():
+            world.sum(first)
+            continue
+        wide = torch.promote_types(first.dtype, torch.float32)
+        flat = world.sum(torch.cat([g.flatten().to(wide) for g in gradients]))
+        for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(part.view_as(g))
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one type in groups of at most `BUCKET` numbers, or alone."""
+    bucket: list[Tensor] = []
+    for p in parameters:
+        if bucket and (p.dtype != bucket[0].dtype or sum(q.numel() for q in bucket) + p.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(p)
+    if bucket:
+        yield bucket
