@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from psigrad.models.packing import ForwardInputs, Groups
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+R = TypeVar("R")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -48,6 +49,7 @@ class Pretrained(ABC):
     - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
     - `flex`: packed attention runs by FlexAttention.
+    - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`psigrad.parallel.sharded`).
     """
 
     network: PreTrainedModel | WeightsOnly
@@ -58,6 +60,7 @@ class Pretrained(ABC):
     decoder: Decoder | None = None
     why_unfused: str = ""
     flex: bool = False
+    root: nn.Module | None = None
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +88,14 @@ class Pretrained(ABC):
                 self.decoder = fused
             hf.train(mode)
         return self.network
+
+    def whole(self, compute: Callable[[], R]) -> R:
+        """What `compute` returns, run where it finds whole weights: itself, or inside the forward pass of `root`."""
+        if self.root is None:
+            return compute()
+        found: list[R] = []
+        self.root(compute, found)
+        return found[0]
 
     def switch(self, training: bool) -> None:
         """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""

@@ -141,6 +141,20 @@ class LanguageModel(Pretrained):
         cache = self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
+        stats = self.whole(lambda: self._stats(inputs, forward, temperature, entropy, accuracy, kl_to, value))
+        return stats, forward.targets
+
+    def _stats(
+        self,
+        inputs: Groups | Rows,
+        forward: ForwardInputs,
+        temperature: float,
+        entropy: bool,
+        accuracy: bool,
+        kl_to: LanguageModel | Divergence | None,
+        value: bool,
+    ) -> TokenStats:
+        """See `stats`; the weights are whole."""
         values = None
         if value:
             hidden, head, values = self._with_values(forward)
@@ -154,14 +168,15 @@ class LanguageModel(Pretrained):
                 theirs = laid_out(asked.inputs or inputs, other.device, not other.why_padded)
             alone = self.without_adapter() if other is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
-                reference_hidden, reference_head = other._target_hidden(theirs)
+                of = lambda: other._target_hidden(theirs)  # noqa: E731
+                reference_hidden, reference_head = of() if other is self else other.whole(of)
             if other is self:  # it is asked later, when the adapter is on again
                 reference_head = getattr(reference_head, "base_layer", reference_head)
         kind, mixture = ("exact", 0.5) if asked is None else (asked.kind, asked.mixture)
         wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
         cached = None if forward.cached is None else forward.cached.logps
         stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
-        return replace(stats, value=values), forward.targets
+        return replace(stats, value=values)
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""

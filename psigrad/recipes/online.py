@@ -19,13 +19,13 @@ from psigrad.objective.correction import truncated_importance
 from psigrad.objective.explain import label
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
+from psigrad.parallel import shards
 from psigrad.parallel.world import World
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.pinned import pinned
 from psigrad.recipes.scorers import completion_room, evaluator_for, judge_for
 from psigrad.rewards import resolve
-from psigrad.rollout import samplers
 from psigrad.rollout.types import Sampler
 from psigrad.training import rehearsal, session
 from psigrad.training.journal import Journal
@@ -46,11 +46,12 @@ def run(config: OnlineConfig) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = setup.load_model(config.model, config.run, found)
+        own_critic = algorithm.needs_critic and config.critic_shared
+        model = setup.load_model(config.model, config.run, found, journal.world, own_critic)
         episodes = stack.enter_context(episodes_for(config))
         rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
-        reference = _reference(config, model, found) if wants_reference else None
+        reference = _reference(config, model, found, journal.world) if wants_reference else None
         reward = stack.enter_context(judge_for(config, model.tokenizer, journal=journal))
         evaluator = None
         if held:
@@ -61,11 +62,9 @@ def run(config: OnlineConfig) -> Result:
         if config.teacher_prompt and reference is not None:
             room = config.sampling.max_completion_length
             prompts = setup.with_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
-        sampler = samplers.make(config.sampling, model)
+        sampler = setup.sampler_of(config, model)
         algorithm = corrected(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, found, journal.world) if algorithm.needs_critic and not config.critic_shared else None
-        if algorithm.needs_critic and config.critic_shared:
-            model.add_value_head(found)
         policy = Learner(model, setup.optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if reference is not None and config.ref_model_sync_steps:
@@ -204,12 +203,14 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
 
 def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World) -> ValueModel:
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
+    place = found / "critic" if found is not None else None
+    in_shards = place is not None and shards.written_in(place)
     made = scalar_model.load(
-        str(found / "critic") if found is not None else config.critic or config.model.path,
+        str(place) if place is not None and not in_shards else config.critic or config.model.path,
         dtype=config.model.dtype,
         device=session.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
-        fresh_head="zero" if found is None else "refuse",
+        fresh_head="zero" if found is None or in_shards else "refuse",
         trust_remote_code=config.model.trust_remote_code,
     )
     setup.attend(config.model, made)
@@ -219,19 +220,24 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
+    setup.settle(made, world, place if in_shards else None)
     return ValueModel(made, setup.optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
 
 
-def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None) -> LanguageModel:
+def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World) -> LanguageModel:
     """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
     adapter, else a copy that never learns.
     """
     dtype = config.reference_dtype or config.model.dtype
     if config.reference:
-        return setup.load_reference(config.reference, model, config, dtype)
+        return setup.load_reference(config.reference, model, config, dtype, world)
     if model.adapter is not None:
         return model
-    if found is None and dtype == config.model.dtype:
+    if found is None and dtype == config.model.dtype and not world.lockstep:
         return model.frozen_copy()
     saved = found / "reference" if found is not None and config.ref_model_sync_steps else None
-    return setup.load_model(replace(config.model, dtype=dtype), config.run, saved).frozen_copy()
+    loaded = setup.load_model(replace(config.model, dtype=dtype), config.run, saved, world)
+    if not world.lockstep:
+        return loaded.frozen_copy()
+    loaded.network.requires_grad_(False)
+    return loaded

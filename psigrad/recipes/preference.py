@@ -23,10 +23,10 @@ from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Ids
 from psigrad.objective.preference_loss import KahnemanTversky, Preference
+from psigrad.parallel import sharded
 from psigrad.parallel.world import World
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
-from psigrad.rollout import samplers
 from psigrad.training import session
 from psigrad.training.journal import Journal
 from psigrad.training.offline import Generated
@@ -48,8 +48,8 @@ def run(config: PreferenceConfig) -> Result:
             return done
         found = session.newest_checkpoint(journal)
         rows, held = setup.read_rows(config, "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference")
-        model = setup.load_model(config.model, config.run, found)
-        reference = _reference(config, loss, model, found)
+        model = setup.load_model(config.model, config.run, found, journal.world)
+        reference = _reference(config, loss, model, found, journal.world)
         task = _task(config, loss, model, reference, rows, journal)
         held_out = _task(config, loss, model, reference, held, journal) if held else None
         generated = None
@@ -58,12 +58,12 @@ def run(config: PreferenceConfig) -> Result:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to, world=journal.world)
-            generated = Generated(model, samplers.make(config.sampling, model), evaluator)
+            generated = Generated(model, setup.sampler_of(config, model), evaluator)
         return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
 
 
 def _reference(
-    config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, found: Path | None
+    config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, found: Path | None, world: World
 ) -> LanguageModel | None:
     """Who gives the reference's log-probs, before the first step: another model, the model itself, or nobody."""
     if config.reference and not loss.needs_reference:
@@ -71,12 +71,16 @@ def _reference(
     if not (loss.needs_reference or config.evaluation.eval_kl):
         return None
     if config.reference:
-        return setup.load_reference(config.reference, model, config)
+        return setup.load_reference(config.reference, model, config, world=world)
     if model.adapter is not None:
         return model
     if found is None and not config.evaluation.eval_kl:
         return model
-    return setup.load_model(replace(config.model, lora_rank=0), config.run, None).frozen_copy()
+    loaded = setup.load_model(replace(config.model, lora_rank=0), config.run, None, world)
+    if not world.lockstep:
+        return loaded.frozen_copy()
+    loaded.network.requires_grad_(False)
+    return loaded
 
 
 def _task(
@@ -134,7 +138,8 @@ def _logps(
 def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
     """SHA-256 of the reference's weights and of every token."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.network.state_dict().items()):
+    held = model.network.state_dict().items() if model.root is None else sharded.gathered(model)
+    for name, tensor in sorted(held):
         if "lora_" not in name:
             digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

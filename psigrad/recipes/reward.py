@@ -32,7 +32,7 @@ def run(config: RewardConfig) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = setup.load_scalar_model(config.model, config.run, found)
+        model = setup.load_scalar_model(config.model, config.run, found, journal.world)
         if config.process and not model.per_token:
             raise UserError(
                 f"{config.model.path!r} gives no score for every token, which --process needs; give a causal language model."

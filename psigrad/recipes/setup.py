@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +32,11 @@ from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
+from psigrad.parallel import sharded, shards
 from psigrad.parallel.world import ALONE, World
 from psigrad.recipes.pinned import pinned
-from psigrad.rollout.types import SamplingParams
+from psigrad.rollout import samplers
+from psigrad.rollout.types import ReplicaSampler, Sampler, SamplingParams
 from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
 from psigrad.training.ledger import Prompt
@@ -70,10 +73,13 @@ def located(settings: Model) -> str:
         ) from error
 
 
-def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
-    """The model to train: from `settings.path`, with the weights of the checkpoint `found` where there is one."""
+def load_model(settings: Model, run: Run, found: Path | None, world: World = ALONE, value_head: bool = False) -> LanguageModel:
+    """The model to train: from `settings.path`, with the weights of the checkpoint `found` where there is one, and with a value
+    head where it is its own critic. In lockstep processes each gets its shard.
+    """
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
+    place, found = found, None if found is not None and shards.written_in(found) else found
     lora = lora_of(settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
@@ -87,7 +93,18 @@ def load_model(settings: Model, run: Run, found: Path | None) -> LanguageModel:
             trust_remote_code=settings.trust_remote_code,
         )
     attend(settings, model)
+    if value_head:
+        model.add_value_head(found)
+    settle(model, world, place if found is None else None)
     return model
+
+
+def settle(model: LanguageModel | ScalarModel, world: World, place: Path | None) -> None:
+    """In lockstep processes leave each with its shard. `place` has weights that several processes wrote."""
+    if world.lockstep:
+        sharded.shard(model, world)
+    if place is not None:
+        shards.read(place, sharded.named_weights(model))
 
 
 def attend(settings: Model, model: LanguageModel | ScalarModel) -> None:
@@ -96,10 +113,11 @@ def attend(settings: Model, model: LanguageModel | ScalarModel) -> None:
         model.attend_by_flex()
 
 
-def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarModel:
+def load_scalar_model(settings: Model, run: Run, found: Path | None, world: World = ALONE) -> ScalarModel:
     """As `load_model`, with a scalar head, which is fresh where `settings.path` has none."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
+    place, found = found, None if found is not None and shards.written_in(found) else found
     lora = lora_of(settings)
     whole = found is not None and lora is None
     with torch.random.fork_rng(devices=[]):
@@ -115,6 +133,7 @@ def load_scalar_model(settings: Model, run: Run, found: Path | None) -> ScalarMo
             trust_remote_code=settings.trust_remote_code,
         )
     attend(settings, model)
+    settle(model, world, place if found is None else None)
     return model
 
 
@@ -129,6 +148,14 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
         fresh_head="refuse",
         trust_remote_code=settings.trust_remote_code,
     )
+
+
+def sampler_of(config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel) -> Sampler:
+    """The sampler that the settings ask for; of a model in shards it samples from a whole copy on each process."""
+    if model.root is None:
+        return samplers.make(config.sampling, model)
+    twin = load_model(config.model, config.run, None)
+    return ReplicaSampler(samplers.make(config.sampling, twin), sharded.Replica(model, twin).refresh)
 
 
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
@@ -178,10 +205,14 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
 
 
 def load_reference(
-    path: str, model: LanguageModel, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"] = ""
+    path: str,
+    model: LanguageModel,
+    config: OnlineConfig | PreferenceConfig,
+    dtype: Literal["", "float32", "bfloat16"] = "",
+    world: World = ALONE,
 ) -> LanguageModel:
     """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
-    other = load_model(Model(path=path, dtype=dtype or config.model.dtype), config.run, None)
+    other = load_model(Model(path=path, dtype=dtype or config.model.dtype), config.run, None, world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
@@ -307,7 +338,11 @@ def train_on_rows(
 
 def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel, **noted: Any) -> Result:
     """The final model, the report, and what they hold; `noted` goes into the event."""
-    journal.folder.save_model(model.save_merged)
+    world = journal.world
+    write = partial(sharded.save_merged, model, world) if model.root is not None else model.save_merged
+    journal.folder.save_model(write)
+    if world.rank and model.root is not None:
+        write(journal.folder.path)  # what the others have of it
     journal.folder.flush()
     journal.folder.event("finished", **noted)
     written = write_report(journal.folder.path) if config.run.report and journal.world.rank == 0 else None

@@ -9,7 +9,6 @@ from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.recipes import setup
 from psigrad.recipes.scorers import evaluator_for, judge_for
-from psigrad.rollout import samplers
 from psigrad.training import session
 from psigrad.training.offline import Generated
 from psigrad.training.session import Result
@@ -26,7 +25,7 @@ def run(config: SFTConfig) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = setup.load_model(config.model, config.run, found)
+        model = setup.load_model(config.model, config.run, found, journal.world)
         rows, held = setup.read_rows(config, "sft")
         limit = setup.token_limit(config, model)
         examples = [example(model.tokenizer, row, limit) for row in rows]
@@ -39,7 +38,7 @@ def run(config: SFTConfig) -> Result:
         if functions and held:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None, world=journal.world)
-            generated = Generated(model, samplers.make(config.sampling, model), evaluator)
+            generated = Generated(model, setup.sampler_of(config, model), evaluator)
         task = SFTTask(model, examples)
         held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held]) if held else None
         return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)

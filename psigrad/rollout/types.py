@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,6 +93,11 @@ class Sampler(ABC):
         """Episodes of several turns that begin with these prompts; those of a group stand together."""
         return RestartedDialogue(self, prompts, params)
 
+    def refresh(self) -> None:  # noqa: B027 (most sample from the trainer's own weights)
+        """Take over the trainer's weights of now, where it does not sample from the trainer's own. All processes that train
+        together call it, before any of them samples.
+        """
+
 
 class Dialogue(ABC):
     """Episodes under way, by their place among the prompts."""
@@ -126,6 +131,27 @@ class RestartedDialogue(Dialogue):
         for i, completion in zip(live, drawn, strict=True):
             self.contexts[i] += completion.ids
         return dict(zip(live, drawn, strict=True))
+
+
+class ReplicaSampler(Sampler):
+    """A sampler that runs a copy of the weights, which `refresh` brings up to date."""
+
+    def __init__(self, inner: Sampler, refresh: Callable[[], None]) -> None:
+        self.inner, self.exact, self._refresh = inner, inner.exact, refresh
+
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`; the trainer's cache knows other weights."""
+        return self.inner.steps(requests, params)
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`."""
+        return self.inner.dialogue(prompts, params)
+
+    def refresh(self) -> None:
+        """See `Sampler`."""
+        self._refresh()
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ def rollout(
     sampling computes. `phase` times "time/sample" and "time/score", the wait for what is not scored by then. Each process of the
     world does its share of the prompts, and all of them get the whole.
     """
-    if world.size > 1:
+    if world is not ALONE:
+        sampler.refresh()
         own = list(range(world.rank, len(prompts), world.size))
         found = rollout(
             sampler,

@@ -192,11 +192,12 @@ def begin(
     journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=why_padded)
 
     def save(now: State) -> None:
-        if world.rank:
+        if world.rank and not world.lockstep:
             return
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
-        path = state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned)
-        journal.folder.checkpoint_bytes = disk.size_of(path)
+        path = state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned, world=world)
+        if path is not None:
+            journal.folder.checkpoint_bytes = disk.size_of(path)
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, save)
@@ -231,7 +232,8 @@ def _sums_of(learners: Learners) -> dict[str, str]:
             str(float(p.detach().double().sum()))
             for learner in learners
             if isinstance(learner, Learner)
-            for p in learner.optimizer.parameters.values()
+            for name, p in learner.optimizer.parameters.items()
+            if learner.optimizer.held[name] is p
         )
     }
 

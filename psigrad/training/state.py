@@ -12,6 +12,8 @@ import torch
 import transformers
 
 import psigrad
+from psigrad.parallel import sharded, shards
+from psigrad.parallel.world import ALONE, World
 from psigrad.records import checkpoint
 from psigrad.training.update import NonFiniteError, Optimizer
 
@@ -64,12 +66,23 @@ class Follower:
 Learners = Sequence[Learner | Follower]
 
 
-def save(root: Path, state: State, learners: Learners, *, keep: int, meta: Mapping[str, Any] | None = None) -> Path:
-    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go."""
+def save(
+    root: Path,
+    state: State,
+    learners: Learners,
+    *,
+    keep: int,
+    meta: Mapping[str, Any] | None = None,
+    world: World = ALONE,
+) -> Path | None:
+    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go.
+
+    Where models are in shards each process writes its rows of both, and rank 0 all else. Returns the folder on rank 0.
+    """
     for learner in learners:
         if isinstance(learner, Follower):
             continue
-        if bad := [name for name, p in learner.optimizer.parameters.items() if not bool(torch.isfinite(p).all())]:
+        if bad := [name for name, p in learner.optimizer.held.items() if not bool(torch.isfinite(p).all())]:
             raise NonFiniteError(
                 f"The weights are not finite after step {state.step} ({', '.join(bad[:3])}), so no checkpoint was made of them; "
                 "the last one is sound. Lower the learning rate."
@@ -77,12 +90,25 @@ def save(root: Path, state: State, learners: Learners, *, keep: int, meta: Mappi
 
     def write(folder: Path) -> None:
         for learner in learners:
+            if getattr(learner.model, "root", None) is not None:
+                moments = tensors_of(learner.optimizer) if isinstance(learner, Learner) else {}
+                model: Any = learner.model
+                sharded.save(model, folder / learner.place, moments, world)
+                continue
             learner.model.save(folder / learner.place)
             if isinstance(learner, Learner):
                 checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
-        (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
+        if world.rank == 0:
+            (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
+        if world.lockstep:
+            world.gathered(None)  # all have written
 
-    path = checkpoint.save(root, state.step, write, meta={**versions(), **(meta or {})})
+    if world.rank:
+        if world.lockstep:
+            write(world.same(root))
+        return None
+    together = (lambda folder: write(world.same(folder))) if world.lockstep else write
+    path = checkpoint.save(root, state.step, together, meta={**versions(), **(meta or {})})
     checkpoint.prune(root, keep)
     return path
 
@@ -95,7 +121,11 @@ def versions() -> dict[str, str]:
 def restore(path: Path, learners: Learners) -> State:
     """The state of a verified checkpoint; fills the optimisers in. The models are loaded from `path` by the caller."""
     for learner in learners:
-        if isinstance(learner, Learner):
+        if not isinstance(learner, Learner):
+            continue
+        if getattr(learner.model, "root", None) is not None or shards.written_in(path / learner.place):
+            shards.read(path / learner.place, tensors_of(learner.optimizer))
+        else:
             load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
     state = State(**json.loads((path / "state.json").read_text()))
     if isinstance(learners[0], Learner):
@@ -104,9 +134,10 @@ def restore(path: Path, learners: Learners) -> State:
 
 
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Moments by parameter name and, for half-precision models, the float32 master weights."""
-    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.parameters[n]}
-    return {**optimizer.adamw.tensors(), **masters}
+    """Moments by parameter name and, for half-precision models, the float32 master weights; in shards where the weights are."""
+    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]}
+    found = {**optimizer.adamw.tensors(), **masters}
+    return {key: shards.like(x, optimizer.parameters[key.partition(".")[2]]) for key, x in found.items()}
 
 
 def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:

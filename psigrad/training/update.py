@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.models.gradients import Sums, in_place
+from psigrad.parallel.shards import held_of, local_of
 from psigrad.parallel.world import ALONE, World, sum_gradients
 from psigrad.training.adamw import AdamW, steps_natively
 
@@ -51,9 +52,11 @@ class Optimizer:
     ) -> None:
         self.world = world
         self.parameters, self.optim = dict(parameters), optim
+        self.held = {name: held_of(p) for name, p in self.parameters.items()}
+        """What this process holds of each parameter: all of it, or the rows of its shard."""
         half = (torch.bfloat16, torch.float16)
-        self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.parameters.items()}
-        low_precision = {name: p for name, p in self.parameters.items() if self.masters[name] is not p}
+        self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.held.items()}
+        low_precision = {name: p for name, p in self.held.items() if self.masters[name] is not p}
         stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
         self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
         betas = (optim.adam_beta1, optim.adam_beta2)
@@ -73,20 +76,34 @@ class Optimizer:
     def clear(self) -> None:
         """Forget the gradients."""
         self.sums.forget()
-        for p in self.parameters.values():
+        for p in (*self.parameters.values(), *self.held.values()):
             p.grad = None
 
     def norm(self) -> float:
         """The norm of the gradient that was added up, where it will be applied: on the masters, which those of half-precision
-        weights are copied to unless the kernels step them.
+        weights are copied to unless the kernels step them. Of gradients in shards it is the norm of the whole.
         """
+        shards = [(p, own) for p, own in zip(self.parameters.values(), self.held.values(), strict=True) if own is not p]
+        for p, own in shards:
+            own.grad = None if p.grad is None else local_of(p.grad)
         for p, master in self._copied:
             master.grad = None if p.grad is None else p.grad.float()
+        if shards:
+            return self._norm_over_ranks()
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
         stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
         squares += [self.adamw.squared_norm_bf16()] if self.adamw.low_precision else []
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
+
+    def _norm_over_ranks(self) -> float:
+        """As `norm`, from what each process holds; what is not in shards counts once."""
+        parts = [0.0, 0.0]
+        for name, own in self.held.items():
+            gradient = self.masters[name].grad if self.masters[name].grad is not None else own.grad
+            if gradient is not None:
+                parts[own is self.parameters[name]] += float(gradient.double().pow(2).sum())
+        return math.sqrt(float(self.world.sum(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
     def apply(self, norm: float, lr: float) -> None:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
@@ -117,7 +134,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             loss().backward()
     for optimizer in optimizers:
         optimizer.sums.settle()
-        sum_gradients(optimizer.world, list(optimizer.parameters.values()))
+        sum_gradients(optimizer.world, [p for name, p in optimizer.parameters.items() if optimizer.held[name] is p])
 
 
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:

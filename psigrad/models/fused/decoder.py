@@ -5,7 +5,7 @@ Tests compare it with transformers' own modules. Those also run what it can't: o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,8 @@ class Decoder:
         self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)
         self.parameters: list[nn.Parameter] = list(base.parameters())
+        self.in_shards = False
+        """Whether the weights are kept in shards: a layer's are whole only inside its module's forward pass."""
 
     def __call__(
         self,
@@ -171,7 +173,13 @@ class Decoder:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             assert isinstance(layout, PackedLayout)
             for layer, at in zip(self.layers, selection, strict=True):
-                x = _LayerFunction.apply(layer, x, angles, layout, adapted, at, cached, self.recompute, *layer.weights.given)
+
+                def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
+                    given = (layer, x, angles, layout, adapted, at, cached, self.recompute)
+                    y: Tensor = _LayerFunction.apply(*given, *layer.weights.given)
+                    return y
+
+                x = self._with_weights(layer, run, x)
             x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
         else:
             x = self._run(x, angles, layout, adapted, selection, keep) if cached is None else cached.output(cached.last, outputs)
@@ -180,6 +188,18 @@ class Decoder:
         if back is not None:
             return x.index_select(0, back)
         return x.view(*input_ids.shape, -1) if wanted is None else x.index_select(0, wanted)
+
+    def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What `run` makes of x while the layer's weights are there."""
+        if not self.in_shards:
+            return run(x)
+
+        def reread(x: Tensor) -> Tensor:
+            layer.reread()
+            return run(x)
+
+        y: Tensor = self.base.layers[layer.index](x, reread)
+        return y
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         table = self.base.embed_tokens
@@ -207,14 +227,19 @@ class Decoder:
     ) -> Tensor:
         """The last layer's output, without gradient."""
         now = versions(self.parameters) if keep is not None or layout.packed_weights is not None else []
-        y = self._stepped(x, angles, layout, adapted, keep, now)
+        y = None if self.in_shards else self._stepped(x, angles, layout, adapted, keep, now)
         if y is not None:
             return y
         layers = []
         for layer, at in zip(self.layers, selection, strict=True):
-            x, parts = layer.forward(x, angles, layout, adapted, at)
-            if keep is not None:
-                layers.append((x, *parts))
+
+            def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
+                y, parts = layer.forward(x, angles, layout, adapted, at)
+                if keep is not None:
+                    layers.append((y, *parts))
+                return y
+
+            x = self._with_weights(layer, run, x)
         if keep is not None:
             keep.add(len(x), self.parts, now, layers)
         return x

@@ -168,11 +168,21 @@ class Layer:
         if self.has_head_norms:
             norms += [attention.q_norm, attention.k_norm]
         self.biased = [i for i, child in enumerate(linear[:4]) if child.bias is not None]
-        given = [child.weight for child in linear] + [norm.weight for norm in norms] + [linear[i].bias for i in self.biased]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
-        given += [weight for adapter in self.adapters.values() for weight in adapter.weights]
-        self.weights = Weights(given)
+        self._linear, self._norms = linear, norms
+        self.weights = Weights(self._stored())
         self.eps = float(norms[0].variance_epsilon)
+
+    def _stored(self) -> list[Tensor]:
+        given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms]
+        given += [self._linear[i].bias for i in self.biased]
+        return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
+
+    def reread(self) -> None:
+        """Take the modules' parameters of this moment: where they are kept in shards, the whole ones are other tensors, whose
+        values change while their versions stay.
+        """
+        self.weights = Weights(self._stored())
 
     @property
     def dtype(self) -> torch.dtype:

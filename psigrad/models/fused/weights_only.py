@@ -126,6 +126,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
+    def forward(self, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `run` makes of x. Hooks on this module make its weights whole meanwhile, where they are kept in shards."""
+        return run(x)
+
 
 # The least number of positions whose angles are computed at once.
 _POSITIONS = 256
