@@ -97,6 +97,13 @@ class Pretrained(ABC):
         self.root(compute, found)
         return found[0]
 
+    def reshard(self) -> None:
+        """Let go of the whole weights that a forward pass without gradient has left; `network` then holds tensors in shards."""
+        root: Any = self.root
+        for module in root.modules() if root is not None else ():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
     def switch(self, training: bool) -> None:
         """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
         if self.network.training != training:
@@ -159,6 +166,7 @@ class Pretrained(ABC):
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name, in the model's order."""
+        self.reshard()
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
     def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool) -> Self:

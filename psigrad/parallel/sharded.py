@@ -81,18 +81,9 @@ def layers_of(network: Any) -> list[nn.Module]:
     return found or [m for child in network.modules() if isinstance(child, nn.ModuleList) for m in child]
 
 
-def reshard(model: Pretrained) -> None:
-    """Let go of whole weights that the last forward pass has left."""
-    root: Any = model.root
-    if root is not None:
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
 def named_weights(model: Pretrained) -> dict[str, Tensor]:
     """The weights that a checkpoint holds, in shards: all of them, or what an adapter adds."""
-    reshard(model)
+    model.reshard()
     learns = model.trainable()
     if model.adapter is not None:
         return dict(learns)
@@ -119,7 +110,7 @@ def _describe(model: Pretrained, folder: Path) -> None:
 @torch.no_grad()
 def gathered(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, whole weight) of every parameter, or of the `wanted`, one after the other, on every process."""
-    reshard(model)
+    model.reshard()
     for name, parameter in model.network.named_parameters():
         if wanted is None or name in wanted:
             tensor: Any = parameter

@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPSto
 from psigrad.errors import UserError
 
 T = TypeVar("T")
+# What gloo says, for which torch has no exception of its own, when another process is gone.
+_SIGNS = ("gloo", "onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "wait timeout")
 # Numbers that are summed in one message.
 BUCKET = 1 << 22
 
@@ -92,7 +94,7 @@ class Ranks:
     def same(self, value: T) -> T:
         """The value that rank 0 gives."""
         box: list[Any] = [value if self.rank == 0 else None]
-        with _losses():
+        with losses_named():
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         found: T = box[0]
         return found
@@ -100,22 +102,25 @@ class Ranks:
     def gathered(self, value: T) -> list[T]:
         """What each gives, by rank."""
         box: list[Any] = [None] * self.size
-        with _losses():
+        with losses_named():
             dist.all_gather_object(box, value)
         return box
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all of them, in place of `x`."""
-        with _losses():
+        with losses_named():
             dist.all_reduce(x)
         return x
 
 
 @contextlib.contextmanager
-def _losses() -> Iterator[None]:
+def losses_named() -> Iterator[None]:
+    """Whatever torch raises when another process is gone, as a `RankLost`."""
     try:
         yield
-    except RuntimeError as error:  # torch has no exception of its own for it
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
+            raise
         raise RankLost(
             "Another process of this run has ended or does not answer, and its own message says why. The same command goes on "
             "from the newest checkpoint."
@@ -135,9 +140,9 @@ def joined(*, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0
     if not given:
         _make_group(device, size, minutes)
     try:
-        yield Ranks(lockstep=lockstep)
-        if not given:
-            with _losses():
+        with losses_named():
+            yield Ranks(lockstep=lockstep)
+            if not given:
                 dist.barrier()
     finally:
         if not given:

@@ -50,7 +50,7 @@ def cycle(
                 state, note = step(state)
             except Exception as error:
                 rescued = updates() == moved
-                if rescued and good.step > saved:
+                if rescued and good.step > saved and not journal.world.lockstep:  # all would have to write, and one has failed
                     with contextlib.suppress(UserError):  # a full disk must not hide the reason
                         save(good)
                 if _out_of_memory(error):

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from psigrad.models.language_model import Divergence, LanguageModel
 from psigrad.objective import Batch, PolicyGradient
-from psigrad.parallel import sharded
 from psigrad.parallel.world import ALONE, World
 from psigrad.training.collate import MicroBatch
 from psigrad.training.forward import filled
@@ -40,7 +39,7 @@ def follow(reference: LanguageModel, model: LanguageModel, share: float) -> None
 
     Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
     """
-    sharded.reshard(reference)
+    reference.reshard()
     learnt = model.trainable()
     for name, parameter in reference.network.named_parameters():
         if name in learnt:

@@ -1,0 +1,79 @@
+"""The gradient of a step does not depend on how many processes find it, whole models or shards: every parameter's, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from rank_gradients import CASES, CONTROLS, DOUBLE, MODULES, make_models
+from safetensors.torch import load_file
+
+TABLES = {"native": CASES, "modules": MODULES, "double": DOUBLE}
+# of the norm of the whole gradient; bfloat16 rounds what each process adds up
+BOUND = {"native": 1e-6, "modules": 3e-6, "double": 1e-12}
+WORLDS = [(2, False), (4, False), (1, True), (2, True), (4, True)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+def _run(models: Path, out: Path, names: str, size: int, sharded: bool, control: str = "") -> None:
+    extra = {} if names.startswith("native") else {"PSIGRAD_NATIVE": "0"}
+    ranks.run(size, "rank_gradients", "main", models, out, names, control, lockstep=sharded, extra=extra)
+
+
+@pytest.fixture(scope="module")
+def found(models, tmp_path_factory):
+    """found(kind, name, size, sharded): the gradients, by name of the parameter; each world runs once for all cases."""
+    folder, done = tmp_path_factory.mktemp("gradients"), {}
+
+    def of(kind: str, name: str, size: int, sharded: bool) -> dict[str, torch.Tensor]:
+        out, group = folder / f"{size}-{sharded}", "native" if kind == "native" else "transformers"
+        if (group, size, sharded) not in done:
+            _run(models, out, f"{group}:", size, sharded)
+            done[group, size, sharded] = True
+        return load_file(f"{out}-{kind}-{name.replace(' ', '_')}.safetensors")
+
+    return of
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, of all parameters' gradients."""
+    names = [name for name in one if not name.startswith(("norm of", "after"))]
+    assert one.keys() == other.keys()
+    bad = [name for name in names if one[name].isnan().any() != other[name].isnan().any()]
+    assert not bad, f"without gradient on one side: {bad}"
+    apart = sum(float((one[n].double() - other[n].double()).nan_to_num().pow(2).sum()) for n in names)
+    return (apart / sum(float(one[n].double().nan_to_num().pow(2).sum()) for n in names)) ** 0.5
+
+
+@pytest.mark.parametrize(("size", "sharded"), WORLDS)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in TABLES.items() for name in table])
+def test_the_gradient_is_that_of_one_process(found, kind, name, size, sharded):
+    one, several = found(kind, name, 1, False), found(kind, name, size, sharded)
+    half = TABLES[kind][name].dtype == "bfloat16"
+    apart = distance(one, several)
+    print(f"{kind} {name} {size} {sharded} {apart:.2g}")
+    assert apart < (2e-2 if half else BOUND[kind])
+    for key in [key for key in one if key.startswith("norm of")]:
+        assert float(several[key]) == pytest.approx(float(one[key]), rel=1e-2 if half else 1e-5)
+    assert float((one["after a step"] - several["after a step"]).abs().max()) < (0.3 if half else 2e-3)
+    assert (one["after a step"] != 0).any()
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_wrong_ways_to_share_a_step_are_seen(models, found, tmp_path, control):
+    sharded = control in ("root only", "layers unseen")
+    try:
+        _run(models, tmp_path / "wrong", "native:dapo", 2, sharded, control)
+        apart = distance(found("native", "dapo", 1, False), load_file(tmp_path / "wrong-native-dapo.safetensors"))
+    except AssertionError as error:
+        assert (control == "layers unseen" and "rank 0 ended" in str(error)) or "without gradient" in str(error)
+        return
+    assert apart > 1e-3

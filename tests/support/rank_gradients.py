@@ -1,0 +1,231 @@
+"""The gradient of one optimiser step of every kind of training, by name of the parameter, as processes together find it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from psigrad.config import OnlineConfig, Optim
+from psigrad.config.algorithms import resolve
+from psigrad.data.pairs import Answer, Judged, Pair
+from psigrad.data.templates import Example
+from psigrad.models import language_model, scalar_model, tiny
+from psigrad.models.backbone import Lora
+from psigrad.objective.preference_catalog import DPO, KTO
+from psigrad.objective.reward_model import BradleyTerry
+from psigrad.parallel import sharded
+from psigrad.parallel.world import World, mine
+from psigrad.rollout.types import Completion, SamplingParams, Trajectory
+from psigrad.training import online_rl
+from psigrad.training.collate import micro_batches, to_batch
+from psigrad.training.forward import log_probs, values
+from psigrad.training.online_rl import ValueModel
+from psigrad.training.tally import Tally
+from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask
+from psigrad.training.tasks.reward_task import RewardTask
+from psigrad.training.tasks.sft_task import SFTTask
+from psigrad.training.token_figures import TokenFigures
+from psigrad.training.update import Optimizer, add_up
+
+VOCABULARY, BUDGET = 300, 120
+
+
+def make_models(folder: Path) -> None:
+    """tied/ and untied/, whose head is large enough for the closed-form log-probs."""
+    corpus = [f"{a} plus {b} is {a + b}" for a in range(40) for b in range(40)]
+    tokenizer = tiny.tokenizer(corpus, VOCABULARY)
+    for name in ("tied", "untied"):
+        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        model = tiny.model("qwen3", VOCABULARY, hidden=64, tied=name == "tied", eos_token_id=eos, pad_token_id=pad)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def groups_of(prompts: int = 7, members: int = 3, seed: int = 0, longest: int = 24) -> list[list[Trajectory]]:
+    """Scored groups of very unlike lengths, without any model."""
+    r = random.Random(seed)
+    found = []
+    for p in range(prompts):
+        ids = tuple(r.randrange(4, 250) for _ in range(r.randrange(3, 12)))
+        group = []
+        for k in range(members):
+            length = r.randrange(1, 4 if p % 2 else longest)
+            tokens = tuple(r.randrange(4, 250) for _ in range(length))
+            logps = tuple(-5.0 - r.random() for _ in tokens)
+            reward = r.random() + (0.25 if k == 0 else 0.0)
+            group.append(Trajectory(p, k, ids, Completion(tokens, logps, logps, "stop", k), 0, reward=reward, status="scored"))
+        found.append(group)
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train: what learns, and the losses of one step."""
+
+    losses: Callable[..., list[Callable[[], torch.Tensor]]]
+    folder: str = "tied"
+    lora: bool = False
+    scalar: bool = False
+    value_head: bool = False
+    critic: bool = False
+    dtype: str = "float32"
+    recompute: bool = False
+    algorithm: str = "dapo"
+
+
+def online(case: Case, world: World, model, critic, groups, control: str) -> list[Callable[[], torch.Tensor]]:
+    algorithm = resolve(case.algorithm)
+    if case.algorithm == "ppo" and case.value_head:
+        algorithm = replace(algorithm, kl=None)
+    batch = to_batch(groups)
+    if batch.logp_old.dtype != torch.float64 and case.dtype == "float64":
+        batch = replace(batch, **{n: x.double() for n, x in vars(batch).items() if torch.is_tensor(x) and x.is_floating_point()})
+    again = log_probs(model, batch, BUDGET, 1.0, world=world)
+    batch = replace(batch, logp_old=again - 0.05, logp_ref=again + 0.1)
+    if algorithm.needs_critic:
+        batch = replace(batch, value=values(critic or model, batch, BUDGET, world=world))
+    prepared = algorithm.prepare(batch, algorithm.initial_state())
+    run = SimpleNamespace(
+        model=model,
+        reference=None,
+        critic=None if critic is None else ValueModel(critic, None, 0.1),
+        params=SamplingParams(64),
+        config=OnlineConfig(num_iterations=2),
+        world=world,
+    )
+    tally = Tally(world=world)
+    tally.steps = 1
+    rows = torch.arange(len(batch.mask))
+    parts = mine(world, micro_batches(batch, prepared.needs_gradient, BUDGET, world.size))
+    totals = algorithm.totals(prepared, rows)
+    if control == "own counts":  # the usual mistake: each process divides by what it has
+        own = torch.cat([micro.rows for micro, _ in parts])
+        totals = algorithm.totals(prepared, own)
+    seen = TokenFigures(0, prepared)
+    return list(online_rl.losses(run, algorithm, prepared, parts, totals, tally, seen, None))
+
+
+def offline(make_task, case: Case, world: World, model, critic, groups, control: str) -> list[Callable[[], torch.Tensor]]:
+    task = make_task(model, [t for group in groups for t in group], groups)
+    tally = Tally(world=world)
+    return [partial(tally.of, share, w) for share, w in mine(world, task.shares(range(len(task)), BUDGET, world.size))]
+
+
+def _answer(t: Trajectory) -> Answer:
+    return Answer(list(t.completion.ids), [True] * len(t.completion.ids))
+
+
+def sft(model, rows, groups):
+    made = [([*t.prompt_ids, *t.completion.ids], len(t.prompt_ids)) for t in rows]
+    return SFTTask(model, [Example(ids, [i >= n for i in range(len(ids))], False) for ids, n in made])
+
+
+def pairs_of(groups):
+    return [Pair(list(g[0].prompt_ids), _answer(g[0]), _answer(g[1])) for g in groups]
+
+
+def dpo(model, rows, groups):
+    made = pairs_of(groups)
+    return PreferenceTask(model, DPO, made, [[-5.0 - i, -6.0] for i in range(len(made))])
+
+
+def kto(model, rows, groups):
+    made = [Judged(list(t.prompt_ids), _answer(t), bool(i % 2)) for i, t in enumerate(rows)]
+    return KTOTask(model, KTO, made, [[-5.0 - i, -6.0] for i in range(len(made))])
+
+
+def reward(model, rows, groups):
+    return RewardTask(model, BradleyTerry(), pairs_of(groups))
+
+
+CASES = {
+    "dapo": Case(online),
+    "dapo untied": Case(online, "untied"),
+    "dapo recomputed": Case(online, recompute=True),
+    "dapo bfloat16": Case(online, dtype="bfloat16"),
+    "grpo": Case(online, algorithm="grpo"),
+    "ppo": Case(online, algorithm="ppo", critic=True),
+    "ppo shared": Case(online, algorithm="ppo", value_head=True),
+    "lora": Case(online, lora=True),
+    "sft": Case(partial(offline, sft)),
+    "dpo": Case(partial(offline, dpo), "untied"),
+    "kto": Case(partial(offline, kto)),
+    "reward": Case(partial(offline, reward), scalar=True),
+}
+MODULES = {name: CASES[name] for name in ("dapo", "dapo untied", "dapo recomputed", "sft", "reward", "ppo shared")}
+DOUBLE = {"dapo": Case(online, dtype="float64"), "sft": Case(partial(offline, sft), "untied", dtype="float64")}
+CONTROLS = ("own counts", "mean", "root only", "layers unseen")
+
+
+def load(case: Case, folder: Path, world: World, control: str = ""):
+    """(the model that learns, its critic)."""
+    kwargs = {"dtype": case.dtype, "gradient_checkpointing": case.recompute}
+    torch.manual_seed(0)
+    if case.scalar:
+        model = scalar_model.load(str(folder / case.folder), **kwargs)
+    else:
+        model = language_model.load(str(folder / case.folder), lora=Lora(4) if case.lora else None, **kwargs)
+    if case.lora:  # a fresh adapter's B is 0, and then A has no gradient
+        for name, p in model.trainable().items():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.05)
+    if case.value_head:
+        model.add_value_head()
+        nn.init.normal_(model.value_head.weight, std=0.1)
+    critic = scalar_model.load(str(folder / case.folder), **kwargs) if case.critic else None
+    if world.lockstep:
+        for each in filter(None, (model, critic)):
+            sharded.shard(each, world)
+            _sabotage(each, control)
+    return model, critic
+
+
+def _sabotage(model, control: str) -> None:
+    if control == "root only":  # the factor acts per module: the layers keep torch's mean
+        for layer in sharded.layers_of(model.network):
+            layer.set_gradient_divide_factor(2.0)
+            layer.set_force_sum_reduction_for_comms(False)
+    if control == "layers unseen":  # the decoder goes on with the tensors that it was made with
+        model.decoder.in_shards = False
+
+
+def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[str, torch.Tensor]:
+    """Every learning parameter's gradient, whole, by name; the norm that clipping sees; and log-probs after a step."""
+    model, critic = load(case, folder, world, control)
+    learners = {"": model, **({"critic.": critic} if critic is not None else {})}
+    optimizers = [Optimizer(each.trainable(), Optim(learning_rate=1e-2), world=world) for each in learners.values()]
+    add_up(optimizers, case.losses(case, world, model, critic, groups_of(), control))
+    found = {}
+    for prefix, optimizer in zip(learners, optimizers, strict=True):
+        for name, p in optimizer.parameters.items():
+            whole = p.grad if p.grad is None or not hasattr(p.grad, "full_tensor") else p.grad.full_tensor()
+            found[prefix + name] = torch.full(p.shape, float("nan")) if whole is None else whole.detach().clone()
+            if control == "mean":
+                found[prefix + name] /= world.size
+        norm = optimizer.norm()
+        found[f"norm of {prefix}"] = torch.tensor(norm, dtype=torch.float64)
+        optimizer.apply(norm, 1e-2)
+    with torch.no_grad():
+        batch = to_batch(groups_of(seed=1))
+        after = values(model, batch, BUDGET, world=world) if case.scalar else log_probs(model, batch, BUDGET, 1.0, world=world)
+    return found | {"after a step": after}
+
+
+def main(world: World, folder: str, out: str, names: str, control: str = "") -> None:
+    """Write `out`-<kind>-<case>.safetensors for the cases named: of "native", or of both other kinds."""
+    tables = {"native": {"native": CASES}, "transformers": {"modules": MODULES, "double": DOUBLE}}
+    group, _, wanted = names.partition(":")
+    for kind, table in tables[group].items():
+        for name in wanted.split(",") if wanted else table:
+            found = gradient(table[name], Path(folder), world, control)
+            if world.rank == 0:
+                place = f"{out}-{kind}-{name.replace(' ', '_')}.safetensors"
+                save_file({key: x.contiguous() for key, x in found.items()}, place)

@@ -1,0 +1,98 @@
+"""Whole runs of the tiny job on several processes, of which one may kill itself; and checkpoints read by any number of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import tiny_jobs
+import torch
+from rank_gradients import load
+from safetensors.torch import load_file, save_file
+
+from psigrad.config import Model, Optim, Placement
+from psigrad.models.language_model import LanguageModel
+from psigrad.parallel import sharded, shards
+from psigrad.parallel import world as worlds
+from psigrad.parallel.world import World
+from psigrad.recipes import api
+from psigrad.training import state
+from psigrad.training.state import Learner, State
+from psigrad.training.update import Optimizer
+
+CONFIGS = {
+    "sft": tiny_jobs.sft_config,
+    "grpo": tiny_jobs.online_config,
+    "ppo": tiny_jobs.ppo_config,
+    "dpo": tiny_jobs.preference_config,
+    "reward": tiny_jobs.reward_config,
+    "episodes": tiny_jobs.episodes_config,
+    "online_dpo": lambda job, out, **run: replace(tiny_jobs.online_config(job, out, "online_dpo", **run), num_minibatches=1),
+}
+
+
+def config(job: str, out: str, recipe: str, strategy: str, *, lora: bool = False):
+    made = CONFIGS[recipe](Path(job), Path(out))
+    # at a high rate Adam turns the sign of a gradient near 0, which rounding decides, into another run
+    made = replace(
+        made, placement=Placement(strategy=strategy, timeout_minutes=1.0), optim=replace(made.optim, learning_rate=1e-4)
+    )
+    return replace(made, model=Model(path=made.model.path, lora_rank=4)) if lora else made
+
+
+def main(world: World, job: str, out: str, recipe: str, strategy: str, kill: str = "", lora: str = "") -> None:
+    """Train; with kill = "phase rank count" that rank kills itself at its count-th time in the phase."""
+    if kill:
+        phase, rank, count = kill.split()
+        if world.rank == int(rank):
+            _deadly(phase, int(count))
+    api.run(config(job, out, recipe, strategy, lora=bool(lora)))
+
+
+def _deadly(phase: str, count: int) -> None:
+    owner, name = {
+        "forward": (LanguageModel, "_stats"),
+        "backward": (torch.Tensor, "backward"),
+        "gather": (worlds.Ranks, "gathered"),
+        "save": (shards, "write"),
+        "save alone": (state.checkpoint, "save_tensors"),
+    }[phase.replace("-", " ")]
+    original, left = getattr(owner, name), count
+
+    def killing(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, killing)
+
+
+def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") -> None:
+    """Save a model and its optimiser after a step; or read a checkpoint and write what was read as plain tensors."""
+    from rank_gradients import CASES, groups_of
+
+    made = CASES[case]
+    model, _ = load(made, Path(folder), world)
+    optimizer = Optimizer(model.trainable(), Optim(learning_rate=1e-2), world=world)
+    learners = [Learner(model, optimizer)]
+    if not read:
+        optimizer.step(made.losses(made, world, model, None, groups_of(), ""), 1e-2)
+        state.save(Path(to), State(step=3, tokens=5), learners, keep=1, world=world)
+        place = Path(to) / "step-00000003"
+    else:
+        place = Path(read)
+        if shards.written_in(place) or world.lockstep:
+            shards.read(place, sharded.named_weights(model))
+        assert state.restore(place, learners) == State(step=3, tokens=5)
+    model.reshard()
+    held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | state.tensors_of(optimizer)
+    whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in held.items()}
+    if world.rank == 0:
+        save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")
+
+
+__all__ = ["checkpoint", "config", "load_file", "main"]
