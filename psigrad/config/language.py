@@ -155,6 +155,9 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     micro_batch_tokens: Count = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
     activations stay near the processor. A GPU with room wants more."""
+    lag: CountOrZero = 0
+    """Train each step on completions that the weights of so many steps ago drew, so that sampling and training can go on at the
+    same time; needs a correction (algorithm.correction). 0: on its own."""
     max_refills: CountOrZero = 4
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
     filter_metric: str = ""

@@ -114,10 +114,18 @@ def corrected(
     stated = not isinstance(config.algorithm, str | Mapping) or (
         isinstance(config.algorithm, Mapping) and "correction" in config.algorithm
     )
-    if not isinstance(algorithm, PolicyGradient) or stated or algorithm.correction is not None or is_exact(sampler, model):
+    if not isinstance(algorithm, PolicyGradient) or algorithm.correction is not None:
+        return algorithm
+    if stated and config.lag:
+        raise UserError(
+            f"lag is {config.lag} and the algorithm corrects for nothing, so it would take older weights' completions for its "
+            "own; give algorithm.correction a part such as truncated_importance, or leave it out to get that."
+        )
+    if stated or (is_exact(sampler, model) and not config.lag):
         return algorithm
     part = truncated_importance()
-    text = f"The sampler rounds otherwise than the trainer; {label(part)} corrects for it, unless algorithm.correction says null."
+    why = f"Completions are {config.lag} steps old" if config.lag else "The sampler rounds otherwise than the trainer"
+    text = f"{why}; {label(part)} corrects for it, unless algorithm.correction says otherwise."
     journal.tell("correction", text, correction=label(part))
     return replace(algorithm, correction=part)
 

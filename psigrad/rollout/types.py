@@ -75,6 +75,9 @@ class Sampler(ABC):
     """Whether its log-probs are those of the trainer's own forward pass in float32, to rounding. Then a batch that is trained on
     in several passes need not be run forward again first."""
 
+    central: bool = False
+    """Whether one process has it sample for all that train together, instead of each its share."""
+
     @abstractmethod
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
@@ -93,10 +96,11 @@ class Sampler(ABC):
         """Episodes of several turns that begin with these prompts; those of a group stand together."""
         return RestartedDialogue(self, prompts, params)
 
-    def refresh(self) -> None:  # noqa: B027 (most sample from the trainer's own weights)
-        """Take over the trainer's weights of now, where it does not sample from the trainer's own. All processes that train
-        together call it, before any of them samples.
+    def snapshot(self) -> Sampler:
+        """A sampler of the trainer's weights of now: this one, after taking them over where it has a copy of its own. All
+        processes that train together call it, before any of them samples.
         """
+        return self
 
 
 class Dialogue(ABC):
@@ -149,9 +153,10 @@ class ReplicaSampler(Sampler):
         """See `Sampler`."""
         return self.inner.dialogue(prompts, params)
 
-    def refresh(self) -> None:
+    def snapshot(self) -> Sampler:
         """See `Sampler`."""
         self._refresh()
+        return self
 
 
 @dataclass(frozen=True)

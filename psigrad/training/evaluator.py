@@ -45,7 +45,7 @@ class Evaluator:
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
         """`eval/…` figures and the completions behind them."""
         trajectories = rollout(
-            sampler,
+            sampler.snapshot(),
             self.scorer,
             self.prompts,
             self.params,

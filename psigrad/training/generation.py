@@ -43,8 +43,9 @@ def rollout(
     world does its share of the prompts, and all of them get the whole.
     """
     if world is not ALONE:
-        sampler.refresh()
-        own = list(range(world.rank, len(prompts), world.size))
+        own = list(range(len(prompts))) if sampler.central else list(range(world.rank, len(prompts), world.size))
+        if sampler.central and world.rank:
+            own = []
         found = rollout(
             sampler,
             scorer,
@@ -60,6 +61,8 @@ def rollout(
             phase=phase,
         )
         with phase("time/gather"):
+            if sampler.central:
+                return world.same(found)
             each = world.gathered([found[i : i + num_generations] for i in range(0, len(found), num_generations)])
         return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
     if not prompts:

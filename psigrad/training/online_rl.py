@@ -7,8 +7,8 @@ Who samples is the `Sampler`, who judges the `Scorer`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psigrad import seeds
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.models.fused.activation_cache import ActivationCache
@@ -27,18 +26,18 @@ from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
 from psigrad.parallel.world import World, mine
 from psigrad.records.rows import rollout_row
-from psigrad.rewards import Scorer, check_unscored
+from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.training import ledger
 from psigrad.training.best_and_worst import learn_preferences
-from psigrad.training.collate import MicroBatch, metric_of, micro_batches, minibatches, scored_groups, to_batch
+from psigrad.training.collate import MicroBatch, micro_batches, minibatches, to_batch
+from psigrad.training.collection import Collected, upcoming
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluator import Evaluator
 from psigrad.training.forward import entropies, log_probs, values, wide, widened
-from psigrad.training.generation import rollout
-from psigrad.training.journal import Clock, Journal
-from psigrad.training.ledger import Prompt, prompts_from
+from psigrad.training.journal import Journal
+from psigrad.training.ledger import Prompt
 from psigrad.training.metrics import collection_metrics
 from psigrad.training.reference import divergence, follow, reference_log_probs
 from psigrad.training.state import State
@@ -84,6 +83,8 @@ class Online:
     episodes: Episodes | None = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part of the rewards, by name; 1 for others."""
+    collector: Executor | None = None
+    """One thread that collects while steps train; None: collections are made between them."""
 
     @property
     def world(self) -> World:
@@ -122,7 +123,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
     number, clock, config = state.step + 1, run.journal.clock(), run.config
     lr = learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
-    collected = collect(run, state, clock, cache)
+    collected, pending = upcoming(run, state, clock, cache)
     outcome = Outcome({}, state.algorithm)
     if collected.groups:
         with clock("time/update"):
@@ -137,6 +138,7 @@ def step(run: Online, state: State) -> tuple[State, str]:
         "learning_rate": lr,
         "num_tokens": tokens,
         "groups": len(collected.groups),
+        **staleness(trajectories, state.step, config.lag),
         "prompts": collected.entries[ledger.ISSUED],
     }
     record(run, collected, outcome, number)
@@ -154,77 +156,31 @@ def step(run: Online, state: State) -> tuple[State, str]:
         nonfinite=run.optimizer.nonfinite,
         algorithm=outcome.algorithm,
         ledger=entries,
+        pending=pending,
     )
     return after, f"reward {metrics.get('reward', float('nan')):.3f}  length {metrics['completions/mean_length']:.1f}"
 
 
+def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
+    """How many steps ago, in the mean, the weights that drew the completions were those of the trainer. Raises `RuntimeError`
+    where that is not the lag: older weights have then been sampled from, which is a fault of ours.
+    """
+    if not lag or not trajectories:
+        return {}
+    versions = {t.version for t in trajectories}
+    if versions != {max(0, step - lag)}:
+        raise RuntimeError(
+            f"Step {step + 1} with lag {lag} was given completions of the versions {versions}; please report this."
+        )
+    return {"sampling/staleness": float(step - max(0, step - lag))}
+
+
 def activation_cache(run: Online) -> ActivationCache | None:
     """For what sampling computes under the weights that train, so that training need not compute it again."""
-    # an episode is sampled turn by turn, and another process may train on what this one samples
-    if run.config.model.gradient_checkpointing or run.episodes is not None or run.world.size > 1:
+    # an episode is sampled turn by turn; another process, or a later step, may train on what is sampled here
+    if run.config.model.gradient_checkpointing or run.episodes is not None or run.world.size > 1 or run.config.lag:
         return None
     return ActivationCache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Scored completions of one step: all of them, and the groups that are trained on."""
-
-    trajectories: list[Trajectory]
-    groups: list[list[Trajectory]]
-    cursor: int
-    entries: dict[str, int]
-    """What became of the prompts, as the ledger has it."""
-
-
-def collect(run: Online, state: State, clock: Clock, cache: ActivationCache | None = None) -> Collected:
-    """Completions of `prompts_per_step` prompts, scored. With dynamic sampling, groups without signal are replaced by new prompts
-    (DAPO, Yu et al. 2025), at most `max_refills` times.
-    """
-    config, cursor = run.config, state.cursor
-    trajectories: list[Trajectory] = []
-    groups: list[list[Trajectory]] = []
-    entries: Counter[str] = Counter()
-    refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
-    for _ in range(1 + (config.max_refills if refills else 0)):
-        wanted = prompts_from(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
-        fresh = rollout(
-            run.sampler,
-            run.scorer,
-            wanted,
-            run.params,
-            num_generations=config.num_generations,
-            seed_of=partial(seed_at, config.run.seed, cursor),
-            model=run.model,
-            version=state.step,
-            episodes=run.episodes,
-            missing_eos_penalty=config.missing_eos_penalty,
-            cache=cache,
-            phase=clock,
-            world=run.world,
-        )
-        cursor += len(wanted)
-        trajectories += fresh
-        check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
-        found = list(scored_groups(fresh, config.num_generations, run.algorithm.min_group_size))
-        useful = [g for g in found if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
-        groups += useful
-        entries += Counter(
-            {
-                ledger.ISSUED: len(wanted),
-                ledger.TRAINED: len(useful),
-                ledger.UNSCORED: len(wanted) - len(found),
-                ledger.NO_SIGNAL: len(found) - len(useful),
-            }
-        )
-        if len(groups) == config.prompts_per_step:
-            break
-    return Collected(trajectories, groups, cursor, dict(entries))
-
-
-def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
-    """The seed of completion k of a step's i-th prompt, whose place in the endless sequence of prompts names the step too."""
-    return seeds.derive(seed, "sample", cursor + i, k)
 
 
 def learn(
@@ -279,7 +235,8 @@ def with_old_values(
             raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
         batch = replace(batch, logp_ref=reference_log_probs(run.reference, batch, budget, temperature, world))
     reuses = cache is not None and bool(cache.slabs)  # then the log-probs that are trained on are the sampler's own
-    enough = run.exact_sampling or single_pass(run)
+    stale = any(t.version != step for t in batch.inputs)
+    enough = (run.exact_sampling or single_pass(run)) and not stale
     tally.compares = enough and not reuses
     if reuses and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
         # other completions each time, run forward without the cache
@@ -290,7 +247,7 @@ def with_old_values(
         tally.gap(log_probs(model, batch, budget, temperature, wanted=some, world=world)[rows], batch.select(rows))
     if not enough:
         again = log_probs(model, batch, budget, temperature, cache=cache, world=world)
-        if not reuses:
+        if not reuses and not stale:  # older weights gave other log-probs
             tally.gap(again, batch)
         batch = replace(batch, logp_old=again)
     if algorithm.needs_old_entropy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +15,10 @@ import psigrad
 from psigrad.parallel import sharded, shards
 from psigrad.parallel.world import ALONE, World
 from psigrad.records import checkpoint
+from psigrad.training.collection import Collected, Pending
 from psigrad.training.update import NonFiniteError, Optimizer
 
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class State:
     evaluated: bool = False
     algorithm: dict[str, float] = field(default_factory=dict)
     ledger: dict[str, int] = field(default_factory=dict)
+    pending: tuple[Pending, ...] = ()
+    """Collections for the steps to come, with a lag."""
 
 
 class Saved(Protocol):
@@ -99,7 +102,9 @@ def save(
             if isinstance(learner, Learner):
                 checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
         if world.rank == 0:
-            (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
+            (folder / "state.json").write_text(json.dumps(_numbers(state), indent=1) + "\n")
+            if state.pending:
+                (folder / PENDING).write_text("".join(p.result().to_json() + "\n" for p in state.pending))
         if world.lockstep:
             world.gathered(None)  # all have written
 
@@ -111,6 +116,10 @@ def save(
     path = checkpoint.save(root, state.step, together, meta={**versions(), **(meta or {})})
     checkpoint.prune(root, keep)
     return path
+
+
+def _numbers(state: State) -> dict[str, Any]:
+    return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "pending"}
 
 
 def versions() -> dict[str, str]:
@@ -127,7 +136,9 @@ def restore(path: Path, learners: Learners) -> State:
             shards.read(path / learner.place, tensors_of(learner.optimizer))
         else:
             load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
-    state = State(**json.loads((path / "state.json").read_text()))
+    kept = path / PENDING
+    pending = tuple(Collected.from_json(line) for line in kept.read_text().splitlines()) if kept.exists() else ()
+    state = State(**json.loads((path / "state.json").read_text()), pending=pending)
     if isinstance(learners[0], Learner):
         learners[0].optimizer.nonfinite = state.nonfinite
     return state

@@ -1,0 +1,163 @@
+"""What a step trains on: completions of its prompts, scored, drawn now or, with a lag, by the weights of some steps ago."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from psigrad import seeds
+from psigrad.models.fused.activation_cache import ActivationCache
+from psigrad.objective import PolicyGradient
+from psigrad.parallel.world import ALONE, World
+from psigrad.rewards import check_unscored
+from psigrad.rollout.types import Completion, Trajectory
+from psigrad.training import ledger
+from psigrad.training.collate import metric_of, scored_groups
+from psigrad.training.generation import rollout
+from psigrad.training.ledger import prompts_from
+
+if TYPE_CHECKING:
+    from psigrad.training.online_rl import Online
+    from psigrad.training.state import State
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Scored completions of one step: all of them, and the groups that are trained on."""
+
+    trajectories: list[Trajectory]
+    groups: list[list[Trajectory]]
+    cursor: int
+    entries: dict[str, int]
+    """What became of the prompts, as the ledger has it."""
+
+    def result(self) -> Collected:
+        """Itself; a collection that another thread is at work on has to be waited for."""
+        return self
+
+    def to_json(self) -> str:
+        """All of it as text, floats to their last digit."""
+        place = {id(t): n for n, t in enumerate(self.trajectories)}
+        groups = [[place[id(t)] for t in group] for group in self.groups]
+        rest = {"groups": groups, "cursor": self.cursor, "entries": self.entries}
+        return json.dumps({"trajectories": [asdict(t) for t in self.trajectories], **rest})
+
+    @classmethod
+    def from_json(cls, text: str) -> Collected:
+        """The inverse of `to_json`."""
+        held = json.loads(text)
+        trajectories = [_trajectory(fields) for fields in held["trajectories"]]
+        groups = [[trajectories[n] for n in group] for group in held["groups"]]
+        return cls(trajectories, groups, held["cursor"], held["entries"])
+
+
+class Pending(Protocol):
+    """A collection that may still be under way."""
+
+    def result(self) -> Collected:
+        """Wait for it."""
+        ...
+
+
+def _trajectory(held: dict[str, Any]) -> Trajectory:
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held.items()}
+    written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held["completion"].items()}
+    fields["completion"] = Completion(**written)
+    fields["step_rewards"] = tuple((place, reward) for place, reward in held["step_rewards"])
+    return Trajectory(**fields)
+
+
+def upcoming(run: Online, state: State, phase: Phase, cache: ActivationCache | None) -> tuple[Collected, tuple[Pending, ...]]:
+    """The collection that step `state.step` trains on, and those that later ones will.
+
+    With `lag` k the completions of step s (from 0) are drawn by the weights after step max(0, s - k), all of them, however long
+    any takes: so the staleness is k exactly, no short completion comes before its turn, and a run can be repeated bitwise. The
+    collection of step s + k is begun now; `run.collector` works on it while the steps in between train.
+    """
+    pending = list(state.pending)
+    wanted = min(run.config.lag + 1, run.total_steps - state.step)
+    sampled = replace(run, sampler=run.sampler.snapshot()) if len(pending) < wanted else run
+    central = run.sampler.central
+    while len(pending) < wanted and not (central and run.world.rank):
+        last = pending[-1] if pending else None
+        if run.collector is None:
+            pending.append(_after(sampled, last, state, phase, cache, ALONE if central else run.world))
+        else:
+            pending.append(run.collector.submit(_after, sampled, last, state, _untimed, None, ALONE))
+    if not central:
+        return pending[0].result(), tuple(pending[1:])
+    with phase("time/wait"):
+        now = run.world.same(pending[0].result() if pending else None)
+    assert now is not None
+    return now, tuple(pending[1:])
+
+
+def _untimed(name: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def _after(
+    run: Online, last: Pending | None, state: State, phase: Phase, cache: ActivationCache | None, world: World
+) -> Collected:
+    """The collection that begins where the one before it ended."""
+    cursor = state.cursor if last is None else last.result().cursor
+    return collect(run, cursor, state.step, phase, cache, world)
+
+
+def collect(
+    run: Online, cursor: int, version: int, phase: Phase, cache: ActivationCache | None = None, world: World = ALONE
+) -> Collected:
+    """Completions of `prompts_per_step` prompts from the place `cursor` on, scored. With dynamic sampling, groups without signal
+    are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
+    """
+    config = run.config
+    trajectories: list[Trajectory] = []
+    groups: list[list[Trajectory]] = []
+    entries: Counter[str] = Counter()
+    refills = isinstance(run.algorithm, PolicyGradient) and run.algorithm.dynamic_sampling
+    for _ in range(1 + (config.max_refills if refills else 0)):
+        wanted = prompts_from(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
+        fresh = rollout(
+            run.sampler,
+            run.scorer,
+            wanted,
+            run.params,
+            num_generations=config.num_generations,
+            seed_of=partial(seed_at, config.run.seed, cursor),
+            model=run.model,
+            version=version,
+            episodes=run.episodes,
+            missing_eos_penalty=config.missing_eos_penalty,
+            cache=cache,
+            phase=phase,
+            world=world,
+        )
+        cursor += len(wanted)
+        trajectories += fresh
+        check_unscored([t.reason if t.status == "unscored" else None for t in trajectories], config.max_unscored)
+        found = list(scored_groups(fresh, config.num_generations, run.algorithm.min_group_size))
+        useful = [g for g in found if not refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
+        groups += useful
+        entries += Counter(
+            {
+                ledger.ISSUED: len(wanted),
+                ledger.TRAINED: len(useful),
+                ledger.UNSCORED: len(wanted) - len(found),
+                ledger.NO_SIGNAL: len(found) - len(useful),
+            }
+        )
+        if len(groups) == config.prompts_per_step:
+            break
+    return Collected(trajectories, groups, cursor, dict(entries))
+
+
+def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
+    """The seed of completion k of a step's i-th prompt, whose place in the endless sequence of prompts names the step too."""
+    return seeds.derive(seed, "sample", cursor + i, k)
