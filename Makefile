@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lock test-studio test-faults test-mutants test-long test-vllm bench lint types docs size install clean
+.PHONY: help demo test lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
 	@echo "make test-long  the tests that take longer"
+	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
@@ -73,6 +74,20 @@ test-mutants: $(MUTANTS_VENV)/.installed
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
+
+# Ray is no dependency of psigrad: it gets an environment of its own, which sees the other's packages.
+CLUSTER_VENV ?= .venv-cluster
+$(CLUSTER_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(CLUSTER_VENV)
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check ray==2.60.0
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(CLUSTER_VENV)/lib/python3*/site-packages)/psigrad.pth
+	@touch $(CLUSTER_VENV)/.installed
+
+# without a network, where that can be: Ray's ports are then nobody else's
+test-cluster: $(CLUSTER_VENV)/.installed
+	if unshare -rn true 2>/dev/null; then \
+	  unshare -rn sh -c 'ip link set lo up && PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900'; \
+	else PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900; fi
 
 # vLLM pins its own torch and transformers, so it gets an environment of its own. VLLM=vllm takes the CUDA build.
 VLLM_VENV ?= .venv-vllm

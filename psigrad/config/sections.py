@@ -147,6 +147,17 @@ class Placement:
     fully_shard)."""
     timeout_minutes: Positive = 30.0
     """A process that waits longer than this for another ends."""
+    cluster: str = ""
+    """Sample on a Ray cluster: its address, or auto for the one that is running or else this machine alone; empty: the processes
+    that train sample too."""
+    samplers: CountOrZero = 0
+    """With a cluster: how many processes sample; 0: as many as it has room for, and more when it grows."""
+    sampler_cpus: Count = 1
+    """With a cluster: CPU cores of each of them."""
+    sampler_gpus: PositiveOrZero = 0.0
+    """With a cluster: GPUs of each of them; below 1 they share one."""
+    parcel_prompts: Count = 2
+    """With a cluster: prompts that go to a process together. Their completions are decoded in one batch."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,10 @@ from psigrad.parallel.world import World
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.pinned import pinned
+from psigrad.recipes.sampling import sampler_of
 from psigrad.recipes.scorers import completion_room, evaluator_for, judge_for
 from psigrad.rewards import resolve
+from psigrad.rollout.fleet import RaySampler
 from psigrad.rollout.types import Sampler
 from psigrad.training import rehearsal, session
 from psigrad.training.journal import Journal
@@ -62,7 +65,11 @@ def run(config: OnlineConfig) -> Result:
         if config.teacher_prompt and reference is not None:
             room = config.sampling.max_completion_length
             prompts = setup.with_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
-        sampler = setup.sampler_of(config, model)
+        sampler = stack.enter_context(sampler_of(config, model, journal))
+        collector = None
+        if sampler.central and config.lag and journal.world.rank == 0:
+            collector = ThreadPoolExecutor(1, "collector")
+            stack.callback(collector.shutdown, wait=False, cancel_futures=True)
         algorithm = corrected(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, found, journal.world) if algorithm.needs_critic and not config.critic_shared else None
         policy = Learner(model, setup.optimizer_of(model, config, journal.world))
@@ -87,11 +94,13 @@ def run(config: OnlineConfig) -> Result:
             critic=critic,
             episodes=episodes,
             reward_weights=reward.weights,
+            collector=collector,
         )
         if config.optim.rehearse:
             rehearsal.online(job)
         after = train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model, ledger=after.ledger)
+        noted = {"fleet": sampler.fleet.entries} if isinstance(sampler, RaySampler) and sampler.fleet is not None else {}
+        return setup.finish(config, journal, model, ledger=after.ledger, **noted)
 
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:

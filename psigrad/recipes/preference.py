@@ -26,6 +26,7 @@ from psigrad.objective.preference_loss import KahnemanTversky, Preference
 from psigrad.parallel import sharded
 from psigrad.parallel.world import World
 from psigrad.recipes import setup
+from psigrad.recipes.sampling import sampler_of
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.training import session
 from psigrad.training.journal import Journal
@@ -58,7 +59,7 @@ def run(config: PreferenceConfig) -> Result:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to, world=journal.world)
-            generated = Generated(model, setup.sampler_of(config, model), evaluator)
+            generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
 
 

@@ -35,8 +35,7 @@ from psigrad.models.scalar_model import ScalarModel
 from psigrad.parallel import sharded, shards
 from psigrad.parallel.world import ALONE, World
 from psigrad.recipes.pinned import pinned
-from psigrad.rollout import samplers
-from psigrad.rollout.types import ReplicaSampler, Sampler, SamplingParams
+from psigrad.rollout.types import SamplingParams
 from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
 from psigrad.training.ledger import Prompt
@@ -148,14 +147,6 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
         fresh_head="refuse",
         trust_remote_code=settings.trust_remote_code,
     )
-
-
-def sampler_of(config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel) -> Sampler:
-    """The sampler that the settings ask for; of a model in shards it samples from a whole copy on each process."""
-    if model.root is None:
-        return samplers.make(config.sampling, model)
-    twin = load_model(config.model, config.run, None)
-    return ReplicaSampler(samplers.make(config.sampling, twin), sharded.Replica(model, twin).refresh)
 
 
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:

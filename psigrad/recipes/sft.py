@@ -8,6 +8,7 @@ from psigrad.config import SFTConfig
 from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.recipes import setup
+from psigrad.recipes.sampling import sampler_of
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.training import session
 from psigrad.training.offline import Generated
@@ -38,7 +39,7 @@ def run(config: SFTConfig) -> Result:
         if functions and held:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, None, world=journal.world)
-            generated = Generated(model, setup.sampler_of(config, model), evaluator)
+            generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, examples)
         held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held]) if held else None
         return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)

@@ -45,7 +45,8 @@ MAY_CHANGE = frozenset(
         *("record_tokens", "optim.rehearse"),
         *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
         *("sampling.max_decode_batch", "sampling.vllm_memory"),
-        *("placement.processes", "placement.strategy", "placement.timeout_minutes"),
+        *(f"placement.{name}" for name in ("processes", "strategy", "timeout_minutes", "cluster")),
+        *(f"placement.{name}" for name in ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts")),
     )
 )
 # Settings that say how long a run is. `run.extend` lets them grow.

@@ -58,6 +58,10 @@ class Collected:
         return cls(trajectories, groups, held["cursor"], held["entries"])
 
 
+ELSEWHERE = Collected([], [], 0, {})
+"""Stands for a collection that another process has."""
+
+
 class Pending(Protocol):
     """A collection that may still be under way."""
 
@@ -85,18 +89,18 @@ def upcoming(run: Online, state: State, phase: Phase, cache: ActivationCache | N
     wanted = min(run.config.lag + 1, run.total_steps - state.step)
     sampled = replace(run, sampler=run.sampler.snapshot()) if len(pending) < wanted else run
     central = run.sampler.central
-    while len(pending) < wanted and not (central and run.world.rank):
+    while len(pending) < wanted:
         last = pending[-1] if pending else None
-        if run.collector is None:
+        if central and run.world.rank:
+            pending.append(ELSEWHERE)
+        elif run.collector is None:
             pending.append(_after(sampled, last, state, phase, cache, ALONE if central else run.world))
         else:
             pending.append(run.collector.submit(_after, sampled, last, state, _untimed, None, ALONE))
     if not central:
         return pending[0].result(), tuple(pending[1:])
     with phase("time/wait"):
-        now = run.world.same(pending[0].result() if pending else None)
-    assert now is not None
-    return now, tuple(pending[1:])
+        return run.world.same(pending[0].result()), tuple(pending[1:])
 
 
 def _untimed(name: str) -> AbstractContextManager[Any]:

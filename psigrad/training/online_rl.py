@@ -111,6 +111,8 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 
     def evaluate(state: State) -> None:
         if run.evaluator is not None:
+            for pending in state.pending:  # the sampler and the scorer serve one at a time
+                pending.result()
             run.evaluator.record(run.model, run.sampler, state.step, run.journal)
 
     often = run.config.evaluation.eval_steps

@@ -1,0 +1,71 @@
+"""Who samples for a run: the process itself, a whole copy of a model in shards, or processes on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
+from psigrad.models.language_model import LanguageModel
+from psigrad.parallel import sharded
+from psigrad.parallel.world import ALONE
+from psigrad.recipes import setup
+from psigrad.rollout import samplers
+from psigrad.rollout.fleet import Fleet, RaySampler
+from psigrad.rollout.types import ReplicaSampler, Sampler
+from psigrad.training.journal import Journal
+
+
+@contextlib.contextmanager
+def sampler_of(
+    config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal | None = None
+) -> Iterator[Sampler]:
+    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy."""
+    placement, world = config.placement, ALONE if journal is None else journal.world
+    if placement.cluster and journal is not None:
+        with _fleet(config, journal) if world.rank == 0 else contextlib.nullcontext() as fleet:
+            yield RaySampler(
+                fleet,
+                lambda: weights_of(model),
+                lambda: None if model.root is not None else [p._version for p in model.trainable().values()],
+                exact=config.sampling.sampler == "embedded" and not model.why_padded,
+                parcel=placement.parcel_prompts,
+            )
+    elif model.root is None:
+        yield samplers.make(config.sampling, model)
+    else:
+        twin = setup.load_model(config.model, config.run, None)
+        yield ReplicaSampler(samplers.make(config.sampling, twin), sharded.Replica(model, twin).refresh)
+
+
+def weights_of(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of all that learns."""
+    learns = model.trainable()
+    return iter(learns.items()) if model.root is None else sharded.gathered(model, set(learns))
+
+
+@contextlib.contextmanager
+def _fleet(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Journal) -> Iterator[Fleet]:
+    placement = config.placement
+    fleet = Fleet(
+        partial(sampling_model, config),
+        address=placement.cluster,
+        count=placement.samplers,
+        cpus=placement.sampler_cpus,
+        gpus=placement.sampler_gpus,
+        minutes=placement.timeout_minutes,
+        tell=journal.tell,
+    )
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def sampling_model(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
+    """A model to sample with, on a worker: its first weights are those of the beginning."""
+    model = setup.load_model(config.model, config.run, None)
+    return model, samplers.make(config.sampling, model)

@@ -1,0 +1,187 @@
+"""Samplers on a Ray cluster: the same run on any number of them, and through the loss of workers, machines and the head."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ranks import ROOT, SUPPORT
+from tiny_jobs import make_job
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Path:
+    return make_job(tmp_path_factory.mktemp("job"))
+
+
+def start(job: Path, out: Path, *, size: int = 1, **settings) -> subprocess.Popen:
+    """The driver of a run; with `size` above 1 rank 0 of as many that train together, started by torchrun."""
+    path = os.pathsep.join([str(ROOT), str(SUPPORT)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={size}"] if size > 1 else []
+    command = [sys.executable, *launcher, str(SUPPORT / "cluster_runs.py"), str(job), str(out), json.dumps(settings)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(run: subprocess.Popen, status: int = 0, seconds: float = 240) -> str:
+    try:
+        said = run.communicate(timeout=seconds)[0]
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == status, said[-4000:]
+    return said
+
+
+def train(job: Path, out: Path, **settings) -> Path:
+    finish(start(job, out, **settings))
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(job, tmp_path_factory):
+    """whole(lag, steps): a run on two workers that nothing disturbed."""
+    done = {}
+
+    def of(lag: int = 0, steps: int = 6) -> Path:
+        if (lag, steps) not in done:
+            done[lag, steps] = train(job, tmp_path_factory.mktemp("whole") / "run", lag=lag, steps=steps)
+        return done[lag, steps]
+
+    return of
+
+
+def same(one: Path, other: Path) -> None:
+    for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def events(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def kinds(folder: Path) -> list[str]:
+    return [event["kind"] for event in events(folder)]
+
+
+def steps_done(folder: Path) -> int:
+    file = folder / "timings.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return max((row["step"] for row in rows), default=0)
+
+
+def until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None, run.communicate()[0][-4000:]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def samplers(run: subprocess.Popen) -> list[psutil.Process]:
+    """The worker processes; a driver's own cluster is in its process tree."""
+    return [p for p in psutil.Process(run.pid).children(recursive=True) if "RolloutWorker" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_number_of_workers_gives_the_same_run(job, whole, tmp_path, lag, count):
+    same(train(job, tmp_path / "run", lag=lag, samplers=count), whole(lag))
+
+
+def test_two_processes_in_shards_train_with_a_fleet(job, whole, tmp_path):
+    out = tmp_path / "run"
+    finish(start(job, out, size=2, strategy="fsdp", lag=2))
+    for name in ("reward", "completions/mean_length", "grad_norm"):
+        before, after = ([row.get(name) for row in rows(folder)] for folder in (whole(2), out))
+        assert after == pytest.approx(before, rel=2e-3)
+
+
+def rows(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "reward" in row]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_killed_worker_costs_nothing_but_time(job, whole, tmp_path, lag):
+    run = start(job, tmp_path / "run", lag=lag, steps=30)
+    for step in (3, 9):
+        until(lambda step=step: steps_done(tmp_path / "run") >= step, run)
+        samplers(run)[0].kill()
+    finish(run)
+    same(tmp_path / "run", whole(lag, 30))
+    assert kinds(tmp_path / "run").count("worker_lost") >= 2
+    last = events(tmp_path / "run")[-1]
+    assert last["kind"] == "finished" and last["ledger"]["issued"] == last["ledger"]["trained"] + sum(
+        count for name, count in last["ledger"].items() if name.startswith("dropped")
+    )
+
+
+def test_a_worker_that_stands_still_is_passed_by(job, whole, tmp_path):
+    run = start(job, tmp_path / "run", lag=2, steps=30, patience=2.0)
+    until(lambda: steps_done(tmp_path / "run") >= 3, run)
+    samplers(run)[0].suspend()
+    finish(run)
+    same(tmp_path / "run", whole(2, 30))
+    assert "worker_late" in kinds(tmp_path / "run")
+
+
+def test_the_driver_killed_goes_on_bitwise(job, whole, tmp_path):
+    run = start(job, tmp_path / "run", lag=2, steps=30)
+    until(lambda: steps_done(tmp_path / "run") >= 9, run)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    train(job, tmp_path / "run", lag=2, steps=30)
+    same(tmp_path / "run", whole(2, 30))
+    assert "resumed" in kinds(tmp_path / "run")
+
+
+@pytest.fixture
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+def test_machines_come_and_go(job, whole, tmp_path, cluster):
+    node = cluster.add_node(num_cpus=1)
+    run = start(job, tmp_path / "run", lag=2, steps=120, cluster=cluster.address, samplers=0)
+    until(lambda: steps_done(tmp_path / "run") >= 3, run)
+    cluster.remove_node(node, allow_graceful=False)
+    before = steps_done(tmp_path / "run")
+    until(lambda: steps_done(tmp_path / "run") >= before + 5, run)
+    cluster.add_node(num_cpus=2)
+    finish(run)
+    same(tmp_path / "run", whole(2, 120))
+    found = events(tmp_path / "run")
+    assert any(event["kind"] == "worker_lost" for event in found)
+    assert max(event["workers"] for event in found if event["kind"] == "worker_joined") >= 2
+
+
+def test_a_lost_head_ends_the_run_which_then_goes_on(job, whole, tmp_path, cluster):
+    cluster.add_node(num_cpus=1)
+    run = start(job, tmp_path / "run", lag=2, steps=5000, cluster=cluster.address, samplers=2)
+    until(lambda: steps_done(tmp_path / "run") >= 12, run)
+    cluster.shutdown()
+    said = run.communicate(timeout=200)[0]
+    assert run.returncode not in (0, None), said[-3000:]
+    assert "checkpoints" in os.listdir(tmp_path / "run")
+
+
+def test_mistakes_are_one_sentence(job, tmp_path):
+    said = finish(start(job, tmp_path / "run", cluster="127.0.0.1:1"), status=1)
+    assert "There is no Ray cluster at '127.0.0.1:1'" in said
+    said = finish(start(job, tmp_path / "two", sampler_gpus=1.0, timeout_minutes=0.1), status=1)
+    assert "each wants 1 CPU and 1 GPU" in said and "sampler_gpus" in said

@@ -1,0 +1,30 @@
+"""A run of the tiny job that samples on Ray: `python cluster_runs.py JOB OUT SETTINGS`, SETTINGS being JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import tiny_jobs
+
+from psigrad.config import Placement
+from psigrad.config.sections import Sampling
+from psigrad.recipes import api
+from psigrad.rollout import fleet
+
+
+def main(job: str, out: str, given: str) -> None:
+    settings = json.loads(given)
+    fleet.PATIENCE = settings.pop("patience", fleet.PATIENCE)
+    lag, steps, tokens = settings.pop("lag", 0), settings.pop("steps", 6), settings.pop("tokens", 12)
+    made = tiny_jobs.online_config(Path(job), Path(out), max_steps=steps)
+    placement = Placement(**{"cluster": "auto", "samplers": 2, "parcel_prompts": 1, "timeout_minutes": 1.0, **settings})
+    sampling = Sampling(max_completion_length=tokens, max_decode_batch=8)
+    optim = replace(made.optim, learning_rate=1e-3)
+    api.run(replace(made, placement=placement, lag=lag, sampling=sampling, optim=optim, num_minibatches=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
