@@ -32,7 +32,7 @@ from psigrad.training import offline
 from psigrad.training import online_rl as online
 from psigrad.training.journal import Clock
 from psigrad.training.ledger import Prompt
-from psigrad.training.online_rl import Online, ValueModel
+from psigrad.training.online_run import Online, ValueModel
 from psigrad.training.session import prepare_torch
 from psigrad.training.state import State
 from psigrad.training.tasks import Task

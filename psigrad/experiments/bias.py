@@ -78,7 +78,7 @@ def check(s: BiasSettings) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class SolvedWorld:
     """A process with a policy, its exact value, and episodes that start everywhere with equal probability."""
 
     mdp: MDP
@@ -86,24 +86,24 @@ class World:
     value: FloatArray
 
 
-def walk() -> World:
+def walk() -> SolvedWorld:
     """The random walk of 19 states (Sutton and Barto, example 7.1), started everywhere. γ = 1."""
     mdp = replace(random_walk(19), start=None)
     policy = np.ones((mdp.n_states, 1))
-    return World(mdp, policy, evaluate(mdp, policy))
+    return SolvedWorld(mdp, policy, evaluate(mdp, policy))
 
 
-def grid() -> World:
+def grid() -> SolvedWorld:
     """A 5×5 grid, a prize in a corner and a trap in the middle, slip 0.2, γ = 0.95; 3 moves in 10 are random, the others best."""
     mdp = GridWorld(5, 5, {(0, 4): 1.0, (2, 2): -1.0}, slip=0.2, gamma=0.95).mdp()
     policy = epsilon_greedy(q_values(mdp, solve(mdp).value), 0.3)
-    return World(mdp, policy, evaluate(mdp, policy))
+    return SolvedWorld(mdp, policy, evaluate(mdp, policy))
 
 
-WORLDS: dict[str, Callable[[], World]] = {"walk": walk, "grid": grid}
+WORLDS: dict[str, Callable[[], SolvedWorld]] = {"walk": walk, "grid": grid}
 
 
-def critics(world: World, error: float) -> dict[str, FloatArray]:
+def critics(world: SolvedWorld, error: float) -> dict[str, FloatArray]:
     """V̂ [S] of three kinds: V itself; (1 − error)·V; and V plus normal noise with the same root mean square error, drawn once."""
     off = -error * world.value
     noise = np.random.default_rng(0).normal(size=off.size) * ~world.mdp.is_terminal
@@ -145,7 +145,7 @@ class Chain:
     paid: FloatArray
 
 
-def chain(world: World) -> Chain:
+def chain(world: SolvedWorld) -> Chain:
     """The step of a policy, with what it pays for each outcome."""
     mdp, n = world.mdp, world.mdp.n_states
     squared, paid = np.zeros(n), np.zeros((n, n))
@@ -160,7 +160,7 @@ def chain(world: World) -> Chain:
     return Chain(np.asarray(model), rewards, squared, paid)
 
 
-def exact(target: Target, world: World, step: Chain, value: FloatArray) -> tuple[FloatArray, FloatArray]:
+def exact(target: Target, world: SolvedWorld, step: Chain, value: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Expectation and variance [S] of a target, for V̂ = `value`.
 
     n steps: X⁰ = V̂(s), Xⁿ = r + γ·Xⁿ⁻¹(s'). λ: X = r + γ·((1 − λ)·V̂(s') + λ·X(s')). Means and mean squares of both obey linear
@@ -200,7 +200,7 @@ class BiasRow:
     variance: Interval
 
 
-def rows(world: World, *, error: float, seeds: int, episodes: int) -> list[BiasRow]:
+def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list[BiasRow]:
     """Every target under every V̂; each seed plays `episodes` episodes of its own. Raises `UserError` when a state is missed."""
     step, values = chain(world), critics(world, error)
     found: dict[tuple[Target, str], list[tuple[float, float]]] = {(t, kind): [] for kind in values for t in TARGETS}
@@ -231,7 +231,7 @@ def rows(world: World, *, error: float, seeds: int, episodes: int) -> list[BiasR
 
 
 def sampled(
-    target: Target, world: World, paths: Paths, value: FloatArray, batches: Sequence[tuple[IntArray, Batch]]
+    target: Target, world: SolvedWorld, paths: Paths, value: FloatArray, batches: Sequence[tuple[IntArray, Batch]]
 ) -> tuple[float, float]:
     """Squared bias and variance, means over the first states, of the targets of the first steps."""
     seen = cut_returns(target, world, paths, value) if target.n else whole_returns(target, world, batches)
@@ -251,7 +251,7 @@ def sampled(
     return float(bias2.mean()), float(variance.mean())
 
 
-def whole_returns(target: Target, world: World, batches: Sequence[tuple[IntArray, Batch]]) -> FloatArray:
+def whole_returns(target: Target, world: SolvedWorld, batches: Sequence[tuple[IntArray, Batch]]) -> FloatArray:
     """[N]: the target of the first step of each episode, by the method's own `prepare`."""
     method = target.method(world.mdp.gamma)
     out = np.empty(sum(len(rows) for rows, _ in batches))
@@ -262,16 +262,16 @@ def whole_returns(target: Target, world: World, batches: Sequence[tuple[IntArray
     return out
 
 
-def cut_returns(target: Target, world: World, paths: Paths, value: FloatArray) -> FloatArray:
+def cut_returns(target: Target, world: SolvedWorld, paths: Paths, value: FloatArray) -> FloatArray:
     """[N]: the same of an n-step target, of episodes that were cut off after n steps: it reads no more of them."""
     return whole_returns(target, world, [(np.arange(len(paths.lengths)), _batch(world, paths.cut(target.n), value))])
 
 
-def _batch(world: World, paths: Paths, value: FloatArray) -> Batch:
+def _batch(world: SolvedWorld, paths: Paths, value: FloatArray) -> Batch:
     return problems.batch_of(paths, world.policy, problems.TabularCritic(value, np.zeros_like(world.policy)))
 
 
-def _by_length(world: World, paths: Paths, value: FloatArray) -> list[tuple[IntArray, Batch]]:
+def _by_length(world: SolvedWorld, paths: Paths, value: FloatArray) -> list[tuple[IntArray, Batch]]:
     """Episodes of like lengths together, so that few steps are padding."""
     order = np.array_split(np.argsort(paths.lengths, kind="stable"), 16)
     return [(rows, _batch(world, paths.select(rows), value)) for rows in order if rows.size]
@@ -292,7 +292,7 @@ class MSECurve:
         return self.lam[int(np.argmin(self.mse))]
 
 
-def curve(world: World, kind: str, error: float, points: int = 201) -> MSECurve:
+def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSECurve:
     """The whole curve from TD(0) to Monte Carlo, in steps of 0.005."""
     step, alive, value = chain(world), ~world.mdp.is_terminal, critics(world, error)[kind]
     lams, mse = np.linspace(0, 1, points).tolist(), []

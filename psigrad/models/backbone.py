@@ -89,21 +89,6 @@ class Pretrained(ABC):
             hf.train(mode)
         return self.network
 
-    def whole(self, compute: Callable[[], R]) -> R:
-        """What `compute` returns, run where it finds whole weights: itself, or inside the forward pass of `root`."""
-        if self.root is None:
-            return compute()
-        found: list[R] = []
-        self.root(compute, found)
-        return found[0]
-
-    def reshard(self) -> None:
-        """Let go of the whole weights that a forward pass without gradient has left; `network` then holds tensors in shards."""
-        root: Any = self.root
-        for module in root.modules() if root is not None else ():
-            if hasattr(module, "reshard"):
-                module.reshard()
-
     def switch(self, training: bool) -> None:
         """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
         if self.network.training != training:
@@ -166,7 +151,7 @@ class Pretrained(ABC):
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name, in the model's order."""
-        self.reshard()
+        reshard(self)
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
     def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool) -> Self:
@@ -236,6 +221,23 @@ class Pretrained(ABC):
     def save_merged(self, folder: Path) -> None:
         """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
         write(merged(self.network, self.adapter), self.tokenizer, folder)
+
+
+def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
+    """What `compute` returns, run where it finds whole weights: by itself, or inside the forward pass of the model's `root`."""
+    if model.root is None:
+        return compute()
+    found: list[R] = []
+    model.root(compute, found)
+    return found[0]
+
+
+def reshard(model: Pretrained) -> None:
+    """Let go of the whole weights that a forward pass without gradient has left; `network` then holds tensors in shards."""
+    modules: Any = model.root.modules() if model.root is not None else ()
+    for module in modules:
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def switch_dropout_off(hf: PreTrainedModel) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
+from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained, with_whole_weights
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.fused.weights_only import WeightsOnly
@@ -141,7 +141,7 @@ class LanguageModel(Pretrained):
         cache = self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
-        stats = self.whole(lambda: self._stats(inputs, forward, temperature, entropy, accuracy, kl_to, value))
+        stats = with_whole_weights(self, lambda: self._stats(inputs, forward, temperature, entropy, accuracy, kl_to, value))
         return stats, forward.targets
 
     def _stats(
@@ -169,7 +169,7 @@ class LanguageModel(Pretrained):
             alone = self.without_adapter() if other is self else contextlib.nullcontext()
             with torch.no_grad(), alone:
                 of = lambda: other._target_hidden(theirs)  # noqa: E731
-                reference_hidden, reference_head = of() if other is self else other.whole(of)
+                reference_hidden, reference_head = of() if other is self else with_whole_weights(other, of)
             if other is self:  # it is asked later, when the adapter is on again
                 reference_head = getattr(reference_head, "base_layer", reference_head)
         kind, mixture = ("exact", 0.5) if asked is None else (asked.kind, asked.mixture)

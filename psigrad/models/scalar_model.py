@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
-from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained
+from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained, with_whole_weights
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.packing import ForwardInputs, Groups, Ids, Rows, laid_out
@@ -53,7 +53,7 @@ class ScalarModel(Pretrained):
         """V [M] of the state before each target."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         head: Any = self.network.score
-        values: Tensor = self.whole(lambda: head(self.target_hidden(forward))[:, 0])
+        values: Tensor = with_whole_weights(self, lambda: head(self.target_hidden(forward))[:, 0])
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
@@ -73,7 +73,7 @@ class ScalarModel(Pretrained):
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
-        logits: Tensor = self.whole(lambda: self.as_transformers()(input_ids=ids, attention_mask=mask).logits)
+        logits: Tensor = with_whole_weights(self, lambda: self.as_transformers()(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
 
 

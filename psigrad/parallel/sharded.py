@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from psigrad.models.backbone import Pretrained, write
+from psigrad.models.backbone import Pretrained, reshard, write
 from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.language_model import LanguageModel
 from psigrad.parallel import shards
@@ -83,7 +83,7 @@ def layers_of(network: Any) -> list[nn.Module]:
 
 def named_weights(model: Pretrained) -> dict[str, Tensor]:
     """The weights that a checkpoint holds, in shards: all of them, or what an adapter adds."""
-    model.reshard()
+    reshard(model)
     learns = model.trainable()
     if model.adapter is not None:
         return dict(learns)
@@ -110,7 +110,7 @@ def _describe(model: Pretrained, folder: Path) -> None:
 @torch.no_grad()
 def gathered(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, whole weight) of every parameter, or of the `wanted`, one after the other, on every process."""
-    model.reshard()
+    reshard(model)
     for name, parameter in model.network.named_parameters():
         if wanted is None or name in wanted:
             tensor: Any = parameter

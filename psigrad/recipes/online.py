@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +25,14 @@ from psigrad.parallel.world import World
 from psigrad.recipes import setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.pinned import pinned
-from psigrad.recipes.sampling import sampler_of
+from psigrad.recipes.sampling import parcels, sampler_of
 from psigrad.recipes.scorers import completion_room, evaluator_for, judge_for
 from psigrad.rewards import resolve
-from psigrad.rollout.fleet import RaySampler
 from psigrad.rollout.types import Sampler
 from psigrad.training import rehearsal, session
 from psigrad.training.journal import Journal
-from psigrad.training.online_rl import Online, ValueModel, is_exact, train
+from psigrad.training.online_rl import train
+from psigrad.training.online_run import Online, ValueModel, is_exact
 from psigrad.training.session import Result
 from psigrad.training.state import Follower, Learner, State
 
@@ -49,8 +49,7 @@ def run(config: OnlineConfig) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        own_critic = algorithm.needs_critic and config.critic_shared
-        model = setup.load_model(config.model, config.run, found, journal.world, own_critic)
+        model = setup.load_model(config.model, config.run, found, journal.world, algorithm.needs_critic and config.critic_shared)
         episodes = stack.enter_context(episodes_for(config))
         rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
@@ -66,10 +65,7 @@ def run(config: OnlineConfig) -> Result:
             room = config.sampling.max_completion_length
             prompts = setup.with_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
         sampler = stack.enter_context(sampler_of(config, model, journal))
-        collector = None
-        if sampler.central and config.lag and journal.world.rank == 0:
-            collector = ThreadPoolExecutor(1, "collector")
-            stack.callback(collector.shutdown, wait=False, cancel_futures=True)
+        collector = stack.enter_context(_collector(config, sampler, journal.world))
         algorithm = corrected(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, found, journal.world) if algorithm.needs_critic and not config.critic_shared else None
         policy = Learner(model, setup.optimizer_of(model, config, journal.world))
@@ -99,8 +95,20 @@ def run(config: OnlineConfig) -> Result:
         if config.optim.rehearse:
             rehearsal.online(job)
         after = train(job, begun.state, begun.save)
-        noted = {"fleet": sampler.fleet.entries} if isinstance(sampler, RaySampler) and sampler.fleet is not None else {}
-        return setup.finish(config, journal, model, ledger=after.ledger, **noted)
+        return setup.finish(config, journal, model, ledger=after.ledger, **parcels(sampler))
+
+
+@contextlib.contextmanager
+def _collector(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
+    """A thread that collects while steps train, where others sample and a lag gives them the time."""
+    if not (sampler.central and config.lag and world.rank == 0):
+        yield None
+        return
+    thread = ThreadPoolExecutor(1, "collector")
+    try:
+        yield thread
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:

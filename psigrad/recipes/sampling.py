@@ -41,6 +41,11 @@ def sampler_of(
         yield ReplicaSampler(samplers.make(config.sampling, twin), sharded.Replica(model, twin).refresh)
 
 
+def parcels(sampler: Sampler) -> dict[str, dict[str, int]]:
+    """How many parcels went to a cluster, for the record; nothing where none did."""
+    return {"fleet": sampler.fleet.entries} if isinstance(sampler, RaySampler) and sampler.fleet is not None else {}
+
+
 def weights_of(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of all that learns."""
     learns = model.trainable()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import socket
 import statistics
 import threading
 import time
@@ -27,6 +29,8 @@ from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
 
 # Seconds after which an idle worker takes over another's parcel, at least, and as a multiple of what one takes in the median.
 PATIENCE, TIMES = 60.0, 5.0
+# Workers in a row that may fail to start.
+STARTS = 6
 Tell = Callable[..., None]
 
 
@@ -104,7 +108,7 @@ class Fleet:
         self._minutes, self._tell = minutes, tell
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(RolloutWorker)
         self._workers: list[_Worker] = []
-        self._lock, self._closed, self._turn = threading.Lock(), False, 0
+        self._lock, self._closed, self._turn, self._failed = threading.Lock(), False, 0, 0
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
         """Parcels issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
@@ -163,7 +167,7 @@ class Fleet:
                 self._lose(worker, error, done, waiting)
                 continue
             if ref is worker.starting:
-                worker.starting = None
+                worker.starting, self._failed = None, 0
                 self._tell("worker_joined", f"A sampler has joined; there are {self._here()}.", workers=self._here())
                 continue
             parcel, worker.work = worker.parcel, None
@@ -183,8 +187,11 @@ class Fleet:
         self._workers.remove(worker)
         with contextlib.suppress(Exception):
             self.ray.kill(worker.actor)
-        if worker.starting is not None and "__init__" in str(error):  # it raised: another would too
-            raise UserError(f"A sampler could not start on the cluster ({reason_of(error)}).") from error
+        if worker.starting is not None:
+            self._failed += 1
+            if self._failed >= STARTS:
+                reason = " ".join(str(error).split())[-600:]
+                raise UserError(f"{self._failed} samplers in a row could not start on the cluster: {reason}") from error
         self.entries["lost"] += 1
         at_work = worker.work is not None and worker.turn == self._turn and worker.parcel not in done
         if at_work and not any(w.parcel == worker.parcel and w.work is not None for w in self._workers):
@@ -248,8 +255,7 @@ def _connected(address: str) -> Any:
         raise UserError("placement.cluster needs Ray, which is not installed: pip install 'psigrad[cluster]'.") from error
     if ray.is_initialized():
         return ray
-    import os
-
+    _knock(address)
     passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_NATIVE")
     variables = {name: os.environ[name] for name in passed if name in os.environ}
     settings: dict[str, Any] = {
@@ -266,6 +272,17 @@ def _connected(address: str) -> Any:
             ) from error
         ray.init(include_dashboard=False, **settings)
     return ray
+
+
+def _knock(address: str) -> None:
+    """Ray itself asks for minutes whether anybody is at an address."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if address == "auto" or not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+    except OSError as error:
+        raise UserError(f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`.") from error
 
 
 class RaySampler(Sampler):

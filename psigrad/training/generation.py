@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from psigrad.data.templates import completion_for_reward, decode
@@ -43,16 +44,12 @@ def rollout(
     world does its share of the prompts, and all of them get the whole.
     """
     if world is not ALONE:
-        own = list(range(len(prompts))) if sampler.central else list(range(world.rank, len(prompts), world.size))
-        if sampler.central and world.rank:
-            own = []
-        found = rollout(
+        alone: Any = partial(
+            rollout,
             sampler,
             scorer,
-            [prompts[i] for i in own],
-            params,
+            params=params,
             num_generations=num_generations,
-            seed_of=lambda i, k: seed_of(own[i], k),
             model=model,
             version=version,
             episodes=episodes,
@@ -60,11 +57,7 @@ def rollout(
             cache=cache,
             phase=phase,
         )
-        with phase("time/gather"):
-            if sampler.central:
-                return world.same(found)
-            each = world.gathered([found[i : i + num_generations] for i in range(0, len(found), num_generations)])
-        return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
+        return _shared(alone, sampler.central, prompts, num_generations, seed_of, phase, world)
     if not prompts:
         return []
     rewards = _Rewards(scorer, {p.index: p.row for p in prompts})
@@ -97,6 +90,27 @@ def rollout(
             rewards.add_all(trajectories)
     with phase("time/score"):
         return rewards.given_to(trajectories, missing_eos_penalty)
+
+
+def _shared(
+    alone: Callable[..., list[Trajectory]],
+    central: bool,
+    prompts: Sequence[Prompt],
+    size: int,
+    seed_of: Callable[[int, int], int],
+    phase: Callable[[str], AbstractContextManager[Any]],
+    world: World,
+) -> list[Trajectory]:
+    """`rollout`, of which each process does its share, or rank 0 all."""
+    own = list(range(len(prompts))) if central else list(range(world.rank, len(prompts), world.size))
+    if central and world.rank:
+        own = []
+    found = alone([prompts[i] for i in own], seed_of=lambda i, k: seed_of(own[i], k))
+    with phase("time/gather"):
+        if central:
+            return world.same(found)
+        each = world.gathered([found[i : i + size] for i in range(0, len(found), size)])
+    return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
 
 
 def score(scorer: Scorer | None, trajectories: list[Trajectory], rows: Mapping[int, Any]) -> list[Trajectory]:

@@ -7,103 +7,39 @@ Who samples is the `Sampler`, who judges the `Scorer`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.models.fused.activation_cache import ActivationCache
-from psigrad.models.language_model import LanguageModel
-from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
-from psigrad.parallel.world import World, mine
+from psigrad.parallel.world import mine
 from psigrad.records.rows import rollout_row
-from psigrad.rewards import Scorer
-from psigrad.rollout.episodes import Episodes
-from psigrad.rollout.types import Sampler, SamplingParams, Trajectory
+from psigrad.rollout.types import Trajectory
 from psigrad.training import ledger
 from psigrad.training.best_and_worst import learn_preferences
 from psigrad.training.collate import MicroBatch, micro_batches, minibatches, to_batch
-from psigrad.training.collection import Collected, upcoming
+from psigrad.training.collected import Collected
+from psigrad.training.collection import upcoming
 from psigrad.training.cycle import cycle
-from psigrad.training.evaluator import Evaluator
 from psigrad.training.forward import entropies, log_probs, values, wide, widened
-from psigrad.training.journal import Journal
-from psigrad.training.ledger import Prompt
 from psigrad.training.metrics import collection_metrics
+from psigrad.training.online_run import Online, ValueModel
 from psigrad.training.reference import divergence, follow, reference_log_probs
 from psigrad.training.state import State
 from psigrad.training.tally import Outcome, Tally
 from psigrad.training.token_figures import TokenFigures, log_probs_of
-from psigrad.training.update import Optimizer, learning_rate, step_together
+from psigrad.training.update import learning_rate, step_together
 
 # Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
 COMPARE_EVERY, COMPARED = 4, 20
-
-
-@dataclass(frozen=True)
-class ValueModel:
-    """A critic of its own: a model, its optimiser, and its peak learning rate."""
-
-    model: ScalarModel
-    optimizer: Optimizer
-    learning_rate: float
-
-
-@dataclass(frozen=True)
-class Online:
-    """The parts of one online run.
-
-    `reference` is the frozen model of the KL term (the model itself under LoRA). Where the algorithm needs a critic and `critic`
-    is None, the policy's own value head is the critic. With `episodes` a completion is an episode of several turns, and `scorer`
-    may be None: the environment rewards.
-    """
-
-    config: OnlineConfig
-    algorithm: PolicyGradient | OnlinePreference
-    model: LanguageModel
-    reference: LanguageModel | None
-    sampler: Sampler
-    scorer: Scorer | None
-    optimizer: Optimizer
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    total_steps: int
-    journal: Journal
-    evaluator: Evaluator | None = None
-    critic: ValueModel | None = None
-    episodes: Episodes | None = None
-    reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """The weight of each part of the rewards, by name; 1 for others."""
-    collector: Executor | None = None
-    """One thread that collects while steps train; None: collections are made between them."""
-
-    @property
-    def world(self) -> World:
-        """The processes that take part."""
-        return self.journal.world
-
-    def updates(self) -> int:
-        """How often this process has updated weights."""
-        return self.optimizer.updates + (self.critic.optimizer.updates if self.critic is not None else 0)
-
-    @property
-    def exact_sampling(self) -> bool:
-        """Whether the sampler's log-probs need not be computed again before several passes over a batch."""
-        return is_exact(self.sampler, self.model)
-
-
-def is_exact(sampler: Sampler, model: LanguageModel) -> bool:
-    """Whether a sampler's log-probs are the trainer's, but for the order of sums in float32."""
-    return sampler.exact and not model.why_padded and model.network.dtype == torch.float32
 
 
 def train(run: Online, state: State, save: Callable[[State], None]) -> State:

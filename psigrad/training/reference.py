@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from psigrad.models.backbone import reshard
 from psigrad.models.language_model import Divergence, LanguageModel
 from psigrad.objective import Batch, PolicyGradient
 from psigrad.parallel.world import ALONE, World
@@ -39,7 +40,7 @@ def follow(reference: LanguageModel, model: LanguageModel, share: float) -> None
 
     Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
     """
-    reference.reshard()
+    reshard(reference)
     learnt = model.trainable()
     for name, parameter in reference.network.named_parameters():
         if name in learnt:

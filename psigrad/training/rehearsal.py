@@ -19,7 +19,7 @@ from psigrad.models.packing import Groups
 from psigrad.objective import PolicyGradient
 from psigrad.training.collate import MicroBatch
 from psigrad.training.offline import Offline
-from psigrad.training.online_rl import Online
+from psigrad.training.online_run import Online
 from psigrad.training.reference import divergence
 from psigrad.training.update import Optimizer
 

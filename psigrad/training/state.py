@@ -15,7 +15,7 @@ import psigrad
 from psigrad.parallel import sharded, shards
 from psigrad.parallel.world import ALONE, World
 from psigrad.records import checkpoint
-from psigrad.training.collection import Collected, Pending
+from psigrad.training.collected import Collected, Pending
 from psigrad.training.update import NonFiniteError, Optimizer
 
 OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"

@@ -7,19 +7,19 @@ import pytest
 
 from psigrad.errors import UserError
 from psigrad.experiments import bias, problems
-from psigrad.experiments.bias import Target, World
+from psigrad.experiments.bias import SolvedWorld, Target
 from psigrad.tabular import all_paths, evaluate, lambda_returns, n_step_returns, sample_paths, softmax_policy
 
 TARGETS = [Target(n=1), Target(n=3), Target(n=50), Target(lam=0.0), Target(lam=0.7), Target(lam=1.0)]
 
 
 @pytest.fixture(scope="module")
-def tree() -> tuple[World, np.ndarray]:
+def tree() -> tuple[SolvedWorld, np.ndarray]:
     """A process whose episodes can be enumerated, with rewards that depend on the outcome, and a V̂ that is quite wrong."""
     mdp = problems.line_walk(cells=4, steps=5, slip=0.3, gamma=0.9)
     policy = softmax_policy(np.random.default_rng(1).normal(size=(mdp.n_states, 2)), 1.0)
     value = np.random.default_rng(2).normal(size=mdp.n_states) * ~mdp.is_terminal
-    return World(mdp, policy, evaluate(mdp, policy)), value
+    return SolvedWorld(mdp, policy, evaluate(mdp, policy)), value
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)

@@ -17,7 +17,7 @@ from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
 from psigrad.training.journal import Clock
 from psigrad.training.ledger import Prompt
-from psigrad.training.online_rl import Online
+from psigrad.training.online_run import Online
 from psigrad.training.update import Optimizer
 
 

@@ -27,7 +27,7 @@ from psigrad.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.training import online_rl
 from psigrad.training.collate import micro_batches, to_batch
 from psigrad.training.forward import log_probs, values
-from psigrad.training.online_rl import ValueModel
+from psigrad.training.online_run import ValueModel
 from psigrad.training.tally import Tally
 from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask
 from psigrad.training.tasks.reward_task import RewardTask

@@ -13,6 +13,7 @@ from rank_gradients import load
 from safetensors.torch import load_file, save_file
 
 from psigrad.config import Model, Optim, Placement
+from psigrad.models.backbone import reshard
 from psigrad.models.language_model import LanguageModel
 from psigrad.parallel import sharded, shards
 from psigrad.parallel import world as worlds
@@ -88,7 +89,7 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
         if shards.written_in(place) or world.lockstep:
             shards.read(place, sharded.named_weights(model))
         assert state.restore(place, learners) == State(step=3, tokens=5)
-    model.reshard()
+    reshard(model)
     held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | state.tensors_of(optimizer)
     whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in held.items()}
     if world.rank == 0:

@@ -20,7 +20,7 @@ from psigrad.objective.penalty import STATE_KEY
 from psigrad.objective.stats import explained_variance
 from psigrad.recipes import online, reward
 from psigrad.training import online_rl as training
-from psigrad.training.online_rl import ValueModel
+from psigrad.training.online_run import ValueModel
 from psigrad.training.state import State
 from psigrad.training.update import Optimizer, step_together
 

@@ -25,7 +25,7 @@ from psigrad.training import online_rl as training
 from psigrad.training.collate import metric_of, minibatches, scored_groups, to_batch
 from psigrad.training.journal import Clock
 from psigrad.training.ledger import prompts_from
-from psigrad.training.online_rl import Online
+from psigrad.training.online_run import Online
 from psigrad.training.state import State
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]

@@ -12,7 +12,7 @@ from psigrad.models import tiny
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import online_rl as training
-from psigrad.training.online_rl import Online
+from psigrad.training.online_run import Online
 from psigrad.training.state import State
 
 STEPS = 100
