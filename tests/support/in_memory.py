@@ -12,6 +12,7 @@ from psigrad.data.dataset_rows import Row
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
 from psigrad.objective import PolicyGradient
+from psigrad.parallel.world import ALONE
 from psigrad.rewards import resolve as reward
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
@@ -23,6 +24,8 @@ from psigrad.training.update import Optimizer
 
 class Silent:
     """A journal that keeps its rows in memory."""
+
+    world = ALONE
 
     def __init__(self):
         self.rows, self.lines = [], []
