@@ -63,18 +63,7 @@ def rollout(
     rewards = _Rewards(scorer, {p.index: p.row for p in prompts})
     with phase("time/sample"):
         if episodes is None:
-            requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
-            groups: dict[int, list[Trajectory]] = {}
-            for completed in sampler.steps(requests, params, cache):
-                for place, completions in completed:
-                    prompt, texts = prompts[place], [decode(model.tokenizer, c.ids) for c in completions]
-                    groups[place] = [
-                        Trajectory(prompt.index, k, prompt.ids, c, version, text=text, teacher_prompt_ids=prompt.teacher_ids)
-                        for k, (c, text) in enumerate(zip(completions, texts, strict=True))
-                    ]
-                    rewards.add(groups[place])
-                rewards.turn()
-            trajectories = [t for place in range(len(requests)) for t in groups[place]]
+            trajectories = _written(sampler, prompts, params, num_generations, seed_of, model, version, cache, rewards)
         else:
             trajectories = play(
                 episodes,
@@ -90,6 +79,32 @@ def rollout(
             rewards.add_all(trajectories)
     with phase("time/score"):
         return rewards.given_to(trajectories, missing_eos_penalty)
+
+
+def _written(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    num_generations: int,
+    seed_of: Callable[[int, int], int],
+    model: LanguageModel,
+    version: int,
+    cache: ActivationCache | None,
+    rewards: _Rewards,
+) -> list[Trajectory]:
+    """Completions of one turn each; `rewards` gets each group when its last one has ended."""
+    requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
+    groups: dict[int, list[Trajectory]] = {}
+    for completed in sampler.steps(requests, params, cache):
+        for place, completions in completed:
+            prompt, texts = prompts[place], [decode(model.tokenizer, c.ids) for c in completions]
+            groups[place] = [
+                Trajectory(prompt.index, k, prompt.ids, c, version, text=text, teacher_prompt_ids=prompt.teacher_ids)
+                for k, (c, text) in enumerate(zip(completions, texts, strict=True))
+            ]
+            rewards.add(groups[place])
+        rewards.turn()
+    return [t for place in range(len(requests)) for t in groups[place]]
 
 
 def _shared(

@@ -13,6 +13,7 @@ from tiny_jobs import online_config
 
 from psigrad.config import Run
 from psigrad.errors import UserError
+from psigrad.parallel.world import ALONE
 from psigrad.recipes import online
 from psigrad.records import checkpoint
 from psigrad.rewards import RewardError
@@ -25,6 +26,8 @@ from psigrad.training.update import NonFiniteError
 
 
 class Quiet:
+    world = ALONE
+
     def stop_requested(self):
         return False
 

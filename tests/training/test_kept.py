@@ -13,6 +13,7 @@ from tiny_jobs import episodes_config, online_config
 from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.fused.activation_cache import ActivationCache
+from psigrad.parallel.world import ALONE
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.training import online_rl as training
@@ -59,8 +60,8 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
     monkeypatch.setattr(training, "COMPARE_EVERY", 2)
     seen, log_probs = [], training.log_probs
 
-    def watched(model, batch, *rest, cache=None, wanted=None):
-        again = log_probs(model, batch, *rest, cache=cache, wanted=wanted)
+    def watched(model, batch, *rest, cache=None, wanted=None, world=ALONE):
+        again = log_probs(model, batch, *rest, cache=cache, wanted=wanted, world=world)
         if wanted is not None:
             assert cache is None, "else they would be the sampler's own"
             seen.extend(wanted.nonzero()[:, 0].tolist())

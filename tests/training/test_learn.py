@@ -23,6 +23,7 @@ from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.training import online_rl as training
 from psigrad.training.collate import metric_of, minibatches, scored_groups, to_batch
+from psigrad.training.collection import collect
 from psigrad.training.journal import Clock
 from psigrad.training.ledger import prompts_from
 from psigrad.training.online_run import Online
@@ -136,8 +137,8 @@ def test_negative_control_totals_of_each_micro_batch_give_another_gradient(token
         "losses",
         lambda run, algorithm, prepared, micros, totals, *rest: (
             loss
-            for micro in micros
-            for loss in original(run, algorithm, prepared, [micro], algorithm.totals(prepared, micro.rows), *rest)
+            for micro, counts in micros
+            for loss in original(run, algorithm, prepared, [(micro, counts)], algorithm.totals(prepared, micro.rows), *rest)
         ),
     )
     assert far(gradient(33), whole) > 1e-2 * float(whole.abs().max())
@@ -211,7 +212,7 @@ def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
 def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
     run, seen, original = make(tokenizer, num_minibatches=3), [], training.micro_batches
     monkeypatch.setattr(
-        training, "micro_batches", lambda batch, wanted, budget: seen.append(wanted) or original(batch, wanted, budget)
+        training, "micro_batches", lambda batch, wanted, *rest: seen.append(wanted) or original(batch, wanted, *rest)
     )
     after(run)
     assert len(seen) == 3 and torch.equal(torch.stack(seen).sum(0), torch.ones(16, dtype=torch.long))
@@ -255,13 +256,13 @@ def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end
         return [float("a" < p[4] < "d" and len(c) % 2) for c, p in zip(completions, prompts, strict=True)]
 
     run = make(tokenizer, "dapo", function=only_some, num_generations=8, prompts_per_step=2, max_refills=6)
-    collected = training.collect(run, State(), Clock())
+    collected = collect(run, 0, 0, Clock())
     assert len(collected.groups) == 2 and collected.cursor == collected.entries["issued"] > 2
     assert all(len({t.reward for t in g}) > 1 for g in collected.groups)
     assert len({t.completion.seed for t in collected.trajectories}) == 8 * collected.entries["issued"]
     never = make(tokenizer, "dapo", function=equal, max_refills=2)
-    assert training.collect(never, State(), Clock()).groups == []
-    assert training.collect(never, State(), Clock()).entries["issued"] == 3 * 4
+    assert collect(never, 0, 0, Clock()).groups == []
+    assert collect(never, 0, 0, Clock()).entries["issued"] == 3 * 4
 
 
 def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
@@ -296,7 +297,7 @@ def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
 
 def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
     run = make(tokenizer)
-    collected = training.collect(run, State(), Clock())
+    collected = collect(run, 0, 0, Clock())
     groups = list(scored_groups(collected.trajectories, 4, 2))
     batch = to_batch(groups)
     for n, t in enumerate(t for g in groups for t in g):

@@ -19,10 +19,9 @@ from psigrad.models.language_model import Divergence, prepare
 from psigrad.models.packing import Groups
 from psigrad.objective.correction import truncated_importance
 from psigrad.recipes import online
-from psigrad.training import online_rl
 from psigrad.training.collate import micro_batches, to_batch
+from psigrad.training.collection import collect
 from psigrad.training.reference import divergence, follow, reference_log_probs
-from psigrad.training.state import State
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def batch(tokenizer):
     run = make(tokenizer)
     told = [replace(p, teacher_ids=(*p.ids, 5, 6, 7) if p.index % 2 else ()) for p in run.prompts]
     run = replace(run, prompts=told)
-    collected = online_rl.collect(run, State(), run.journal.clock())
+    collected = collect(run, 0, 0, run.journal.clock())
     return run, to_batch(collected.groups)
 
 

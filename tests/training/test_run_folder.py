@@ -118,10 +118,10 @@ def test_settings_that_change_no_figure_may_change_and_are_recorded(name, value,
 
 
 def test_what_may_change_are_settings_that_exist():
-    from psigrad.config import Model, OnlineConfig, Optim, Run, Sampling
+    from psigrad.config import Model, OnlineConfig, Optim, Placement, Run, Sampling
 
     fields = {f"run.{name}" for name in Run.__dataclass_fields__} | set(OnlineConfig.__dataclass_fields__)
-    for section, kind in (("optim", Optim), ("model", Model), ("sampling", Sampling)):
+    for section, kind in (("optim", Optim), ("model", Model), ("sampling", Sampling), ("placement", Placement)):
         fields |= {f"{section}.{name}" for name in kind.__dataclass_fields__}
     assert fields | {"format"} >= pins.MAY_CHANGE
 

@@ -25,6 +25,7 @@ from psigrad.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import best_and_worst
 from psigrad.training import online_rl as training
+from psigrad.training.collection import collect
 from psigrad.training.journal import Clock
 from psigrad.training.scoring import Mixture, ModelScorer, step_ends
 from psigrad.training.state import State
@@ -59,7 +60,7 @@ def test_online_dpo_finds_the_optimum(seed, tokenizer):
 
 def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
     run = preferring(tokenizer, steps=1)
-    collected = training.collect(run, State(), Clock())
+    collected = collect(run, 0, 0, Clock())
     groups = [[replace(t, reward=r) for t, r in zip(g, (0.2, 0.9, 0.1, 0.9), strict=True)] for g in collected.groups[:2]]
     groups.append([replace(t, reward=0.5) for t in collected.groups[2]])
     found = best_and_worst.pick(groups)
