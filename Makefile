@@ -109,6 +109,11 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/tabular.py
 	$(RUN) benchmarks/control.py
 
+# Runs on 1, 2 and 4 processes beside each other. On a cluster: make bench-cluster CLUSTER="--cluster ray://… --samplers 1 2 4 8".
+CLUSTER ?=
+bench-cluster: $(INSTALLED)
+	$(RUN) benchmarks/cluster.py $(CLUSTER)
+
 # On a GPU machine's own Python and packages: nothing is installed, no network is used.
 GPU_PYTHON ?= python3
 bench-gpu:

@@ -25,6 +25,7 @@ from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Batch, Loss, PolicyGradient, terminal
 from psigrad.objective.preference_catalog import DPO
 from psigrad.objective.reward_model import BradleyTerry
+from psigrad.parallel.world import ALONE
 from psigrad.rewards import Result, Samples, Scored, Scoring
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import SamplingParams
@@ -51,6 +52,7 @@ class TimingJournal:
     """Keeps the last step's seconds."""
 
     phases: dict[str, float]
+    world = ALONE
 
     def metrics(self, step: int, figures: Any) -> None:
         """Not kept."""

@@ -79,7 +79,10 @@ def divided(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, li
 
 def planned(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     """(settings of the method that the first argument names, what its plan is told). Prints help and exits on --help."""
-    usage = "psigrad plan METHOD [--memory 24GB] [--prompt-length N] [--completion-length N] [--json] [METHOD's settings]"
+    usage = (
+        "psigrad plan METHOD [--memory 24GB] [--devices N] [--prompt-length N] [--completion-length N] [--json] "
+        "[METHOD's settings]"
+    )
     name = next((text for text in arguments[:1] if not text.startswith("-")), "")
     if not name and {"-h", "--help"} & set(arguments):
         print(f"{usage}\n\nPeak memory, batch arithmetic and speed of a run, from the model's configuration alone.")

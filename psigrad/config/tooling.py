@@ -20,6 +20,10 @@ class PlanConfig:
     """Mean tokens of a completion; 0: the dataset's, or the longest that may be sampled."""
     tflops: PositiveOrZero = 0.0
     """Speed of matrix products in TFLOP/s; 0: measured here."""
+    devices: CountOrZero = 0
+    """Show how to divide this many such devices between training and sampling; 0: the plan of the settings as they are."""
+    network: PositiveOrZero = 50.0
+    """With devices: speed of the network between them in GB/s (50 is 400 Gb/s)."""
     eight_bit: bool = False
     """Count AdamW's moments at 8 bits (psigrad has no such optimiser)."""
     json: bool = False

@@ -69,6 +69,40 @@ class ClipSettings:
 
 
 @dataclass(frozen=True)
+class LagSettings:
+    """Lengths, devices and assumed durations, and where the figures go."""
+
+    completions: int = 8192
+    """Completions of one step."""
+    mean_length: float = 4000.0
+    """Mean tokens of a completion."""
+    spread: float = 1.0
+    """Standard deviation of the logarithm of a length; 0: all alike."""
+    longest: int = 32_768
+    """Where lengths are cut."""
+    steps: int = 9
+    """Steps that are simulated; the first third is not counted."""
+    most_devices: int = 1024
+    """Simulate 8, 32, … up to this many devices."""
+    slots: int = 192
+    """Completions that one device decodes at a time."""
+    decode_weights: float = 8e-3
+    """Assumed: seconds that a device takes to read the weights for one token of all its completions."""
+    decode_cache: float = 0.13e-3
+    """Assumed: seconds that each of them adds, to read its keys and values."""
+    train_token: float = 0.16e-3
+    """Assumed: seconds that one device takes to train on a token."""
+    swap: float = 4.0
+    """Assumed: seconds from sampling to training and back where the same devices do both."""
+    publish: float = 1.0
+    """Assumed: seconds until two samplers have new weights; every doubling adds a fifth."""
+    seed: int = 0
+    """The seed of the lengths."""
+    out: str = "runs/experiments"
+    """Folder for lag.json and lag.png."""
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One experiment: its name, what it shows, and its settings with their defaults."""
 
@@ -91,6 +125,7 @@ EXPERIMENTS = {
     for one in (
         Experiment("psi", "bias and variance of the gradient for each form of Ψ", PsiSettings),
         Experiment("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", BiasSettings),
+        Experiment("lag", "what asynchronous sampling buys on many devices (simulated)", LagSettings),
         Experiment("clip", "surrogates and their gradients over the ratio", ClipSettings),
     )
 }

@@ -227,15 +227,17 @@ def load(
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
+    for_shards: bool = False,
 ) -> LanguageModel:
     """The model at `path` (a folder or a hub name), ready to train and to sample.
 
     `adapter` is a folder with LoRA weights to go on from. `trust_remote_code` runs the Python code that comes with the model.
-    Raises `UserError` if nothing loads from `path`.
+    `for_shards` leaves the weights in the host's memory, on their file's pages where that can be: `parallel.sharded.shard` takes
+    this process' share to its device. Raises `UserError` if nothing loads from `path`.
     """
     plain = lora is None and device == "cpu"
     try:
-        found = weights_only.load(path, DTYPES[dtype]) if plain else None
+        found = weights_only.load(path, DTYPES[dtype], mapped=for_shards) if plain else None
         network: Any = found[0] if found is not None else None
         if network is None:
             network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
@@ -244,7 +246,8 @@ def load(
         raise UserError(
             f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
         ) from error
-    return prepare(network.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    network = network.to("cpu" if for_shards else device)
+    return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 
 def prepare(

@@ -87,14 +87,16 @@ def load(
     gradient_checkpointing: bool = False,
     fresh_head: str = "random",
     trust_remote_code: bool = False,
+    for_shards: bool = False,
 ) -> ScalarModel:
     """The scalar model at `path`: one that was saved as such, or any causal language model, which gets a fresh head.
 
     `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" where only a trained head
-    will do. Raises `UserError` if nothing loads from `path`.
+    will do. `for_shards` is that of `language_model.load`. Raises `UserError` if nothing loads from `path`.
     """
     try:
-        found = weights_only.load(path, DTYPES[dtype], scalar=True) if lora is None and device == "cpu" else None
+        plain = lora is None and device == "cpu"
+        found = weights_only.load(path, DTYPES[dtype], scalar=True, mapped=for_shards) if plain else None
         network: Any
         network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -110,7 +112,8 @@ def load(
         )
     if missing and fresh_head == "zero":
         nn.init.zeros_(network.score.weight)
-    return prepare(network.to(device), tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    network = network.to("cpu" if for_shards else device)
+    return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:

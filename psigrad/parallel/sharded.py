@@ -50,13 +50,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, f.name))
 
 
-def shard(model: Pretrained, world: World) -> None:
-    """Leave this process with its share of the model's weights. From now on `model.evaluate` and the like must be called by all
-    processes alike, and `model.trainable()` has tensors in shards.
+def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
+    """Leave this process with its share of the model's weights, moved to its device block by block. From now on all processes
+    must call `model.evaluate` and the like alike, and `model.trainable()` has tensors in shards.
     """
     if model.decoder is not None and not isinstance(model.network, WeightsOnly):
         model.decoder, model.why_unfused = None, "it is in shards and has adapters"
-    mesh: Any = init_device_mesh(model.device.type, (world.size,))
+    mesh: Any = init_device_mesh(torch.device(device).type, (world.size,))
     wide = torch.float32 if model.network.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(reduce_dtype=wide)
     network: Any = model.network

@@ -107,6 +107,19 @@ class Work:
         return self.steps * self.rows / self.dataset if self.dataset else 0.0
 
 
+def share_of(config: Config, work: Work) -> Work:
+    """What one of the run's processes does of the work of a step."""
+    placement = config.placement
+    ranks = placement.processes
+    elsewhere = isinstance(config, OnlineConfig) and bool(placement.cluster)
+    if ranks == 1 and not elsewhere:
+        return work
+    rows = math.ceil(work.rows / ranks)
+    slots = 0 if elsewhere else min(work.slots, rows * work.members)
+    minibatches = min(work.minibatches, rows)
+    return replace(work, rows=rows, minibatches=minibatches, slots=slots, samples=work.samples and not elsewhere, keeps=0.0)
+
+
 def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
     """What the settings ask for in one step; `dataset` is the number of training rows, 0 where unknown."""
     if isinstance(config, OnlineConfig):
@@ -160,7 +173,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         entropy=not preferring and algorithm.needs_entropy,
         only_logps=preferring or not (algorithm.needs_entropy or algorithm.needs_exact_kl),
         keeps=0.0
-        if several_turns or not samples_itself(config) or config.model.gradient_checkpointing
+        if several_turns or not samples_itself(config) or config.model.gradient_checkpointing or config.lag
         else config.keep_activations_gb * 1e9,
     )
 

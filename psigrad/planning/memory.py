@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -273,6 +274,23 @@ def roles_of(
         own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1])
         found.append(own)
     return found + [Part(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
+
+
+def sharded_items(parts: list[Part], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
+    """Items of one of `ranks` processes that hold the models in shards: its rows of each, what is made whole while it computes,
+    and the whole copy that samples.
+    """
+    for part in parts:
+        for item in part.items():
+            whole = item.name.startswith("reward model")
+            yield item if whole else replace(item, bytes=item.bytes / ranks, note=f"{item.note}, a shard of {ranks}")
+    width, layer = parts[0].width, policy.matrices / policy.layers
+    ends = policy.head + (0 if policy.tied else policy.vocabulary * policy.hidden)
+    yield MemoryItem("whole weights", width * (ends + 2 * layer), "train", "embedding, head, the layer at work and the next")
+    learns = parts[0].learns > 0
+    yield MemoryItem("whole gradients", learns * (width + 4) * (ends + layer), "train", "of the same, before they are summed")
+    if samples:
+        yield MemoryItem("sampling copy", width * policy.parameters, "weights", "whole, on each process")
 
 
 def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:

@@ -9,6 +9,7 @@ from psigrad.config import PlanConfig
 from psigrad.planning import show
 from psigrad.planning.arithmetic import Config
 from psigrad.planning.hardware import machine
+from psigrad.planning.placements import smallest, splits
 from psigrad.planning.predict import Plan, lengths_of, predict
 from psigrad.training import session
 
@@ -18,6 +19,10 @@ def run(config: Config, asked: PlanConfig) -> str:
     device = session.device(config.run)
     found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
     lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
+    if asked.devices:
+        found_splits = splits(config, lengths, found, asked.devices, asked.network * 1e9, rows)
+        fewest = smallest(config, lengths, found)
+        return json.dumps(show.placements(found_splits)) if asked.json else show.divisions(found_splits, source, fewest)
     plan = predict(config, lengths, found, dataset=rows, eight_bit=asked.eight_bit)
     return json.dumps(show.figures(plan)) if asked.json else show.table(plan, source)
 

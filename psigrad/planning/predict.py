@@ -21,7 +21,7 @@ from psigrad.models.backbone import DTYPES
 from psigrad.models.fused import weights_only
 from psigrad.objective.preference_loss import KahnemanTversky
 from psigrad.planning.activations import Terms, terms
-from psigrad.planning.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, work_of
+from psigrad.planning.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.planning.hardware import Machine
 from psigrad.planning.memory import (
     Part,
@@ -33,6 +33,7 @@ from psigrad.planning.memory import (
     passing,
     recomputed_gradients,
     roles_of,
+    sharded_items,
 )
 from psigrad.planning.shape import Shape, config_of, shape_of
 from psigrad.recipes import setup
@@ -46,13 +47,14 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. `work` is one step, `memory` the peak, `cost` the FLOPs of a step, `memory_per_token` the bytes that
-    another token in the policy's largest forward pass costs.
+    """What a run will take. `work` is one step and `share` what one process does of it; `memory` is the peak of a process,
+    `cost` its FLOPs of a step, `memory_per_token` the bytes that another token in the policy's largest forward pass costs.
     """
 
     config: Config
     policy: Shape
     work: Work
+    share: Work
     memory: PeakMemory
     cost: StepCost
     memory_per_token: float
@@ -100,7 +102,8 @@ def predict(
     def shaped(path: str) -> Shape:
         return shape_of(path, local=quick)
 
-    policy, work = shaped(config.model.path), work_of(config, lengths, dataset)
+    policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
+    work = share_of(config, whole)
     rank = config.model.lora_rank
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
@@ -126,7 +129,9 @@ def predict(
         learning and (learning[0], sum(recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
-    items = [item for part in parts for item in part.items()]
+    in_shards = config.placement.strategy == "fsdp" and config.placement.processes > 1
+    items = list(sharded_items(parts, policy, config.placement.processes, work.samples)) if in_shards else []
+    items = items or [item for part in parts for item in part.items()]
     items += passing(work, policy, kept, width=width, recompute=recompute, learns_head=not adapter, critic=learning)
     items += load_items(parts)
     weights = width * policy.parameters
@@ -140,6 +145,7 @@ def predict(
     return Plan(
         config,
         policy,
+        whole,
         work,
         PeakMemory(tuple(items), "returned" if gives_back else machine.kind, "bare" if light else machine.kind, beside_head),
         cost,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from psigrad.planning.arithmetic import REACHED
 from psigrad.planning.memory import count
+from psigrad.planning.placements import ASSUMED, Split
 from psigrad.planning.predict import MARGIN, Plan
 
 _PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "while training", "load": "while loading"}
@@ -82,9 +85,15 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
         f"(longest {length.longest_completion}){'; ' + source if source else ''}",
         f"step       {work.rows} prompts × {work.members} {what} = {work.rows * work.members}, {work.completion_tokens:,} "
         f"tokens; {work.tokens:,} computed in a pass (a prompt once for its {what})",
-        f"update     {work.passes} × {work.minibatches} optimiser steps, each {work.micro_batches} micro-batches of at most "
-        f"{work.micro_tokens:,} tokens; {size(plan.memory_per_token)} per token",
+        f"update     {work.passes} × {work.minibatches} optimiser steps, each {plan.share.micro_batches} micro-batches of at "
+        f"most {plan.share.micro_tokens:,} tokens; {size(plan.memory_per_token)} per token",
     ]
+    if plan.share != work:
+        placement = plan.config.placement
+        lines.append(
+            f"placement  {placement.processes} processes by {placement.strategy}; the figures are those of one, which trains on "
+            f"{plan.share.rows} prompts" + ("" if plan.share.samples or not work.samples else "; others sample")
+        )
     if work.steps:
         share = f" = {work.epochs:.2g} epochs of {work.dataset:,} rows" if work.dataset else ""
         lines.append(f"run        {work.steps:,} steps, {work.steps * work.updates:,} optimiser steps{share}")
@@ -111,6 +120,71 @@ def _ways(plan: Plan) -> list[str]:
         return ["  nothing that psigrad has; take a smaller model or more memory"]
     wide = max(len(name) for name, _ in ways)
     return [f"  {name:<{wide}}  {size(other.memory.peak):>8}{'  fits' if other.fits else ''}" for name, other in ways]
+
+
+def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
+    """Ways to place a run for people, the best first."""
+    best, whole = found[0], found[0].plan
+    devices, timed = best.trainers + best.samplers, bool(whole.machine.peak)
+    heads = ["train", "sample", "by", "trainer", "sampler", "train s", "sample s", "publish s", "step s", "with lag", ""]
+    rows = [heads]
+    for s in found:
+        seconds_of = [f"{x:.3g}" for x in (s.training, s.sampling, s.publishing, s.seconds(0), s.seconds(1))]
+        rows.append(
+            [
+                str(s.trainers),
+                str(s.samplers) if s.samplers else "the same",
+                s.strategy,
+                size(s.plan.memory.peak),
+                size(s.sampler.peak) if s.sampler is not None else "",
+                *(seconds_of if timed else [""] * 5),
+                "" if s.fits else "does not fit",
+            ]
+        )
+    wide = [max(len(row[k]) for row in rows) for k in range(len(heads))]
+    lines = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
+    needs = f"In shards it fits on {fewest} training devices." if fewest else "No number of devices up to 1,024 is enough."
+    if best.fits:
+        chosen = f"placement.processes={best.trainers} placement.strategy={best.strategy}"
+        others = f" and {best.samplers} samplers (--cluster, lag=1)" if best.samplers else ""
+        needs = f"Best: {chosen}{others}. {needs}"
+    else:
+        too_large = whole.memory.peak > whole.machine.memory
+        where = "a trainer" if too_large else "a sampler"
+        ways = ", ".join(name for name, _ in whole.ways[:3]) if too_large else "sampling.max_decode_batch"
+        needs = f"Nothing fits: {where} needs more than a device has. What takes less: {ways}. {needs}"
+    return "\n".join(
+        [
+            f"{devices} devices of {size(whole.machine.memory)}; memory of one process each, seconds of a step",
+            "",
+            *lines,
+            "",
+            needs,
+            *_arithmetic(replace(whole, share=whole.work), source)[:2],
+            *([] if timed else ["speed      give --tflops for the times"]),
+            f"assumed    {ASSUMED}.",
+        ]
+    )
+
+
+def placements(found: Sequence[Split]) -> list[dict[str, Any]]:
+    """The same as plain values, in bytes and seconds."""
+    return [
+        {
+            "trainers": s.trainers,
+            "samplers": s.samplers,
+            "strategy": s.strategy,
+            "trainer_peak": round(s.plan.memory.peak),
+            "sampler_peak": round(s.sampler.peak) if s.sampler is not None else None,
+            "fits": s.fits,
+            "training_seconds": s.training,
+            "sampling_seconds": s.sampling,
+            "publishing_seconds": s.publishing,
+            "step_seconds": s.seconds(0),
+            "step_seconds_with_lag": s.seconds(1),
+        }
+        for s in found
+    ]
 
 
 def figures(plan: Plan) -> dict[str, Any]:

@@ -237,6 +237,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
         gradient_checkpointing=config.model.gradient_checkpointing,
         fresh_head="zero" if found is None or in_shards else "refuse",
         trust_remote_code=config.model.trust_remote_code,
+        for_shards=world.lockstep,
     )
     setup.attend(config.model, made)
     if not made.per_token:
@@ -245,7 +246,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    setup.settle(made, world, place if in_shards else None)
+    setup.settle(made, world, session.device(config.run), place if in_shards else None)
     return ValueModel(made, setup.optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
 
 

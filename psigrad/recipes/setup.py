@@ -90,18 +90,19 @@ def load_model(settings: Model, run: Run, found: Path | None, world: World = ALO
             adapter=found if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
             trust_remote_code=settings.trust_remote_code,
+            for_shards=world.lockstep,
         )
     attend(settings, model)
     if value_head:
         model.add_value_head(found)
-    settle(model, world, place if found is None else None)
+    settle(model, world, session.device(run), place if found is None else None)
     return model
 
 
-def settle(model: LanguageModel | ScalarModel, world: World, place: Path | None) -> None:
-    """In lockstep processes leave each with its shard. `place` has weights that several processes wrote."""
+def settle(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
+    """In lockstep processes leave each with its shard on its device. `place` has weights that several processes wrote."""
     if world.lockstep:
-        sharded.shard(model, world)
+        sharded.shard(model, world, device)
     if place is not None:
         shards.read(place, sharded.named_weights(model))
 
@@ -130,9 +131,10 @@ def load_scalar_model(settings: Model, run: Run, found: Path | None, world: Worl
             gradient_checkpointing=settings.gradient_checkpointing,
             fresh_head="refuse" if whole else "random",
             trust_remote_code=settings.trust_remote_code,
+            for_shards=world.lockstep,
         )
     attend(settings, model)
-    settle(model, world, place if found is None else None)
+    settle(model, world, session.device(run), place if found is None else None)
     return model
 
 

@@ -14,7 +14,8 @@ from psigrad.models.language_model import prepare
 from psigrad.models.packing import Groups
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
-from psigrad.training.online_rl import collect, learn
+from psigrad.training.collection import collect
+from psigrad.training.online_rl import learn
 from psigrad.training.state import State
 from psigrad.training.update import Optimizer
 
@@ -57,7 +58,7 @@ def test_a_run_on_the_device_learns_what_one_on_the_cpu_learns(algorithm):
     def weights(device: str):
         run = make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1, device=device)
         state = State(algorithm=run.algorithm.initial_state())
-        collected = collect(make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1), state, run.journal.clock())
+        collected = collect(make(tiny.tokenizer(["say a: b"], 270), algorithm, steps=1), 0, 0, run.journal.clock())
         learn(run, collected.groups, state, 1e-3)
         return [p.detach().cpu() for p in run.model.trainable().values()]
 

@@ -270,8 +270,9 @@ class WeightsOnly(nn.Module):
         return whole
 
 
-def load(path: str, dtype: torch.dtype, *, scalar: bool = False) -> tuple[WeightsOnly, list[str]] | None:
-    """The weights at `path` (a folder or a hub name), and the names of those that are missing there.
+def load(path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = False) -> tuple[WeightsOnly, list[str]] | None:
+    """The weights at `path` (a folder or a hub name), and the names of those that are missing there. `mapped` leaves those of
+    the wanted type on the file's pages, for a process that soon lets go of most of them.
 
     At most a scalar head may be missing; it is drawn from N(0, initializer_range²). None if only transformers can read the model,
     or say what is wrong with it. Raises `OSError` if `path` is a hub name that can't be reached and is not in the cache,
@@ -307,8 +308,10 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False) -> tuple[Weight
                 if name == "score.weight":
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
-        # copied: the file's tensors are mapped to its pages
-        tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
+        if mapped:
+            tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
+        else:
+            tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     for name in missing:
         tensors[name] = torch.empty(wanted[name], dtype=dtype).normal_(std=config.initializer_range or 0.02)
     for name, tensor in tensors.items():

@@ -1,0 +1,202 @@
+"""The same run by several placements, in turn: `python benchmarks/cluster.py [W1] [--processes 1 2 4] [--strategies ddp fsdp]
+[--samplers 0 1 2 --cluster auto] [--lag 0 1] [--rounds 3]`, or `make bench-cluster`.
+
+Each run is `psigrad grpo` (or `sft`) on the workload's model and rows. First the figures of its steps are held against those of
+one process, which they may differ from by rounding alone; then come the medians over the rounds of a step's seconds, beside one
+process with as many threads as all of them together, and the peak memory of the largest process beside its plan. The table goes
+to the screen and to results/cluster.json. `--cluster` with an address measures a Ray cluster's samplers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from workloads import WORKLOADS
+
+from psigrad import planning as plan
+from psigrad.bench.inputs import build
+from psigrad.bench.provenance import provenance
+from psigrad.bench.workload import Workload
+from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling, SFTConfig
+
+RESULTS = Path(__file__).parent / "results" / "cluster.json"
+# Figures that placements must agree on, and by how much of their size; samplers' float32 log-probs differ by rounding.
+COMPARED, BOUND = ("reward", "grad_norm", "entropy"), 1e-3
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One placement: `threads` of each process."""
+
+    processes: int
+    strategy: str
+    threads: int
+    samplers: int = 0
+    cluster: str = ""
+    lag: int = 0
+
+    @property
+    def name(self) -> str:
+        """Such as "2 × 1 ddp"."""
+        samplers = f", {self.samplers} samplers" if self.samplers else ""
+        return f"{self.processes} × {self.threads} {self.strategy}{samplers}" + (f", lag {self.lag}" if self.lag else "")
+
+
+def command(work: Workload, folder: Path, out: Path, placed: Placed, steps: int) -> list[str]:
+    """The arguments of `psigrad`."""
+    common = [f"--model={folder}/model", f"--dataset={folder}/rows.jsonl", f"--output-dir={out}", "--eval-prompts=0"]
+    common += [f"--max-steps={steps}", f"--threads={placed.threads}", "--no-progress", "--no-report", "--learning-rate=1e-6"]
+    common += [f"--processes={placed.processes}", f"--strategy={placed.strategy}", "--logging-steps=0", "--save-minutes=0"]
+    if work.kind == "sft":
+        return ["sft", *common, f"--batch-size={work.prompts}"]
+    online = ["--reward=psigrad.bench.workload:reward", f"--prompts-per-step={work.prompts}"]
+    online += [f"--num-generations={work.generations}", f"--max-completion-length={work.completion_tokens}"]
+    online += [f"--lag={placed.lag}", "--max-logp-difference=10"]
+    if placed.samplers:
+        online += [f"--cluster={placed.cluster}", f"--samplers={placed.samplers}"]
+    return [work.kind, *common, *online]
+
+
+def once(work: Workload, folder: Path, placed: Placed, steps: int) -> dict[str, Any]:
+    """One run: seconds of each step but the first, the steps' figures, and the largest peak of a process in MiB."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "run"
+        arguments = [sys.executable, "-m", "psigrad", *command(work, folder, out, placed, steps)]
+        process = subprocess.Popen(
+            arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True
+        )
+        peaks: dict[int, float] = {}
+        watch = threading.Thread(target=_watch, args=(process, peaks), daemon=True)
+        watch.start()
+        _, said = process.communicate()
+        watch.join()
+        if process.returncode:
+            raise SystemExit(f"{placed.name} ended with status {process.returncode}:\n{said[-3000:]}")
+        timings, metrics = (
+            [json.loads(line) for line in (out / name).read_text().splitlines()] for name in ("timings.jsonl", "metrics.jsonl")
+        )
+        seconds = [row["step_time"] for row in timings if "time/eval" not in row]
+        figures = [{k: v for k, v in row.items() if k in COMPARED} for row in metrics if "grad_norm" in row]
+    return {"seconds": seconds[1:steps], "figures": figures, "peak_mb": max(peaks.values(), default=0.0)}
+
+
+def _watch(process: subprocess.Popen[str], peaks: dict[int, float]) -> None:
+    """The peak resident memory of each process of the session, in MiB, as long as it lives."""
+    while process.poll() is None:
+        for status in Path("/proc").glob("[0-9]*/status"):
+            pid = int(status.parent.name)
+            try:
+                if os.getsid(pid) == process.pid:
+                    text = status.read_text()
+                    peaks[pid] = int(text.split("VmHWM:")[1].split()[0]) / 1024
+            except (OSError, IndexError):
+                continue
+        time.sleep(0.05)
+
+
+def farthest(figures: list[dict[str, float]], others: list[dict[str, float]]) -> float:
+    """The largest difference of a figure, as a share of its size over the run."""
+    sizes = {name: max(abs(row[name]) for row in others) or 1.0 for name in others[0]}
+    pairs = zip(figures, others, strict=True)
+    return max(abs(a[name] - b[name]) / sizes[name] for a, b in pairs for name in sizes)
+
+
+def predicted(work: Workload, folder: Path, placed: Placed) -> float:
+    """The plan's peak of a process in MiB."""
+    chance = 1 - 1 / work.vocabulary
+    mean = round((1 - chance**work.completion_tokens) / (1 - chance))
+    model = Model(path=f"{folder}/model")
+    placement = Placement(processes=placed.processes, strategy=placed.strategy, cluster=placed.cluster)  # type: ignore[arg-type]
+    config: Any
+    if work.kind == "sft":
+        mean = 40
+        config = SFTConfig(model=model, run=Run(device="cpu"), batch_size=work.prompts)
+    else:
+        sampling = Sampling(max_completion_length=work.completion_tokens)
+        config = OnlineConfig(
+            model=model,
+            sampling=sampling,
+            run=Run(max_steps=1, device="cpu"),
+            algorithm={"preset": work.kind},
+            prompts_per_step=work.prompts,
+            num_generations=work.generations,
+            lag=placed.lag,
+        )
+    config = replace(config, placement=placement)
+    lengths = plan.Lengths(work.prompt_tokens, mean, work.prompt_tokens, max(work.completion_tokens, mean))
+    return plan.predict(config, lengths, plan.machine("cpu", "float32", placed.threads)).memory.peak / 2**20
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "workload", nargs="?", default="W1", choices=[n for n, w in WORKLOADS.items() if w.kind in ("grpo", "sft")]
+    )
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"], choices=["ddp", "fsdp"])
+    parser.add_argument("--samplers", type=int, nargs="+", default=[0])
+    parser.add_argument("--lag", type=int, nargs="+", default=[0])
+    parser.add_argument("--cluster", default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="of each process; 0: the cores divided by the processes")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", default=str(RESULTS))
+    given = parser.parse_args()
+    cores, work = len(os.sched_getaffinity(0)), WORKLOADS[given.workload]
+    placements = [Placed(1, "ddp", given.threads or cores)]
+    for processes in given.processes:
+        for strategy in given.strategies if processes > 1 else ["ddp"]:
+            for samplers in given.samplers:
+                for lag in given.lag if work.kind != "sft" else [0]:
+                    threads = given.threads or max(1, cores // processes)
+                    cluster = given.cluster if samplers else ""
+                    placed = Placed(processes, strategy, threads, samplers, cluster, lag)
+                    placements += [placed] if placed not in placements else []
+    found: dict[Placed, list[dict[str, Any]]] = {placed: [] for placed in placements}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        build(work, folder)
+        for _ in range(given.rounds):
+            for placed in placements:
+                found[placed].append(once(work, folder, placed, given.steps))
+        lines = [_line(work, folder, placed, runs, found[placements[0]]) for placed, runs in found.items()]
+    for line in lines:
+        print(
+            f"{line['placement']:28} {line['seconds']:7.3f} s a step, {line['speed']:5.2f} × one process; farthest figure "
+            f"{line['difference']:.1e}; {line['peak_mb']:6.0f} MB, predicted {line['predicted_mb']:6.0f} "
+            f"({line['predicted_mb'] / line['peak_mb'] - 1:+.1%})"
+        )
+    Path(given.json).write_text(json.dumps({"workload": work.name, **provenance("cpu"), "placements": lines}, indent=1) + "\n")
+
+
+def _line(
+    work: Workload, folder: Path, placed: Placed, runs: list[dict[str, Any]], alone: list[dict[str, Any]]
+) -> dict[str, Any]:
+    difference = farthest(runs[0]["figures"], alone[0]["figures"])
+    if not placed.lag and difference > BOUND:
+        raise SystemExit(f"{placed.name} is not the same run: a figure differs by {difference:.1e} of its size.")
+    ratios = [statistics.median(a["seconds"]) / statistics.median(b["seconds"]) for a, b in zip(alone, runs, strict=True)]
+    return {
+        "placement": placed.name,
+        "seconds": statistics.median(x for run in runs for x in run["seconds"]),
+        "speed": statistics.median(ratios),
+        "difference": difference,
+        "peak_mb": statistics.median(run["peak_mb"] for run in runs),
+        "predicted_mb": predicted(work, folder, placed),
+    }
+
+
+if __name__ == "__main__":
+    main()
