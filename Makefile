@@ -58,7 +58,15 @@ test: lint types docs
 test-studio: $(INSTALLED)
 	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
 
-test-faults: $(INSTALLED)
+# Ray is no dependency of psigrad: it gets an environment of its own, which sees the other's packages.
+CLUSTER_VENV ?= .venv-cluster
+$(CLUSTER_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(CLUSTER_VENV)
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check ray==2.60.0
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(CLUSTER_VENV)/lib/python3*/site-packages)/psigrad.pth
+	@touch $(CLUSTER_VENV)/.installed
+
+test-faults: $(INSTALLED) $(CLUSTER_VENV)/.installed
 	$(RUN) tools/faults.py --long
 
 # in an environment of their own: what finds the faults' places is no dependency of psigrad
@@ -74,14 +82,6 @@ test-mutants: $(MUTANTS_VENV)/.installed
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
-
-# Ray is no dependency of psigrad: it gets an environment of its own, which sees the other's packages.
-CLUSTER_VENV ?= .venv-cluster
-$(CLUSTER_VENV)/.installed: $(INSTALLED)
-	$(PYTHON) -m venv $(CLUSTER_VENV)
-	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check ray==2.60.0
-	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(CLUSTER_VENV)/lib/python3*/site-packages)/psigrad.pth
-	@touch $(CLUSTER_VENV)/.installed
 
 # without a network, where that can be: Ray's ports are then nobody else's
 test-cluster: $(CLUSTER_VENV)/.installed

@@ -12,6 +12,7 @@ inputs. The exit status is 1 if a row fell short.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
+# pytest in the environment of `make test-cluster`, on a network of its own
+CLUSTER = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec .venv-cluster/bin/python -m pytest "$@"', "pytest"]
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 
 
@@ -33,6 +36,8 @@ class Row:
     fault: str
     holds: str
     tests: tuple[tuple[str, str], ...]
+    cluster: bool = False
+    """Whether the tests need Ray, and so the environment of `make test-cluster`."""
 
 
 def rows_of(file: Path) -> tuple[Row, ...]:
@@ -43,7 +48,9 @@ def rows_of(file: Path) -> tuple[Row, ...]:
         return name, part
 
     made = yaml.safe_load(file.read_text())
-    return tuple(Row(r["number"], r["fault"], r["holds"], tuple(map(selector, r["tests"]))) for r in made)
+    return tuple(
+        Row(r["number"], r["fault"], r["holds"], tuple(map(selector, r["tests"])), r.get("cluster", False)) for r in made
+    )
 
 
 ROWS = rows_of(ROOT / "tests" / "faults.yaml")
@@ -61,17 +68,22 @@ class Outcome:
 
 def outcomes(rows: tuple[Row, ...], long: bool) -> dict[int, Outcome]:
     """Run the tests of all rows once, and count for each row."""
+    alone = [tuple(r for r in rows if r.cluster == cluster) for cluster in (False, True)]
+    if all(alone):
+        return outcomes(alone[0], long) | outcomes(alone[1], long)
     files = sorted({file for r in rows for file, _ in r.tests})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         limit = "3600" if long else "300"  # of one test, in seconds, as `make test-long` and `make test` have it
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--timeout", limit]
+        start = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--timeout", limit]
+        command = [*CLUSTER, "-q", "-m", "cluster", "--timeout", "900"] if alone[1] else start
         command += [f"--junitxml={report}", *files]
         # a file's tests are all run where one row wants all of them; else those that a row names
         names = sorted({part for r in rows for file, part in r.tests})
         command += [] if "" in names else ["-k", " or ".join(names)]
-        command += ["-m", "long or not long"] if long else []
-        subprocess.run(command, cwd=ROOT, check=False)
+        command += ["-m", "long or not long"] if long and not alone[1] else []
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)} if alone[1] else None
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
         cases = list(ET.parse(report).iter("testcase"))
     found = {r.number: Outcome() for r in rows}
     for case in cases:

@@ -125,8 +125,8 @@ EXPERIMENTS = {
     for one in (
         Experiment("psi", "bias and variance of the gradient for each form of Ψ", PsiSettings),
         Experiment("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", BiasSettings),
-        Experiment("lag", "what asynchronous sampling buys on many devices (simulated)", LagSettings),
         Experiment("clip", "surrogates and their gradients over the ratio", ClipSettings),
+        Experiment("lag", "what asynchronous sampling buys on many devices (simulated)", LagSettings),
     )
 }
 

@@ -86,12 +86,14 @@ def run(settings: LagSettings) -> LagResult:
 def lengths(s: LagSettings, count: int) -> list[int]:
     """Lengths in tokens: log-normal with the mean `mean_length`, cut at `longest`."""
     drawn = np.random.default_rng(s.seed).lognormal(math.log(s.mean_length) - s.spread**2 / 2, s.spread, count)
-    return np.clip(drawn, 1, s.longest).astype(int).tolist()
+    found: list[int] = np.clip(drawn, 1, s.longest).astype(int).tolist()
+    return found
 
 
 def seconds_to_train(s: LagSettings, tokens: float, devices: int) -> float:
     """Of a step on `tokens` tokens. Every doubling beyond 8 devices costs 3 % of the speed."""
-    return tokens * s.train_token / devices / 0.97 ** max(0.0, math.log2(devices / 8))
+    speed: float = 0.97 ** max(0.0, math.log2(devices / 8))
+    return tokens * s.train_token / devices / speed
 
 
 def seconds_to_publish(s: LagSettings, samplers: int) -> float:
@@ -225,7 +227,7 @@ def apart(s: LagSettings, devices: int, share: float, lag: int, in_order: bool, 
 
 def tables(result: LagResult) -> Iterator[Table | Text]:
     """One row for each number of devices and mode."""
-    head = ("devices", "mode", "lag", "sample", "tokens/s each", "gain", "staleness", "oldest", "first lengths")
+    head = ("devices", "mode", "lag", "sample", "tokens/s", "gain", "stale", "oldest", "first")
     table = drawing.new_table("Sampling and training on many devices (simulated)", *head)
     last = 0
     for row in result.rows:
@@ -236,8 +238,9 @@ def tables(result: LagResult) -> Iterator[Table | Text]:
         table.add_row(shown, row.mode, str(row.lag) if row.lag else "–", share, *figures)
     yield table
     yield drawing.note(
-        "All durations are assumed. sample: share of the devices that sample (the best of three);",
-        "first lengths: mean length that the first three steps train on, over that of all completions",
+        "All durations are assumed. sample: devices that sample, best of three shares",
+        "tokens/s: of each device; stale, oldest: versions between sampling and training",
+        "first: mean length in the first three steps, over that of all completions",
     )
 
 

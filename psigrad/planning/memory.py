@@ -18,6 +18,9 @@ from psigrad.planning.shape import Shape
 # Bytes of a process without models and tensors: Python, torch, and of transformers its configurations and tokenizers
 # (`models/fused/weights_only.py`) or also its modules (on a GPU: the CUDA context and its libraries).
 BASELINE = {"bare": 310 << 20, "cpu": 430 << 20, "cuda": 600 << 20}
+# Bytes that a process of several takes besides: gloo's buffers, and for shards torch's compiler, which DTensor imports.
+# Measured on W1 and SFT with 2 and 4 processes.
+AMONG_OTHERS = {"ddp": 50 << 20, "fsdp": 190 << 20}
 # What the allocator holds beyond the tensors that are alive at the peak: SLACK is a share of what is allocated and freed within a
 # step; BLOCKS counts blocks of the size of a trained head, under autograd and with the gradient in closed form. Measured on the
 # workloads W0 to W4. With the settings of `keep_freed_memory` glibc returns nothing to the kernel, and a new large block rarely

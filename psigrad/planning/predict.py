@@ -24,6 +24,8 @@ from psigrad.planning.activations import Terms, terms
 from psigrad.planning.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.planning.hardware import Machine
 from psigrad.planning.memory import (
+    AMONG_OTHERS,
+    MemoryItem,
     Part,
     PeakMemory,
     cache_bytes,
@@ -129,9 +131,7 @@ def predict(
         learning and (learning[0], sum(recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
-    in_shards = config.placement.strategy == "fsdp" and config.placement.processes > 1
-    items = list(sharded_items(parts, policy, config.placement.processes, work.samples)) if in_shards else []
-    items = items or [item for part in parts for item in part.items()]
+    items = _models(config, parts, policy, work)
     items += passing(work, policy, kept, width=width, recompute=recompute, learns_head=not adapter, critic=learning)
     items += load_items(parts)
     weights = width * policy.parameters
@@ -154,6 +154,19 @@ def predict(
         eight_bit,
         quick,
     )
+
+
+def _models(config: Config, parts: list[Part], policy: Shape, work: Work) -> list[MemoryItem]:
+    """What one process holds of the models, and of the other processes."""
+    placement = config.placement
+    if placement.processes == 1:
+        return [item for part in parts for item in part.items()]
+    if placement.strategy == "fsdp":
+        items = list(sharded_items(parts, policy, placement.processes, work.samples))
+    else:
+        items = [item for part in parts for item in part.items()]
+    others = AMONG_OTHERS[placement.strategy]
+    return [*items, MemoryItem("other processes", others, "weights", "torch.distributed's code and buffers")]
 
 
 def _loads_weights_only(config: Config, local: bool) -> bool:

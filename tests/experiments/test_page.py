@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from psigrad.experiments import bias, clip, problems, psi
-from psigrad.experiments.declarations import BiasSettings, ClipSettings, PsiSettings
+from psigrad.experiments import bias, clip, lag, problems, psi
+from psigrad.experiments.declarations import BiasSettings, ClipSettings, LagSettings, PsiSettings
 from psigrad.intervals import Interval
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +51,24 @@ def stored_bias() -> bias.BiasResult:
     )
 
 
+def stored_lag() -> lag.LagResult:
+    found = stored("lag")
+    return lag.LagResult(LagSettings(**found["settings"]), tuple(lag.LagRow(**row) for row in found["rows"]))
+
+
+def test_the_simulation_of_eight_devices_is_that_of_now():
+    found = stored_lag()
+    assert found.settings == LagSettings(out=found.settings.out)
+    fresh = lag.run(LagSettings(most_devices=8))
+    assert fresh.rows == tuple(row for row in found.rows if row.devices == 8)
+
+
 def test_the_page_shows_what_the_commands_printed():
     assert block("The policy gradient by") == printed(psi.tables(stored_psi()))[: len(block("The policy gradient by"))]
     every = printed(bias.tables(stored_bias()))
     shown = block("Targets of a critic")
     assert set(shown) <= set(every) and sum(line.startswith("  ") for line in shown) >= 28
+    assert block("Sampling and training") == printed(lag.tables(stored_lag()))[: len(block("Sampling and training"))]
     fresh = printed(clip.tables(clip.run(ClipSettings())))
     assert block("Gradient of the surrogate") == fresh[: len(block("Gradient of the surrogate"))]
 
@@ -112,7 +125,7 @@ def test_the_table_of_variants_is_that_of_now():
             assert [cell.removesuffix(" |") for cell in shown] == ["0" if off < 1e-9 else f"{off:.3g}", f"{variance:.4g}"]
 
 
-@pytest.mark.parametrize("name", ["psi", "bias", "clip"])
+@pytest.mark.parametrize("name", ["psi", "bias", "clip", "lag"])
 def test_every_experiment_has_its_command_and_its_picture_on_the_page(name):
     assert f"](images/experiments/{name}.png)" in PAGE and f"`psigrad experiment {name}`" in PAGE
     assert (IMAGES / f"{name}.png").stat().st_size > 20_000

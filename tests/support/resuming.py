@@ -66,12 +66,18 @@ def following_config(job: Path, output: Path, **run):
     return replace(online_config(job, output, **run), ref_model_sync_steps=2, ref_model_mixup_alpha=0.3)
 
 
+def lagging_config(job: Path, output: Path, **run):
+    """Two steps' completions are always sampled ahead."""
+    return replace(online_config(job, output, **run), lag=2)
+
+
 RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
 MORE_RECIPES = {
     "ppo": (online.run, ppo_config),
     "ppo shared": (online.run, partial(ppo_config, critic_shared=True)),
     "following reference": (online.run, following_config),
     "episodes": (online.run, episodes_config),
+    "lag": (online.run, lagging_config),
     "dpo": (preference.run, preference_config),
     "kto": (preference.run, partial(preference_config, loss="kto")),
     "reward": (reward.run, reward_config),
@@ -91,6 +97,7 @@ def digest(folder: Path) -> dict[str, str]:
         "critic": newest / "critic" / "model.safetensors",
         "critic's optimizer": newest / "critic" / "optimizer.safetensors",
         "reference": newest / "reference" / "model.safetensors",
+        "sampled ahead": newest / "pending.jsonl",
         "value head": newest / "value_head.safetensors",
     }
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.exists()}
