@@ -53,13 +53,16 @@ TESTS = (
     "tests/tabular",
     "tests/experiments",
     *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
-    *(f"tests/surface/test_{name}.py" for name in ("docs", "methods")),
-    *(f"tests/models/test_{name}.py" for name in ("logprobs", "packed_forward", "gradients")),
+    *(f"tests/surface/test_{name}.py" for name in ("docs", "immutable", "methods")),
+    *(
+        f"tests/models/test_{name}.py"
+        for name in ("logprob_bounds", "logprobs", "packed_forward", "gradients", "recomputed_gradients")
+    ),
     *(f"tests/rollout/test_{name}.py" for name in ("distribution", "samplers", "episodes")),
     *(
         f"tests/training/test_{name}.py"
         for name in (
-            *("adamw", "critic", "kept", "learn", "lessons", "old_log_probs", "overlap", "reference"),
+            *("adamw", "bounds", "critic", "kept", "lag", "learn", "lessons", "old_log_probs", "overlap", "reference"),
             *("row_limits", "token_figures", "update"),
         )
     ),
