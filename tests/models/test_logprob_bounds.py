@@ -82,8 +82,8 @@ def test_closed_gradients_have_no_gradient_of_their_own(given, monkeypatch):
     (first,) = torch.autograd.grad(
         token_stats(own, ids, head, 40, TokenStatsRequest()).logp.square().sum(), own, create_graph=True
     )
-    with pytest.raises(RuntimeError, match="once_differentiable|appears to not have been used"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|appears to not have been used"):
         torch.autograd.grad(first.sum(), own)
     (first,) = torch.autograd.grad(logprobs._Logits.apply(own, head.weight).square().sum(), own, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|appears to not have been used"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|appears to not have been used"):
         torch.autograd.grad(first.sum(), own)
