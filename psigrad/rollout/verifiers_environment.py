@@ -1,7 +1,7 @@
 """Environments of the library verifiers, in its form of version 0.1 (`MultiTurnEnv`, `load_environment`).
 
-Source: https://github.com/PrimeIntellect-ai/verifiers. In its versions from 0.2 on an agent's own process calls a served model, turn
-by turn; such environments have no `step` and are not for this adapter.
+Source: https://github.com/PrimeIntellect-ai/verifiers. In its versions from 0.2 on an agent's own process calls a served model;
+such environments have no `step` and are not for this adapter.
 """
 
 from __future__ import annotations
