@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,7 @@ def predict(
     configurations that are on this machine are read.
     """
 
-    def shaped(path: str) -> Shape:
-        return shape_of(path, local=quick)
-
+    shaped = partial(shape_of, local=quick)
     policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
     work = share_of(config, whole)
     rank = config.model.lora_rank

@@ -13,8 +13,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import faults  # noqa: E402
 
 
-def test_it_covers_one_process_from_end_to_end():
-    assert [row.number for row in faults.ROWS] == [*range(1, 17), *range(20, 26)]
+def test_it_covers_every_row_of_the_list():
+    assert [row.number for row in faults.ROWS] == [*range(1, 26)]
 
 
 @pytest.mark.parametrize("row", faults.ROWS, ids=lambda row: str(row.number))
