@@ -10,8 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,95 +19,19 @@ from torch import Tensor
 
 from psigrad.config import Model, OnlineConfig
 from psigrad.data.dataset_rows import Row
-from psigrad.data.sources import from_rows
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError, reason_of
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
-from psigrad.objective import PolicyGradient, Totals
-from psigrad.objective.advantage import group_mean
-from psigrad.objective.catalog import DAPO
 from psigrad.recipes import setup
-from psigrad.recipes.online import method
-from psigrad.rollout import samplers
+from psigrad.recipes.check_gradients import among_processes, in_micro_batches
+from psigrad.recipes.check_subject import COMPLETIONS, Finding, Subject, subject_of
 from psigrad.rollout.distribution import filtered
-from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory
+from psigrad.rollout.types import Request
 from psigrad.training import session
-from psigrad.training.collate import MicroBatch, micro_batches, to_batch
-from psigrad.training.forward import widened
-from psigrad.training.ledger import Prompt
-from psigrad.training.update import Optimizer, add_up
 
-# Prompts that are looked at, completions of each, and the most tokens of one.
-PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24
-TEXTS = ("The capital of France is", "2 + 2 =", "Once upon a time there was a little", "def add(a, b):")
-# Mean difference of log-probs in nats, and of gradients as a share of their norm. Sums in another order differ by about 1e-6 in
-# float32; bfloat16 has 8 bits, and a deep network adds their rounding up.
-BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 2e-1)}
 FRESH = Lora(4)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check came to."""
-
-    name: str
-    what: str
-    value: float
-    bound: float
-    control: float
-    """The value under a planted fault."""
-    seconds: float = 0.0
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """ok; failed; or unproven, where the planted fault stays within the bound."""
-        if not self.value <= self.bound:
-            return "failed"
-        return "ok" if self.control > self.bound else "unproven"
-
-    def row(self) -> dict[str, Any]:
-        """As JSON: name, what, value, bound, control, verdict, seconds, note."""
-        about = {"name": self.name, "what": self.what, "value": self.value, "bound": self.bound, "control": self.control}
-        return {**about, "verdict": self.verdict, "seconds": round(self.seconds, 3), "note": self.note}
-
-
-@dataclass
-class Subject:
-    """The model with prompts and completions of its own."""
-
-    config: OnlineConfig
-    model: LanguageModel
-    sampler: Sampler
-    params: SamplingParams
-    dataset: list[Prompt]
-    prompts: list[Prompt]
-    trajectories: list[list[Trajectory]]
-
-    @property
-    def groups(self) -> Groups:
-        """The completions by their prompts."""
-        completions = [[t.completion.ids for t in group] for group in self.trajectories]
-        return Groups([group[0].prompt_ids for group in self.trajectories], completions)
-
-    @property
-    def alone(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Every completion with its prompt."""
-        return [(t.prompt_ids, t.completion.ids) for group in self.trajectories for t in group]
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Of log-probs and of gradients."""
-        return BOUNDS.get(self.model.network.dtype, BOUNDS[torch.bfloat16])
-
-    @torch.no_grad()
-    def logp(self, groups: Groups, **how: Any) -> list[Tensor]:
-        """The log-probs of each completion."""
-        found = self.model.evaluate(groups, **how).logp
-        lengths = [len(ids) for group in groups.completions for ids in group]
-        return [row[:length] for row, length in zip(found, lengths, strict=True)]
 
 
 def run(config: OnlineConfig) -> list[Finding]:
@@ -119,8 +42,8 @@ def run(config: OnlineConfig) -> list[Finding]:
     session.prepare_torch(config.run)
     setup.check_sampling(config.sampling)
     found: list[Finding] = []
-    subject = _subject(config)
-    for check in (_data, _text, _packed, _shared, _sampled, _micro_batches, _reference, _saved, _adapter):
+    subject = subject_of(config)
+    for check in (_data, _text, _packed, _shared, _sampled, in_micro_batches, among_processes, _reference, _saved, _adapter):
         start = time.perf_counter()
         try:
             finding = check(subject)
@@ -146,32 +69,6 @@ def report(findings: Sequence[Finding], *, as_json: bool = False) -> str:
         numbers = f"{f.value:8.2g}  {f.bound:8.2g}  {f.control:13.2g}"
         lines.append(f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}  {numbers}" + (f"  {f.note}" if f.note else ""))
     return "\n".join(lines)
-
-
-def _rows(config: OnlineConfig) -> list[Row]:
-    if config.data.dataset:
-        return setup.read_rows(replace(config, evaluation=replace(config.evaluation, eval_prompts=0)), "prompt-only")[0]
-    return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
-
-
-def _subject(config: OnlineConfig) -> Subject:
-    """The model, and completions that it samples with the run's own settings, shortened."""
-    model = setup.load_model(config.model, config.run, None)
-    short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
-    dataset = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(_rows(config))]
-    room = model.max_length - short.max_completion_length
-    prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
-    if len(prompts) < 2:
-        raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
-    params = setup.sampling_params(short, model, [p.row for p in prompts])
-    sampler = samplers.make(config.sampling, model)
-    # lengths of their own, so that padding and packing have something to get wrong
-    groups = []
-    for place, prompt in enumerate(prompts):
-        request = Request(prompt.ids, tuple(range(100 * place, 100 * place + COMPLETIONS)))
-        (completions,) = sampler.sample([request], replace(params, max_tokens=max(2, params.max_tokens - 3 * place)))
-        groups.append([Trajectory(prompt.index, k, prompt.ids, c, 0) for k, c in enumerate(completions)])
-    return Subject(config, model, sampler, params, dataset, prompts, groups)
 
 
 def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
@@ -276,56 +173,6 @@ def _filtered(subject: Subject, prompt: Sequence[int], completion: Sequence[int]
     logits = subject.model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     allowed = filtered(logits / subject.params.temperature, subject.params)
     return torch.log_softmax(allowed, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-
-def _algorithm(config: OnlineConfig) -> PolicyGradient:
-    """The run's own, where it trains on rewards without a critic or a reference; else DAPO without its filters."""
-    algorithm = method(config)
-    usable = isinstance(algorithm, PolicyGradient) and not (algorithm.needs_critic or algorithm.needs_reference)
-    if not usable or not isinstance(algorithm, PolicyGradient) or not algorithm.needs_reward:
-        algorithm = replace(DAPO, name="")
-    return replace(algorithm, psi=group_mean(), keep=(), correction=None)
-
-
-def _micro_batches(subject: Subject) -> Finding:
-    """micro-batches."""
-    algorithm, model = _algorithm(subject.config), subject.model
-    # rewards by length are different within a group and need no reward function
-    scored = [
-        [replace(t, reward=float((7 * k + len(t.completion.ids)) % 5), status="scored") for k, t in enumerate(group)]
-        for group in subject.trajectories
-    ]
-    batch = to_batch(scored).to(model.device)
-    prepared = algorithm.prepare(batch, algorithm.initial_state())
-    optimizer = Optimizer(model.trainable(), subject.config.optim)
-
-    def gradient(budget: int, own_totals: bool = False) -> dict[str, Tensor]:
-        micros = micro_batches(batch, prepared.needs_gradient.cpu(), budget)
-
-        def loss(micro: MicroBatch, totals: Totals) -> Tensor:
-            evaluation = model.evaluate(micro.inputs, temperature=subject.params.temperature, entropy=algorithm.needs_entropy)
-            part = prepared.select(micro.rows.to(batch.mask.device))
-            share = algorithm.loss(part, widened(evaluation, batch.mask.shape[1]), totals, prepared.state)
-            return share.value / (len(micros) if own_totals else 1)
-
-        whole = algorithm.totals(prepared)
-        add_up([optimizer], [partial(loss, m, algorithm.totals(prepared, m.rows) if own_totals else whole) for m in micros])
-        return {name: p.grad.detach().clone() for name, p in model.trainable().items() if p.grad is not None}
-
-    one = gradient(1 << 30)
-    longest = max(len(p) + len(c) for p, c in subject.alone)
-    value = max(_steepest(gradient(budget), one) for budget in (longest, 2 * longest))
-    control = _steepest(gradient(longest, own_totals=True), one)
-    optimizer.clear()
-    return Finding("micro-batches", "gradients of one pass and of many", value, subject.bounds[1], control)
-
-
-def _steepest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The greatest difference of a parameter's gradient, as a share of its norm; a very small one counts by the whole norm."""
-    if a.keys() != b.keys():
-        return float("inf")
-    least = 1e-3 * float(torch.stack([g.double().norm() for g in b.values()]).norm())
-    return max(float((a[n].double() - g.double()).norm() / g.double().norm().clamp(min=least)) for n, g in b.items())
 
 
 @torch.no_grad()

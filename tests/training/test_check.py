@@ -17,10 +17,22 @@ from psigrad.data.templates import CHATML
 from psigrad.errors import UserError
 from psigrad.models import language_model, tiny
 from psigrad.models.language_model import LanguageModel
-from psigrad.recipes import check
+from psigrad.objective import PolicyGradient
+from psigrad.recipes import check, check_gradients
 from psigrad.rollout.embedded import EmbeddedSampler
 
-NAMES = ["data", "end of text", "packing", "shared prompts", "sampling", "micro-batches", "reference", "saving", "adapter"]
+NAMES = [
+    "data",
+    "end of text",
+    "packing",
+    "shared prompts",
+    "sampling",
+    "micro-batches",
+    "processes",
+    "reference",
+    "saving",
+    "adapter",
+]
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +127,18 @@ def deaf_to_stops(monkeypatch):
 
 def own_totals(monkeypatch):
     """Each micro-batch is normalised by its own counts."""
-    original = check.PolicyGradient.loss
+    original = PolicyGradient.loss
     monkeypatch.setattr(
-        check.PolicyGradient,
+        PolicyGradient,
         "loss",
         lambda self, prepared, evaluation, totals, state: original(self, prepared, evaluation, self.totals(prepared), state),
     )
+
+
+def lost_rank(monkeypatch):
+    """What one of several processes found is left out of the sum."""
+    original = check_gradients._sum
+    monkeypatch.setattr(check_gradients, "_sum", lambda parts: original(parts[1:]))
 
 
 def lossy_save(monkeypatch):
@@ -166,7 +184,8 @@ FAULTS = {
     leaking: {"packing"},
     other_log_probs: {"sampling"},
     deaf_to_stops: {"end of text"},
-    own_totals: {"micro-batches"},
+    own_totals: {"micro-batches", "processes"},
+    lost_rank: {"processes"},
     lossy_save: {"saving"},
     sticky_adapter: {"adapter"},
     drifting_reference: {"reference"},
