@@ -158,6 +158,11 @@ class Placement:
     """With a cluster: GPUs of each of them; below 1 they share one."""
     parcel_prompts: Count = 2
     """With a cluster: prompts that go to a process together. Their completions are decoded in one batch."""
+    scorers: CountOrZero = 0
+    """With a cluster: processes on it that run the reward functions, each with `reward_workers` of its own; 0: the trainer's
+    machine runs them."""
+    scorer_cpus: Count = 1
+    """With a cluster: CPU cores of each of those."""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from torch import Tensor
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.models.language_model import LanguageModel
 from psigrad.parallel import sharded
+from psigrad.parallel.fleet import Fleet
 from psigrad.parallel.world import ALONE
 from psigrad.recipes import setup
 from psigrad.rollout import samplers
-from psigrad.rollout.fleet import Fleet, RaySampler
+from psigrad.rollout.ray_sampler import RaySampler, RolloutWorker
 from psigrad.rollout.types import ReplicaSampler, Sampler
 from psigrad.training.journal import Journal
 
@@ -56,7 +57,9 @@ def weights_of(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
 def _fleet(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Journal) -> Iterator[Fleet]:
     placement = config.placement
     fleet = Fleet(
-        partial(sampling_model, config),
+        RolloutWorker,
+        (partial(sampling_model, config), placement.sampler_cpus),
+        name="sampler",
         address=placement.cluster,
         count=placement.samplers,
         cpus=placement.sampler_cpus,

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import Evaluation, Reward
+from psigrad.config import Evaluation, Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
+from psigrad.parallel.fleet import Fleet
 from psigrad.parallel.world import ALONE, World
 from psigrad.recipes import setup
 from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rewards.code import Code
+from psigrad.rewards.pool import unique
 from psigrad.rollout.episodes import Episodes
 from psigrad.sandbox import tier_of_this_machine
 from psigrad.training.evaluator import Evaluator
 from psigrad.training.journal import Journal
+from psigrad.training.ray_scorer import RayScorer, RewardWorker
 from psigrad.training.scoring import Mixture, ModelScorer
 
 
@@ -63,17 +67,13 @@ def judge_for(
             if journal is not None and any(_unsafe(spec.function) for spec in specs):
                 text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
                 journal.tell("unsafe_code", text)
-            made = RewardPool(
-                specs,
-                weights=weights[: len(functions)],
-                timeout=config.reward_timeout,
-                workers=config.reward_workers,
-                memory_gb=config.worker_memory_gb,
-                variables=config.worker_env,
-            )
-            pool = stack.enter_context(made)
-            names += [spec.name for spec in pool.specs]
-            scorers.append(pool)
+            names += [spec.name for spec in unique(specs)]
+            make = partial(_pool, functions, weights[: len(functions)], config)
+            placement: Placement | None = getattr(config, "placement", None)
+            if placement is not None and placement.scorers and journal is not None and journal.world.rank == 0:
+                scorers.append(RayScorer(stack.enter_context(_scorers(placement, make, journal))))
+            else:
+                scorers.append(stack.enter_context(make()))
         scorers += [_reward_model(path, config, tokenizer, names) for path in paths]
         plays = isinstance(config, EpisodeSettings) and bool(config.environment)
         metric = names[0] if len(names) == 1 and not plays else "reward"
@@ -81,6 +81,40 @@ def judge_for(
         if scorers and (len(scorers) > 1 or not functions):
             scorer = Mixture(scorers, [*([1.0] if functions else []), *weights[len(functions) :]])
         yield Judge(scorer, metric, dict(zip(names, weights, strict=True)))
+
+
+def _pool(functions: Sequence[Reward], weights: Sequence[float], config: Scored) -> RewardPool:
+    return RewardPool(
+        [_for_length(resolve(function), function, config.sampling.max_completion_length) for function in functions],
+        weights=weights,
+        timeout=config.reward_timeout,
+        workers=config.reward_workers,
+        memory_gb=config.worker_memory_gb,
+        variables=config.worker_env,
+    )
+
+
+@contextlib.contextmanager
+def _scorers(placement: Placement, make: Callable[[], RewardPool], journal: Journal) -> Iterator[Fleet]:
+    """Processes on the cluster that score."""
+    if not placement.cluster:
+        raise UserError(
+            "placement.scorers runs reward functions on a Ray cluster and none was named; give --cluster, or leave it 0."
+        )
+    fleet = Fleet(
+        RewardWorker,
+        (make,),
+        name="scorer",
+        address=placement.cluster,
+        count=placement.scorers,
+        cpus=placement.scorer_cpus,
+        minutes=placement.timeout_minutes,
+        tell=journal.tell,
+    )
+    try:
+        yield fleet
+    finally:
+        fleet.close()
 
 
 def _unsafe(function: Any) -> bool:

@@ -46,7 +46,10 @@ MAY_CHANGE = frozenset(
         *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
         *("sampling.max_decode_batch", "sampling.vllm_memory"),
         *(f"placement.{name}" for name in ("processes", "strategy", "timeout_minutes", "cluster")),
-        *(f"placement.{name}" for name in ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts")),
+        *(
+            f"placement.{name}"
+            for name in ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "scorers", "scorer_cpus")
+        ),
     )
 )
 # Settings that say how long a run is. `run.extend` lets them grow.

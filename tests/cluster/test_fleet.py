@@ -98,6 +98,18 @@ def samplers(run: subprocess.Popen) -> list[psutil.Process]:
     return [p for p in psutil.Process(run.pid).children(recursive=True) if "RolloutWorker" in " ".join(p.cmdline())]
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_rewards_on_the_cluster_are_those_of_the_trainers_machine(job, whole, tmp_path, lag):
+    run = start(job, tmp_path / "run", lag=lag, steps=30, samplers=1, scorers=1)
+    until(lambda: steps_done(tmp_path / "run") >= 4, run)
+    scorers = [p for p in psutil.Process(run.pid).children(recursive=True) if "RewardWorker" in " ".join(p.cmdline())]
+    assert len(scorers) == 1
+    scorers[0].kill()
+    assert "A scorer was lost" in finish(run)
+    same(tmp_path / "run", whole(lag, 30))
+    assert kinds(tmp_path / "run").count("worker_lost") == 1
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_workers_gives_the_same_run(job, whole, tmp_path, lag, count):
@@ -191,4 +203,4 @@ def test_mistakes_are_one_sentence(job, tmp_path):
     said = finish(start(job, tmp_path / "run", cluster="127.0.0.1:1"), status=1)
     assert "There is no Ray cluster at '127.0.0.1:1'" in said
     said = finish(start(job, tmp_path / "two", sampler_gpus=1.0, timeout_minutes=0.1), status=1)
-    assert "each wants 1 CPU and 1 GPU" in said and "sampler_gpus" in said
+    assert "each wants 1 CPU and 1 GPU" in said and "less of them in placement" in said

@@ -1,0 +1,274 @@
+"""Workers on a Ray cluster that take jobs, and take them again when one is lost.
+
+What comes of a job depends on the job alone: not on the worker, nor on how many there are. So a lost worker's jobs go to others,
+and the first answer counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psigrad.errors import UserError, reason_of
+
+# Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
+PATIENCE, TIMES = 60.0, 5.0
+# Workers in a row that may fail to start.
+STARTS = 6
+Tell = Callable[..., None]
+Job = Callable[[Any], Any]
+"""Asks a worker, an actor of Ray; the reference to its answer."""
+
+
+@dataclass
+class _Worker:
+    """A worker as the driver sees it."""
+
+    actor: Any
+    starting: Any
+    work: Any = None
+    """The answer that it owes."""
+    job: int = -1
+    turn: int = -1
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def idle(self) -> bool:
+        return self.starting is None and self.work is None
+
+
+class Fleet:
+    """The workers on a cluster, as many as `count` says, and more or fewer as machines come and go.
+
+    `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there. `name` is
+    what people call them.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        arguments: Sequence[Any],
+        *,
+        name: str,
+        address: str,
+        count: int,
+        cpus: int,
+        gpus: float = 0.0,
+        minutes: float,
+        tell: Tell,
+    ) -> None:
+        self.ray = _connected(address)
+        self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
+        self._minutes, self._tell = minutes, tell
+        self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(kind)
+        self._workers: list[_Worker] = []
+        self._closed, self._turn, self._failed = False, 0, 0
+        self._seconds: deque[float] = deque(maxlen=64)
+        self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
+        """Jobs issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
+
+    def close(self) -> None:
+        """Let go of the workers."""
+        self._closed = True
+        for worker in self._workers:
+            with contextlib.suppress(Exception):
+                self.ray.kill(worker.actor)
+        self._workers.clear()
+
+    def begin(self) -> Turn:
+        """Jobs of a new turn; those of one before it are given up."""
+        self._turn += 1
+        return Turn(self)
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Any]]:
+        """(place, answer) of each job as it is done."""
+        turn = self.begin()
+        for job in jobs:
+            turn.add(job)
+        while turn.pending:
+            yield from turn.answers(1.0)
+
+    def _advance(self, turn: Turn, seconds: float) -> list[tuple[int, Any]]:
+        """Give out jobs, and what has come in within so many seconds."""
+        if self._closed:
+            raise UserError(f"The {self._name}s were closed while they were at work.")
+        self._tend(turn.done)
+        for worker in [w for w in self._workers if w.idle]:
+            job = turn.waiting.popleft() if turn.waiting else self._late(turn.done)
+            if job is None:
+                break
+            self._issue(worker, job, turn)
+        if any(w.starting is None for w in self._workers):
+            turn.idle_since = time.monotonic()
+        elif time.monotonic() - turn.idle_since > 60 * self._minutes:
+            raise UserError(self._why_none())
+        return list(self._answers(turn, seconds))
+
+    def _issue(self, worker: _Worker, job: int, turn: Turn) -> None:
+        self.entries["issued"] += 1
+        worker.work = turn.jobs[job](worker.actor)
+        worker.job, worker.turn, worker.since = job, self._turn, time.monotonic()
+
+    def _answers(self, turn: Turn, seconds: float) -> Iterator[tuple[int, Any]]:
+        owed = {ref: w for w in self._workers for ref in (w.starting, w.work) if ref is not None}
+        if not owed:
+            time.sleep(min(seconds, 0.2))
+            return
+        ready, _ = self.ray.wait(list(owed), num_returns=1 if seconds else len(owed), timeout=seconds)
+        for ref in ready:
+            worker = owed[ref]
+            try:
+                answer = self.ray.get(ref)
+            except self.ray.exceptions.RayTaskError as error:
+                raise UserError(f"A {self._name} failed on the cluster ({reason_of(error.cause or error)}).") from error
+            except self.ray.exceptions.RayError as error:
+                self._lose(worker, error, turn)
+                continue
+            if ref is worker.starting:
+                worker.starting, self._failed = None, 0
+                self._tell("worker_joined", f"A {self._name} has joined; there are {self._here()}.", workers=self._here())
+                continue
+            job, worker.work = worker.job, None
+            self._seconds.append(time.monotonic() - worker.since)
+            if worker.turn != self._turn or job in turn.done:
+                self.entries["twice"] += 1
+                continue
+            turn.done.add(job)
+            yield job, answer
+
+    def _here(self) -> int:
+        return sum(w.starting is None for w in self._workers)
+
+    def _lose(self, worker: _Worker, error: Exception, turn: Turn) -> None:
+        self._workers.remove(worker)
+        with contextlib.suppress(Exception):
+            self.ray.kill(worker.actor)
+        if worker.starting is not None:
+            self._failed += 1
+            if self._failed >= STARTS:
+                reason = " ".join(str(error).split())[-600:]
+                raise UserError(f"{self._failed} {self._name}s in a row could not start on the cluster: {reason}") from error
+        self.entries["lost"] += 1
+        at_work = worker.work is not None and worker.turn == self._turn and worker.job not in turn.done
+        if at_work and not any(w.job == worker.job and w.work is not None for w in self._workers):
+            self.entries["again"] += 1
+            turn.waiting.appendleft(worker.job)
+        reason = type(error).__name__
+        self._tell("worker_lost", f"A {self._name} was lost ({reason}); its work goes to another.", reason=reason)
+
+    def _late(self, done: set[int]) -> int | None:
+        """A job that is overdue and only one worker has."""
+        limit = max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
+        now = time.monotonic()
+        working = [w for w in self._workers if w.work is not None and w.turn == self._turn and w.job not in done]
+        shared = {p for p, n in _counts(w.job for w in working).items() if n > 1}
+        late = [w for w in working if now - w.since > limit and w.job not in shared]
+        if not late:
+            return None
+        oldest = min(late, key=lambda w: w.since)
+        self.entries["again"] += 1
+        waited = now - oldest.since
+        self._tell(
+            "worker_late", f"A {self._name} has not answered for {waited:.0f} s; another does its work too.", seconds=waited
+        )
+        return oldest.job
+
+    def _tend(self, done: set[int]) -> None:
+        """Start workers that are wanted; end those that owe an old answer for too long."""
+        limit = 3 * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
+        for worker in [w for w in self._workers if w.work is not None and time.monotonic() - w.since > limit]:
+            if worker.turn != self._turn or worker.job in done:
+                self._workers.remove(worker)
+                self.entries["lost"] += 1
+                self.ray.kill(worker.actor)
+                self._tell("worker_lost", f"A {self._name} that no longer answers was ended.", reason="no answer")
+        for _ in range(len(self._workers), max(1, self._count or self._room())):
+            actor = self._remote.remote(*self._arguments)
+            self._workers.append(_Worker(actor, actor.ready.remote()))
+
+    def _room(self) -> int:
+        """How many workers the cluster of now has room for."""
+        resources = self.ray.cluster_resources()
+        if self._gpus:
+            return int(resources.get("GPU", 0) / self._gpus)
+        return int(resources.get("CPU", 0) / self._cpus)
+
+    def _why_none(self) -> str:
+        has = {name: amount for name, amount in self.ray.cluster_resources().items() if name in ("CPU", "GPU")}
+        return (
+            f"No {self._name} could start for {self._minutes:g} minutes: each wants {self._cpus} CPU and {self._gpus:g} GPU, and "
+            f"the cluster has {has}. Add machines, or ask for less of them in placement."
+        )
+
+
+class Turn:
+    """Jobs that belong together, added one by one."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.jobs: list[Job] = []
+        self.waiting, self.done, self.idle_since = deque[int](), set[int](), time.monotonic()
+
+    def add(self, job: Job) -> None:
+        """One more; its place is how many there were."""
+        self.waiting.append(len(self.jobs))
+        self.jobs.append(job)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an answer is still to come."""
+        return len(self.done) < len(self.jobs)
+
+    def answers(self, seconds: float) -> list[tuple[int, Any]]:
+        """(place, answer) of what has come in, waiting for so many seconds at most."""
+        return self._fleet._advance(self, seconds) if self.pending else []
+
+
+def _counts(jobs: Iterator[int]) -> dict[int, int]:
+    return {job: len(list(group)) for job, group in itertools.groupby(sorted(jobs))}
+
+
+def _connected(address: str) -> Any:
+    """Ray, connected to the cluster at `address`, or with "auto" to the one that is there, or to one of this machine alone."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError("placement.cluster needs Ray, which is not installed: pip install 'psigrad[cluster]'.") from error
+    if ray.is_initialized():
+        return ray
+    _knock(address)
+    passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_NATIVE")
+    variables = {name: os.environ[name] for name in passed if name in os.environ}
+    settings: dict[str, Any] = {
+        "runtime_env": {"env_vars": {**variables, "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}},
+        "logging_level": "ERROR",
+        "log_to_driver": True,
+    }
+    try:
+        ray.init(address=address, **settings)
+    except ConnectionError as error:
+        if address != "auto":
+            raise UserError(
+                f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`."
+            ) from error
+        ray.init(include_dashboard=False, **settings)
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Ray itself asks for minutes whether anybody is at an address."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if address == "auto" or not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+    except OSError as error:
+        raise UserError(f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`.") from error
