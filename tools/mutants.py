@@ -70,7 +70,15 @@ TESTS = (
 # Seconds of tests that a mutant is worth, the quickest first: one that only a slower test would notice is a survivor.
 PATIENCE = 40.0
 # Tests of what a file says when it is imported: the constants of the methods.
-ABOUT = ("tests.surface.test_docs.", "tests.objective.test_catalog.", "tests.objective.test_enumerated")
+ABOUT = (
+    *(
+        "tests.surface.test_docs.",
+        "tests.surface.test_immutable.",
+        "tests.objective.test_bounds.",
+        "tests.objective.test_catalog.",
+    ),
+    "tests.objective.test_enumerated",
+)
 SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")
 
 

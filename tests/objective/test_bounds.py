@@ -12,6 +12,7 @@ from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.objective import Batch, PolicyOutputs, Totals, ratio, stats
 from psigrad.objective.advantage import gae, k_step
 from psigrad.objective.catalog import GRPO, METHODS, PPO
+from psigrad.objective.correction import divergence_rejection
 from psigrad.objective.critic import value_loss
 from psigrad.objective.entropy import bonus
 from psigrad.objective.explain import explain
@@ -120,6 +121,13 @@ def test_a_group_without_steps_has_no_advantage():
     assert torch.equal(length_weighted_mean(batch), torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize(("gap", "kept"), [(0.1, True), (0.16, False)])
+def test_a_sequence_of_one_step_is_judged_by_that_step(gap, kept):
+    """exp(gap) − 1 − gap is 0.005 and 0.014, on either side of the limit."""
+    batch = rows([[1]], logp_old=[[-1.0]], logp_sampler=torch.tensor([[-1.0 - gap]]))
+    assert bool(divergence_rejection(limit=0.01)(batch)[0, 0]) is kept
+
+
 def test_no_steps_have_moved_nowhere():
     nothing = torch.zeros(1, 2)
     assert measured_kl(nothing, nothing, torch.zeros(1, 2, dtype=torch.bool)) == 0.0
@@ -163,7 +171,7 @@ def test_closed_slopes_need_rows_that_are_all_kept():
 
 
 @pytest.mark.parametrize("moved", [-0.3, -0.05, 0.05, 0.3])
-@pytest.mark.parametrize("target", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("target", [-1.0, -0.24, 0.0, 0.24, 1.0])
 def test_the_slope_of_a_clipped_critic_is_that_of_autograd(moved, target):
     method = replace(PPO, critic=value_loss(0.5, 0.2), kl=None)
     batch = rows([[1]], reward=[[target]], value=torch.tensor([[0.0]]))
