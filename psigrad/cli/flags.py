@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from psigrad.cli.other_names import ours
 from psigrad.config import PlanConfig
 from psigrad.config.load import load, read_file, read_value
 from psigrad.config.methods import declaration
@@ -40,7 +41,8 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     parser = _parser(cls, command)
     # taken out first: a flag with several values would swallow an override that follows it
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
-    known, rest = parser.parse_known_args([text for text in arguments if not _OVERRIDE.match(text)])
+    flags = ours([text for text in arguments if not _OVERRIDE.match(text)], _options(parser))
+    known, rest = parser.parse_known_args(flags)
     _refuse(rest, parser, "an override like optim.learning_rate=1e-5")
     given = vars(known)
     config = given.pop("config")
@@ -140,10 +142,14 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str) -> None:
     """A `UserError` for the first argument that the parser did not know."""
     for text in rest:
         if text.startswith("-"):
-            flags = [option for action in parser._actions for option in action.option_strings]
             flag = text.split("=")[0]
-            raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{nearest(flag, flags) or '.'}")
+            hint = nearest(flag, _options(parser)) or "."
+            raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{hint}")
         raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists what there is.")
+
+
+def _options(parser: _Parser) -> list[str]:
+    return [option for action in parser._actions for option in action.option_strings]
 
 
 def _typed(value: Any, hint: Any) -> Any:

@@ -53,7 +53,7 @@ class Data:
     """Where the rows come from."""
 
     dataset: str | Any = ""
-    """JSONL, JSON or Parquet file, folder of them, or hub name, in one of TRL's dataset forms; from Python also rows."""
+    """JSONL, JSON, Parquet or CSV file, folder of them, or hub name, in one of TRL's dataset forms; from Python also rows."""
     split: str = "train"
     """Split to train on, for hub datasets."""
     eval_dataset: str | Any = ""

@@ -10,9 +10,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from psigrad.data import csv_rows
 from psigrad.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, show, validate
 from psigrad.errors import UserError, nearest
 
@@ -44,7 +46,7 @@ class LoadedRows:
 
 
 def load(dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop") -> LoadedRows:
-    """The rows of a JSONL, JSON or Parquet file, a folder of them, a folder of `Dataset.save_to_disk`, or a hub dataset.
+    """The rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
     In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split`
     are read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main".
@@ -107,7 +109,7 @@ def _records(dataset: str, split: str) -> _Records:
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"The dataset {show(dataset)} can't be a path ({error}); give a file, a folder or a hub name.") from None
     if not dataset.strip():
-        raise UserError("The dataset name is empty; give a JSONL, JSON or Parquet file, a folder of them, or a hub name.")
+        raise UserError("The dataset name is empty; give a JSONL, JSON, Parquet or CSV file, a folder of them, or a hub name.")
     if is_folder:
         return _folder(path, split)
     if exists:
@@ -354,9 +356,17 @@ def _cells(batch: Any, i: int, source: str) -> _Raw | BadRow:
     return _Raw(source, raw)
 
 
+def _separated(delimiter: str, path: Path, name: str) -> _Records:
+    for line, row in csv_rows.read(path, delimiter):
+        source = f"{name}:{line}"
+        yield BadRow(source, "", row) if isinstance(row, str) else _Raw(source, row)
+
+
 _READERS: dict[str, Callable[[Path, str], _Records]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,
     ".parquet": _parquet,
+    ".csv": partial(_separated, ","),
+    ".tsv": partial(_separated, "\t"),
 }

@@ -27,7 +27,7 @@ from psigrad.config import (
 from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError, nearest, reason_of
 from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
 from psigrad.models.language_model import LanguageModel
@@ -57,6 +57,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 def located(settings: Model) -> str:
     """Where to load the model from: its path, or the folder that a hub model's `revision` was downloaded to."""
+    _check_path(settings.path)
     if not settings.revision:
         return settings.path
     if Path(settings.path).is_dir():
@@ -70,6 +71,16 @@ def located(settings: Model) -> str:
             f"The revision {settings.revision!r} of {settings.path!r} could not be downloaded ({reason_of(error)}); give a "
             "branch, tag or commit of a hub model."
         ) from error
+
+
+def _check_path(text: str) -> None:
+    """Refuse a folder that is not there before the hub is asked for a model of that name."""
+    path = Path(text).expanduser()
+    local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
+    if local and not path.exists():
+        around = path.parent
+        hint = nearest(path.name, [x.name for x in around.iterdir()]) if around.is_dir() else ""
+        raise UserError(f"There is no folder {text!r}{hint}; give the folder of a model, or a hub name such as org/name.")
 
 
 def load_model(settings: Model, run: Run, found: Path | None, world: World = ALONE, value_head: bool = False) -> LanguageModel:
