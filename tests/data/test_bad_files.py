@@ -86,7 +86,7 @@ JSONL = [
     Case("empty file", "my.jsonl", b"", ("my.jsonl", "no rows")),
     Case("blank lines only", "my.jsonl", b"\n \n\r\n", ("my.jsonl", "no rows")),
     Case("bom only", "my.jsonl", b"\xef\xbb\xbf", ("my.jsonl", "no rows")),
-    Case("unknown suffix", "my.txt", b"prompt\na\n", ("my.csv", ".jsonl", "convert")),
+    Case("unknown suffix", "my.txt", b"prompt\na\n", ("my.txt", ".jsonl", "convert")),
     Case("old mac line ends", "my.jsonl", f"{GOOD}\r{GOOD}".encode(), ("my.jsonl:1:30", "Extra data")),
 ]
 FORMS = [
