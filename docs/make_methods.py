@@ -116,6 +116,24 @@ IDEAS = {
         "Use it to bound how far each batch moves the policy by a number with a unit (nats per token).",
         "TRL never had it.",
     ),
+    "vc_ppo": (
+        "VC-PPO",
+        "PPO for long completions. With λ below 1 the reward at the end of a long completion hardly reaches its first tokens; with λ of 1 "
+        "the policy's gradient is noisy. So the critic learns from whole returns (λ = 1) and the policy from λ = 0.95. The critic learns "
+        "alone for some steps first (`--critic-warmup-steps`): a critic that knows nothing yet would mislead the policy.",
+        "Use it in the place of PPO when completions are long. Give the critic a warm-up: the paper pretrains it until its error is flat.",
+        "TRL has no such trainer; verl has the warm-up of the critic (trainer.critic_warmup).",
+    ),
+    "vapo": (
+        "VAPO",
+        "VC-PPO with three more parts. λ grows with the length of the completion, so that the reward arrives in short and in long ones. "
+        "The upper clip is higher than the lower, as in DAPO. The right answers of a batch are imitated besides, with a small weight: what "
+        "was found once is not lost again.",
+        "Use it with a critic and several completions per prompt, on tasks whose answers are right or wrong. A right answer has a reward of "
+        "at least 1; set `algorithm.surrogate.right` for another scale. The paper samples 16 completions per prompt and warms the critic up "
+        "for 50 steps.",
+        "TRL has no such trainer.",
+    ),
     "reinforce_pp_baseline": (
         "REINFORCE++ with the group's mean",
         "Each completion is compared with the mean of its group, without a division by the group's deviation; then the advantages are whitened "
@@ -513,6 +531,7 @@ def measure(model: str, data: str, runs: str) -> None:
             num_generations=8,
             max_completion_length=12,
             **({"reference": f"{runs}/opo/model"} if name == "distill" else {}),
+            **({"critic_warmup_steps": 20} if name in ("vc_ppo", "vapo") else {}),
             eval_prompts=400,
             eval_steps=20,
             report=False,

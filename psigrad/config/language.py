@@ -140,6 +140,8 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     policy."""
     critic_learning_rate: PositiveOrZero = 0.0
     """Peak learning rate of a critic of its own; 0: the policy's."""
+    critic_warmup_steps: CountOrZero = 0
+    """Steps at the start in which a critic of its own learns and the policy stays as it is."""
     missing_eos_penalty: PositiveOrZero = 0.0
     """Taken from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1

@@ -14,6 +14,7 @@ from psigrad.objective.advantage import (
     gae,
     group_mean,
     leave_one_out,
+    length_gae,
     moving_average,
     no_reward,
     ones,
@@ -36,7 +37,7 @@ from psigrad.objective.method import Catalog
 from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.policy_gradient import PolicyGradient
 from psigrad.objective.surrogate import clip, score, truncated_weight
-from psigrad.objective.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip
+from psigrad.objective.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip, with_imitation
 
 METHODS: Catalog[PolicyGradient] = Catalog()
 
@@ -128,6 +129,22 @@ PPO_PENALTY = METHODS.declare(
     replace(PPO, surrogate=kl_penalty(1.0, 0.01)),
     num_iterations=4,
     num_generations=1,
+)
+
+# PPO for long chains of thought: the critic learns from whole returns, the policy from a smaller λ. The paper pretrains its
+# critic on completions of the starting policy: critic_warmup_steps.
+VC_PPO = METHODS.declare(
+    "vc_ppo",
+    "PPO with one λ for the policy and another for the critic",
+    replace(PPO, psi=whitened(gae(1.0, 0.95)), kl=None, critic=value_loss(0.1, 0.2, gae(1.0, 1.0))),
+    num_iterations=4,
+    num_generations=1,
+)
+VAPO = METHODS.declare(
+    "vapo",
+    "VC-PPO with a λ by length, clip-higher and imitation of right answers",
+    replace(VC_PPO, psi=whitened(length_gae(0.05)), surrogate=with_imitation(clip(0.2, 0.28), 0.1)),
+    num_iterations=4,
 )
 
 # The variant that its authors recommend with groups: the mean of the group, then whitening over the batch, KL by k2 in the loss.

@@ -174,7 +174,7 @@ class PolicyGradient:
         if self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive):
             updated = self.kl.coefficient.updated(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
             new_state[kls.STATE_KEY] = updated
-        felt = advantage != 0 if marks is None else (advantage != 0) | marks
+        felt = advantage != 0 if marks is None else (advantage != 0) | (marks != 0)
         felt = felt if counts is None else felt & counts
         needs_gradient = keep if self._always_has_gradient() else keep & felt.any(1)
         returns = self._returns(shaped, advantage)

@@ -32,7 +32,7 @@ class Prepared:
     counts: Tensor | None = None
     """[N, T] bool: steps whose surrogate counts, where a filter leaves some out; None: all steps of the kept rows."""
     marks: Tensor | None = None
-    """[N, T] bool: the steps that a surrogate with "marks" in its `needs` has chosen."""
+    """[N, T]: the steps that a surrogate with "marks" in its `needs` has chosen, as True or as a weight above 0."""
 
     @cached_property
     def whole(self) -> bool:

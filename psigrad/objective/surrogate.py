@@ -140,6 +140,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
     """Which steps [N,T] lost their gradient (or were truncated), under TRL's metric names."""
+    surrogate = getattr(surrogate, "surrogate", surrogate)  # the one within
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
         low = (ratio < 1 - surrogate.low) & (advantage < 0)

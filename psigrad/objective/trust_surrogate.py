@@ -1,7 +1,7 @@
 """More of the surrogate slot: other ways than the clip to hold a policy near the one that collected.
 
 A surrogate with "mask" in its `needs` is called with the mask [N, T] too: it reads whole sequences. One with "marks" chooses
-steps once, among those of the whole collected batch (its method `marks`), and is called with them.
+steps once, among those of the whole collected batch (its method `marks`: True or a weight above 0), and is called with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.ratio import exp_ratio
 from psigrad.objective.surrogate import SEQUENCES, RatioSurrogate, SilentSurrogate, clip
 
-__all__ = ["covariance_penalty", "divergence_mask", "geometric_clip", "off_policy_mask", "soft_clip"]
+__all__ = ["covariance_penalty", "divergence_mask", "geometric_clip", "off_policy_mask", "soft_clip", "with_imitation"]
 
 
 @dataclass(frozen=True)
@@ -178,3 +178,50 @@ class covariance_penalty(SilentSurrogate):
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor) -> Tensor:
         """[N, T] loss of each step."""
         return -exp_ratio(log_ratio) * advantage + torch.where(marks, self.coefficient * log_ratio.abs(), 0.0)
+
+
+@dataclass(frozen=True)
+class with_imitation:
+    """Another surrogate, with the cross-entropy of the batch's right answers beside it: what was found once is not lost again.
+
+    Formula: L_t = L'_t − coefficient · [R_i ≥ right] · (S / S⁺) · log π(a_t|s_t)
+             S all steps of the batch, S⁺ those of right answers
+
+    With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
+    R_i is the batch's metric where it has one, else the sum of the rewards.
+
+    Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.3 (positive-example LM loss).
+    """
+
+    surrogate: Callable[..., Tensor] = field(default_factory=clip)
+    """L': what the policy learns by."""
+    coefficient: float = 0.1
+    """Weight of the cross-entropy; the paper's μ."""
+    right: float = 1.0
+    """Least metric of a right answer."""
+
+    def __post_init__(self) -> None:
+        if self.coefficient <= 0:
+            raise ValueError(
+                f"with_imitation has coefficient={self.coefficient}; expected more than 0; else use the surrogate alone."
+            )
+        if "marks" in getattr(self.surrogate, "needs", ()):
+            raise ValueError(
+                f"with_imitation got {type(self.surrogate).__name__}, which chooses steps itself; expected another one, "
+                "such as clip."
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The steps of right answers, and what the other surrogate needs."""
+        return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
+
+    def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
+        """[N, T]: S / S⁺ on the steps of right answers, 0 elsewhere."""
+        metric_N = batch.sequence_reward if batch.metric is None else batch.metric
+        steps = (batch.mask & (metric_N >= self.right)[:, None]).to(batch.reward.dtype)
+        return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor, **given: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp

@@ -207,7 +207,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
 
 
 def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    asked = config.critic or config.critic_shared or config.critic_learning_rate
+    asked = config.critic or config.critic_shared or config.critic_learning_rate or config.critic_warmup_steps
     if asked and not algorithm.needs_critic:
         raise UserError(
             f"The settings configure a critic, but {algorithm.name or 'the algorithm'} has none; remove these settings."
@@ -216,6 +216,11 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         raise UserError(
             "critic_shared puts the critic on the policy's own backbone, so it has no model (critic) or critic_learning_rate of "
             "its own; take them out or set critic_shared to false."
+        )
+    if config.critic_shared and config.critic_warmup_steps:
+        raise UserError(
+            "critic_warmup_steps lets the critic learn before the policy moves, and with critic_shared the two are one model; "
+            "take one of them out."
         )
     surrogate = algorithm.surrogate if isinstance(algorithm, PolicyGradient) else None
     adapts = isinstance(surrogate, kl_penalty) and surrogate.target is not None

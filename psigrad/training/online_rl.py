@@ -59,7 +59,8 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 def step(run: Online, state: State) -> tuple[State, str]:
     """One step: from `state` to the next, with what the progress bar shows."""
     number, clock, config = state.step + 1, run.journal.clock(), run.config
-    lr = learning_rate(config.optim, state.step, run.total_steps)
+    warms_up = state.step < config.critic_warmup_steps  # then only the critic learns
+    lr = 0.0 if warms_up else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
     collected, pending = upcoming(run, state, clock, cache)
     outcome = Outcome({}, state.algorithm)
@@ -134,6 +135,7 @@ def learn(
     tally = Tally(world=run.world)
     batch = with_old_values(run, algorithm, batch, state.step, tally, cache)
     prepared = algorithm.prepare(batch, state.algorithm)  # the advantages
+    warms_up = state.step < config.critic_warmup_steps
     optimizers = [(run.optimizer, lr)]
     if run.critic is not None:  # it follows the same schedule from a peak of its own
         own = replace(config.optim, learning_rate=run.critic.learning_rate)
@@ -149,7 +151,8 @@ def learn(
             tally.steps += 1
             totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
             micros = mine(run.world, micro_batches(batch, wanted, config.micro_batch_tokens, run.world.size))
-            tally.stepped(step_together(optimizers, losses(run, algorithm, prepared, micros, totals, tally, seen, cache)))
+            made = losses(run, algorithm, prepared, micros, totals, tally, seen, cache, warms_up)
+            tally.stepped(step_together(optimizers, made))
     check_gap(run, tally.joined().mean_gap, state.step + 1)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
@@ -209,9 +212,10 @@ def losses(
     tally: Tally,
     seen: TokenFigures,
     cache: ActivationCache | None,
+    warms_up: bool = False,
 ) -> Iterator[Callable[[], Tensor]]:
-    """The losses of one optimiser step, a function per forward pass: those of the policy, then, without its activations beside
-    them, a critic's of its own. A pass with weight 0 is only made because others make one.
+    """The losses of one optimiser step, a function per pass: those of the policy, unless only the critic `warms_up`; then,
+    without its activations beside them, a critic's of its own. A pass with weight 0 is only made because others make one.
     """
     device, width = prepared.batch.mask.device, prepared.batch.mask.shape[1]
 
@@ -241,7 +245,7 @@ def losses(
         part, found = prepared.select(micro.rows.to(device)), wide(critic.model.values(micro.inputs), width)
         return tally.add(algorithm.critic_loss(part, found, totals)) if weight else 0.0 * found.sum()
 
-    for micro, weight in micros:
+    for micro, weight in () if warms_up else micros:
         yield partial(policy, micro, weight)
     if run.critic is not None:
         if cache is not None:

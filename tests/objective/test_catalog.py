@@ -59,7 +59,7 @@ def test_presets_hold_the_values_of_their_papers() -> None:
 
 
 def test_every_name_resolves_to_its_preset() -> None:
-    assert len(PRESETS) == 27
+    assert len(PRESETS) == 29
     assert all(resolve(name).name == name for name in PRESETS)
     assert resolve(presets.GRPO) is presets.GRPO and resolve({"preset": "grpo"}) == presets.GRPO
 

@@ -11,11 +11,13 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyOutputs, terminal
+from psigrad.objective.aggregate import token_mean
 from psigrad.objective.group_advantage import decoupled_group_mean, process_group_mean
 from psigrad.objective.keep import clip_covariance, not_truncated, top_entropy
 from psigrad.objective.kl import KL
 from psigrad.objective.stats import scrambled
-from psigrad.objective.trust_surrogate import covariance_penalty
+from psigrad.objective.surrogate import clip
+from psigrad.objective.trust_surrogate import covariance_penalty, with_imitation
 
 
 def rows(seed: int = 0, n: int = 4, t: int = 6) -> Batch:
@@ -139,6 +141,21 @@ def test_the_penalty_is_on_the_steps_of_greatest_covariance_wherever_the_micro_b
     assert with_it - without == pytest.approx(2.0 * 0.05 * count / int(batch.mask.sum()), rel=1e-4)
 
 
+def test_right_answers_are_imitated_by_the_mean_of_their_steps_wherever_the_micro_batches_end():
+    batch = replace(rows(n=8, t=12), metric=torch.tensor([1.0, 0.9, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0]))
+    method = replace(resolve("grpo"), kl=None, aggregate=token_mean, surrogate=with_imitation(clip(), 0.3))
+    prepared, alone = method.prepare(batch, {}), replace(method, surrogate=clip())
+    moved = batch.logp_old - 0.05
+    total = method.totals(prepared)
+    parts = [method.loss(prepared.select(slice(i, i + 3)), PolicyOutputs(moved[i : i + 3]), total, {}).value for i in (0, 3, 6)]
+    right = batch.mask & torch.tensor([1, 0, 1, 0, 0, 1, 0, 0]).bool()[:, None]
+    without = alone.loss(alone.prepare(batch, {}), PolicyOutputs(moved), total, {}).value
+    assert float(sum(parts) - without) == pytest.approx(-0.3 * float(moved[right].mean()), rel=1e-4)
+    assert bool(prepared.needs_gradient[5]), "a right answer teaches, whatever its advantage"
+    nothing = method.prepare(replace(batch, metric=torch.zeros(8)), {})
+    assert not nothing.marks.any()
+
+
 def test_rewards_of_other_kinds_are_standardised_apart():
     """(1, 0) and (0, 1) add up to the same, yet the rarer one is worth more."""
     parts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
@@ -192,6 +209,8 @@ def test_rewards_of_steps_are_standardised_over_the_group_and_summed_from_behind
         (clip_covariance, {"low": 5.0}, "low < high"),
         (clip_covariance, {"share": 1.0}, "0 < share < 1"),
         (covariance_penalty, {"coefficient": 0.0}, "coefficient"),
+        (with_imitation, {"coefficient": 0.0}, "expected more than 0"),
+        (with_imitation, {"surrogate": covariance_penalty()}, "chooses steps itself"),
         (KL, {"estimator": "exact_js", "mixture": 1.0}, "the ends are exact_forward and exact"),
         (KL, {"where": "reward", "estimator": "exact_forward"}, "only the value of k1, k2 or k3"),
     ],

@@ -21,7 +21,7 @@ from psigrad.objective.kl import KL
 from psigrad.objective.penalty import kl_penalty
 from psigrad.objective.ratio import token
 from psigrad.objective.surrogate import clip, dual_clip, unclipped
-from psigrad.objective.trust_surrogate import covariance_penalty
+from psigrad.objective.trust_surrogate import covariance_penalty, with_imitation
 
 GRPO = resolve("grpo")
 PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")
@@ -35,6 +35,7 @@ METHODS = {name: resolve(name) for name in PRESETS} | {
     "top entropy": resolve("top_entropy"),
     "clipped covariance": replace(resolve("clip_cov"), keep=(clip_covariance(0.1, 0.0, 5.0),)),
     "penalised covariance": replace(resolve("kl_cov"), surrogate=covariance_penalty(0.2)),
+    "imitation": replace(resolve("vapo"), surrogate=with_imitation(clip(), 0.3, right=0.2)),
     "parts": resolve("gdpo"),
     "process": resolve("process_grpo"),
 }  # fmt: skip

@@ -93,6 +93,21 @@ def test_the_loss_that_is_shown_is_that_of_both(tokenizer, tmp_path):
     assert shown["value_loss"] > 0 and shown["loss"] == pytest.approx(expected, abs=1e-6)
 
 
+def test_while_the_critic_warms_up_the_policy_stays(tokenizer, tmp_path):
+    run = with_critic(tokenizer, tmp_path, critic_warmup_steps=1)
+    before = [{n: p.detach().clone() for n, p in m.trainable().items()} for m in (run.model, run.critic.model)]
+    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    moved = [
+        {n for n, p in m.trainable().items() if not torch.equal(p, b[n])}
+        for m, b in zip((run.model, run.critic.model), before, strict=True)
+    ]
+    assert not moved[0] and moved[1]
+    shown = run.journal.rows[0]
+    assert shown["learning_rate"] == 0.0 and shown["value_loss"] > 0 and "policy_loss" not in shown
+    training.step(run, state)
+    assert any(not torch.equal(p, before[0][n]) for n, p in run.model.trainable().items()), "one step later it learns"
+
+
 def test_no_activations_of_policy_and_critic_lie_side_by_side(tokenizer, tmp_path, monkeypatch):
     events, held, caches = [], {"policy": set(), "critic": set()}, [None]
     run = with_critic(tokenizer, tmp_path, micro_batch_tokens=40)
@@ -208,6 +223,8 @@ def test_a_reward_model_and_a_reward_function_are_mixed_by_weight(job, tmp_path)
     [
         ({"algorithm": "grpo", "critic_shared": True}, "has none"),
         ({"critic_shared": True, "critic": "x"}, "take them out"),
+        ({"critic_shared": True, "critic_warmup_steps": 2}, "the two are one model"),
+        ({"algorithm": "grpo", "critic_warmup_steps": 2}, "has none"),
         ({"algorithm": "ppo_penalty", "num_iterations": 1, "num_minibatches": 1}, "above 1"),
         ({"reward_weights": (1.0, 2.0)}, "2 reward_weights for 1"),
         ({"reward": (), "reward_model": ()}, "No reward"),
