@@ -103,21 +103,79 @@ class LagSettings:
 
 
 @dataclass(frozen=True)
+class TrialSettings:
+    """Runs of a small language model: how many, how long, and where the figures go."""
+
+    seeds: int = 8
+    """Runs of each arm; intervals are over them."""
+    steps: int = 100
+    """Steps of each run."""
+    prompts: int = 16
+    """Prompts of a step."""
+    generations: int = 8
+    """Completions of each prompt."""
+    learning_rate: float = 1e-3
+    """Of all runs, unless it is tuned."""
+    words: int = 8000
+    """Words to train on."""
+    held_out: int = 400
+    """Held-out words that accuracy is measured on."""
+    sft_steps: int = 800
+    """Steps of supervised fine-tuning that made the model that all runs start from."""
+    processes: int = 2
+    """Runs at a time, each on one core."""
+    progress: bool = True
+    """Show a bar."""
+    out: str = "runs/experiments"
+    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
+
+
+@dataclass(frozen=True)
+class MethodsSettings(TrialSettings):
+    """As other trials; the learning rate of each method is tuned."""
+
+    rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
+    """Learning rates that each method tries on a seed of its own; the one with the greatest area under its curve is taken."""
+    level: float = 0.75
+    """Accuracy that `samples to reach it` are counted for."""
+
+
+@dataclass(frozen=True)
+class LambdaSettings(TrialSettings):
+    """As other trials, and steps on CartPole."""
+
+    timesteps: int = 30_000
+    """Steps of CartPole."""
+
+
+@dataclass(frozen=True)
+class SpaceSettings(TrialSettings):
+    """As other trials; a model of your own may be looked at too."""
+
+    model: str = ""
+    """Folder or hub name of another model."""
+    dataset: str = ""
+    """Prompts for it: a JSONL file with the column prompt."""
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """One experiment: its name, what it shows, and its settings with their defaults."""
+    """One experiment: its name, what it shows, its settings with their defaults, and the module of its code."""
 
     name: str
     purpose: str
     settings: type[Any]
+    file: str = ""
+    """Empty: that of its name."""
 
     @property
     def module(self) -> Any:
-        """`psigrad.experiments.NAME`, imported when it is asked for.
+        """`psigrad.experiments.FILE`, imported when it is asked for.
 
         It has `check(settings)`, which refuses settings that make no sense; `run(settings)`, which returns a frozen dataclass;
         `tables(result)`, what is printed; and `picture(found, path)`, drawn from the result as plain values.
         """
-        return importlib.import_module(f"psigrad.experiments.{self.name}")
+        return importlib.import_module(f"psigrad.experiments.{self.file or self.name}")
 
 
 EXPERIMENTS = {
@@ -127,6 +185,13 @@ EXPERIMENTS = {
         Experiment("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", BiasSettings),
         Experiment("clip", "surrogates and their gradients over the ratio", ClipSettings),
         Experiment("lag", "what asynchronous sampling buys on many devices (simulated)", LagSettings),
+        Experiment("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", MethodsSettings, "claim_methods"),
+        Experiment("lambda", "PPO's λ on a language task and on CartPole", LambdaSettings, "claim_lambda"),
+        Experiment("noise", "RAFT, RLOO and PPO under noise in the reward and under β", TrialSettings, "claim_noise"),
+        Experiment("action_space", "how few tokens hold the probability, and where", SpaceSettings, "claim_space"),
+        Experiment("clip_higher", "entropy and pass@k with a higher upper clip", TrialSettings, "claim_clip"),
+        Experiment("dynamic_sampling", "updates and samples with groups without signal replaced", TrialSettings, "claim_groups"),
+        Experiment("dpo", "margins and log-probs of DPO and its kin, against online methods", TrialSettings, "claim_dpo"),
     )
 }
 

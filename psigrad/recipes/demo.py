@@ -87,14 +87,21 @@ def reinforcing(
     )
 
 
-def prepare(folder: Path, seed: int, progress: bool) -> dict[str, Path]:
-    """Data and the untrained model under `folder`, made once: the paths of base, demonstrations, prompts and held_out."""
+def prepare(
+    folder: Path, seed: int, progress: bool, *, words: int = WORDS, longest: int = 8, hidden: int = 160, layers: int = 4
+) -> dict[str, Path]:
+    """Data and the untrained model under `folder`, made once: the paths of base, demonstrations, prompts and held_out.
+
+    There are so many `words` to train on, of 3 to `longest` letters; the model has `layers` layers of width `hidden`.
+    """
     paths = {name: folder / "data" / f"{name}.jsonl" for name in ("demonstrations", "prompts", "held_out")}
     paths["base"] = folder / "base"
     if all(path.exists() for path in paths.values()):
         return paths
     with bar("words and model", 4, shown=progress) as advance:
-        rows = tasks.distinct(TASK, WORDS + HELD_OUT, seed=seeds.derive(seed, "demo") % 2**31, min_word_len=3, max_word_len=8)
+        rows = tasks.distinct(
+            TASK, words + HELD_OUT, seed=seeds.derive(seed, "demo") % 2**31, min_word_len=3, max_word_len=longest
+        )
         advance()
         held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
         shown = tasks.demonstrations(train, WRONG_SHARE, tasks.swapped_ending, seed)
@@ -104,7 +111,7 @@ def prepare(folder: Path, seed: int, progress: bool) -> dict[str, Path]:
         advance()
         tokenizer = tiny.tokenizer((row["prompt"] + row["completion"] for row in shown[:3000]), 300)
         advance()
-        model = tiny.model("qwen3", len(tokenizer), hidden=160, layers=4, heads=4, seed=seed)
+        model = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, seed=seed)
         model.save_pretrained(paths["base"])
         tokenizer.save_pretrained(paths["base"])
         advance()

@@ -156,12 +156,15 @@ def learn(
     check_gap(run, tally.joined().mean_gap, state.step + 1)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
+    figures |= tally.result()
+    if warms_up:  # no gradient of the policy was taken
+        figures.pop("grad_norm", None)
     after = prepared.state
     if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None and tally.steps:
         now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         kept = prepared.batch.mask & prepared.keep[:, None]
         after = adapted(algorithm.surrogate, after, measured_kl(now, prepared.batch.logp_old, kept))
-    return Outcome({**figures, **tally.result()}, after, advantage, seen.joined(run.world).rows())
+    return Outcome(figures, after, advantage, seen.joined(run.world).rows())
 
 
 def with_old_values(

@@ -1,0 +1,315 @@
+"""Training runs of an experiment: arms × seeds from one fine-tuned model, resumable; their curves, and what they say of a claim.
+
+The task is the demo's with words of three to five letters: spelling backwards, learnt from demonstrations of which a share swaps
+the last two letters. A run takes some ten seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.config import ControlConfig, Data, Evaluation, Model, OnlineConfig, Optim, Run, SFTConfig
+from psigrad.config.load import load, to_dict
+from psigrad.config.methods import declaration
+from psigrad.control import run as control
+from psigrad.errors import UserError
+from psigrad.experiments import drawing
+from psigrad.experiments.declarations import TrialSettings
+from psigrad.intervals import Interval, over_seeds
+from psigrad.recipes import api, demo, sft
+from psigrad.report.plots import COLOURS
+from psigrad.training.progress import bar
+
+TUNING_SEED = 1000
+"""Learning rates are chosen on this seed, which no figure is of."""
+Verdict = Literal["holds", "does not hold", "undecided"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: the arm and the seed it belongs to, and its settings without paths."""
+
+    arm: str
+    seed: int
+    method: str
+    """A command of psigrad that trains."""
+    settings: Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found for one claim, by a test that was stated before."""
+
+    claim: str
+    test: str
+    verdict: Verdict
+    difference: Interval
+    """Of the figures of the same seeds."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What was measured of one arm, over seeds."""
+
+    name: str
+    steps: tuple[int, ...]
+    curve: tuple[Interval, ...]
+    """Held-out accuracy at each of `steps`."""
+    figures: dict[str, Interval]
+    each: dict[str, tuple[float, ...]]
+    """The same figures, of each seed."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What an experiment found."""
+
+    settings: Any
+    arms: tuple[Arm, ...]
+    findings: tuple[Finding, ...]
+
+
+def check(s: TrialSettings) -> None:
+    """Refuse settings that make no sense."""
+    for name in ("seeds", "steps", "prompts", "generations", "sft_steps", "processes", "words", "held_out"):
+        if getattr(s, name) < 1:
+            raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
+    if s.generations < 2:
+        raise UserError(f"generations is {s.generations}; groups need at least 2 completions of a prompt.")
+
+
+def files(s: TrialSettings) -> dict[str, Path]:
+    """The data and the fine-tuned model that every run starts from, made once for all experiments in a folder: the paths of
+    prompts, demonstrations, held_out and model.
+    """
+    folder = Path(s.out) / "start" / f"{s.words}-words-{s.sft_steps}-steps"
+    made = demo.prepare(folder, 0, False, words=s.words, longest=5, hidden=96, layers=3)
+    tuned = sft.run(
+        SFTConfig(
+            model=Model(path=str(made["base"])),
+            data=Data(dataset=str(made["demonstrations"]), eval_dataset=str(made["held_out"])),
+            optim=Optim(learning_rate=3e-3, adam_beta2=0.99, weight_decay=0.01, warmup_steps=50),
+            run=Run(output_dir=str(folder / "sft"), max_steps=s.sft_steps, progress=False, report=False, threads=1),
+            batch_size=64,
+            sampling=demo.SAMPLING,
+            evaluation=demo.EVALUATION,
+        )
+    )
+    return {**made, "model": tuned.model}
+
+
+def online(s: TrialSettings, where: Mapping[str, Path], algorithm: Any, **changed: Any) -> OnlineConfig:
+    """The settings of an online run in which nothing is particular but the algorithm and what is `changed`."""
+    usual = OnlineConfig(
+        model=Model(path=str(where["model"])),
+        data=Data(dataset=str(where["prompts"]), eval_dataset=str(where["held_out"])),
+        optim=Optim(learning_rate=s.learning_rate, adam_beta2=0.99, warmup_steps=5),
+        run=Run(max_steps=s.steps, progress=False, report=False, threads=1),
+        algorithm=algorithm,
+        reward=("reasoning_gym",),
+        prompts_per_step=s.prompts,
+        num_generations=s.generations,
+        sampling=demo.SAMPLING,
+        evaluation=Evaluation(eval_prompts=s.held_out, metric="exact", eval_steps=max(1, s.steps // 10)),
+    )
+    return replace(usual, **changed)
+
+
+def at_rate(config: Any, rate: float) -> Any:
+    """The settings at another learning rate."""
+    return replace(config, optim=replace(config.optim, learning_rate=rate))
+
+
+def finished(s: TrialSettings, name: str, trials: Sequence[Trial]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The metrics of each run, by (arm, seed). What an earlier call has finished is read; what it began goes on.
+
+    Raises `UserError` where a run failed; the others are not lost.
+    """
+    folder = Path(s.out) / "runs" / name
+    places = {(t.arm, t.seed): folder / f"{_plain(t.arm)}-{t.seed}" for t in trials}
+    left = [t for t in trials if not _done(places[t.arm, t.seed], t)]
+    context = multiprocessing.get_context("spawn")
+    with (
+        bar(name, len(left), shown=s.progress) as advance,
+        ProcessPoolExecutor(s.processes, context, _quiet, (folder / "output.log",)) as pool,
+    ):
+        jobs = {pool.submit(_run, t.method, to_dict(_placed(t, places[t.arm, t.seed]))): t for t in left}
+        for job in as_completed(jobs):
+            trial = jobs[job]
+            try:
+                job.result()
+            except UserError as error:
+                raise UserError(f"The run of {trial.arm}, seed {trial.seed}, failed: {error}") from error
+            _mark(places[trial.arm, trial.seed]).write_text(json.dumps(_identity(trial)))
+            advance(note=f"{trial.arm} seed {trial.seed}")
+    return {key: _rows(place) for key, place in places.items()}
+
+
+def _plain(arm: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in arm)
+
+
+def _placed(trial: Trial, place: Path) -> Any:
+    return replace(trial.settings, run=replace(trial.settings.run, output_dir=str(place), seed=trial.seed))
+
+
+def _identity(trial: Trial) -> dict[str, Any]:
+    """What a finished run must have been for its figures to be taken."""
+    return {"method": trial.method, **json.loads(json.dumps(to_dict(_placed(trial, Path("."))), default=str))}
+
+
+def _mark(place: Path) -> Path:
+    return place / "trial.json"
+
+
+def _done(place: Path, trial: Trial) -> bool:
+    if not _mark(place).exists():
+        return False
+    if json.loads(_mark(place).read_text()) != _identity(trial):
+        raise UserError(f"{place} holds a run with other settings; give another --out, or remove that folder.")
+    return True
+
+
+def _run(method: str, settings: dict[str, Any]) -> None:
+    """One run, in a process that serves several of them one after the other."""
+    if method == "control":
+        control.run(load(ControlConfig, flags=settings))
+    else:
+        api.run(load(declaration(method).settings, flags=settings))
+
+
+def _quiet(log: Path) -> None:
+    """What runs have to say goes to a file: several of them at once would talk over each other."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+
+
+def _rows(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
+def tuned(
+    s: TrialSettings, name: str, arms: Mapping[str, tuple[str, Any]], rates: Sequence[float], score: Callable[[Any], float]
+) -> dict[str, float]:
+    """For each arm (method, settings) the rate whose run on `TUNING_SEED` has the greatest score: the same budget for all."""
+    trials = [
+        Trial(f"{arm} at {rate:g}", TUNING_SEED, method, at_rate(config, rate))
+        for arm, (method, config) in arms.items()
+        for rate in rates
+    ]
+    rows = finished(s, f"{name}-tuning", trials)
+    return {arm: max(rates, key=lambda rate: score(rows[f"{arm} at {rate:g}", TUNING_SEED])) for arm in arms}
+
+
+def curve(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> dict[int, float]:
+    """Held-out figures by step."""
+    return {row["step"]: row[key] for row in rows if key in row}
+
+
+def area(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Mean held-out accuracy after the start: the area under the learning curve, 1 for a run that knows all at once."""
+    found = [accuracy for step, accuracy in curve(rows).items() if step]
+    return math.fsum(found) / len(found)
+
+
+def last(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
+    """The last figure of that name; NaN where there is none."""
+    return next((float(row[key]) for row in reversed(rows) if key in row), math.nan)
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Mean over the steps that have that figure."""
+    found = [float(row[key]) for row in rows if key in row]
+    return math.fsum(found) / len(found) if found else math.nan
+
+
+def summed(name: str, seeds: Sequence[int], rows: Mapping[tuple[str, int], Any], of: Mapping[str, Callable[[Any], float]]) -> Arm:
+    """One arm: its curve, and each figure, over seeds."""
+    runs = [rows[name, seed] for seed in seeds]
+    curves = [curve(run) for run in runs]
+    steps = tuple(sorted(set.intersection(*(set(c) for c in curves))))
+    each = {key: tuple(figure(run) for run in runs) for key, figure in of.items()}
+    return Arm(
+        name, steps, tuple(over_seeds(c[t] for c in curves) for t in steps), {k: over_seeds(v) for k, v in each.items()}, each
+    )
+
+
+def with_figure(arm: Arm, name: str, value: float) -> Arm:
+    """The arm with a figure that is the same for every seed."""
+    number = len(next(iter(arm.each.values())))
+    figures = {**arm.figures, name: Interval(value, value, value)}
+    return replace(arm, figures=figures, each={**arm.each, name: (value,) * number})
+
+
+def compared(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> Finding:
+    """`claim` holds where the figure of `first` is above that of `second` (plus `least`): by the 95 % interval of the differences
+    of the same seeds.
+    """
+    pairs = zip(first.each[figure], second.each[figure], strict=True)
+    difference = over_seeds(a - b for a, b in pairs)
+    verdict: Verdict = "undecided"
+    if len(first.each[figure]) > 1:
+        verdict = "holds" if difference.low > least else "does not hold" if difference.high <= least else "undecided"
+    bound = f" {'+' if least > 0 else '−'} {abs(least):g}" if least else ""
+    return Finding(claim, f"{figure}: {first.name} > {second.name}{bound}, paired by seed", verdict, difference)
+
+
+def arms_table(title: str, arms: Sequence[Arm], form: str = ".3f") -> Table:
+    """A row for each arm, a column for each figure."""
+    table = drawing.new_table(title, "", *arms[0].figures)
+    for arm in arms:
+        table.add_row(arm.name, *(_cell(v, form) for v in arm.figures.values()))
+    return table
+
+
+def _cell(found: Interval, form: str) -> str:
+    if math.isnan(found.mean):
+        return "–"
+    small = 0 < abs(found.mean) < 0.01 and found.low == found.high
+    return f"{found.mean:g}" if small else drawing.around(found, form if abs(found.mean) < 100 else ".0f")
+
+
+def findings_text(findings: Sequence[Finding]) -> Text:
+    """Each claim with its test and its verdict."""
+    colours = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
+    text = Text()
+    for f in findings:
+        d = f.difference
+        text.append(f"{f.verdict}", style=f"bold {colours[f.verdict]}").append(f": {f.claim}\n")
+        text.append(f"  {f.test}: {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]\n", style="dim")
+    return text
+
+
+def shown(title: str, result: TrialResult, *notes: str) -> Iterator[Table | Text]:
+    """The tables of an experiment."""
+    yield arms_table(title, result.arms)
+    yield drawing.note("95 % intervals over seeds (Student's t).", *notes)
+    yield findings_text(result.findings)
+
+
+def learning_curves(found: Mapping[str, Any], path: Path, *panels: tuple[str, Sequence[str]]) -> Path:
+    """Held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds."""
+    figure, axes = drawing.new_figure(4.9 * len(panels), 3.4, 1, len(panels), sharey=True, squeeze=False)
+    for ax, (title, names) in zip(axes[0], panels, strict=True):
+        arms = [arm for arm in found["arms"] if arm["name"] in names]
+        for arm, colour in zip(arms, COLOURS * 3, strict=False):
+            mean, low, high = zip(*arm["curve"], strict=True)
+            ax.fill_between(arm["steps"], low, high, color=colour, alpha=0.13, linewidth=0)
+            ax.plot(arm["steps"], mean, color=colour, linewidth=1.7, label=arm["name"])
+        drawing.tidy(ax, title, grid="y")
+        ax.set_xlabel("steps", color=drawing.INK, fontsize=9)
+        ax.legend(fontsize=8, frameon=False)
+    return drawing.save(figure, path)
