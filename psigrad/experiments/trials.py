@@ -95,6 +95,8 @@ def files(s: TrialSettings) -> dict[str, Path]:
     """
     folder = Path(s.out) / "start" / f"{s.words}-words-{s.sft_steps}-steps"
     made = demo.prepare(folder, 0, False, words=s.words, longest=5, hidden=96, layers=3)
+    if (model := folder / "sft" / "model").exists():
+        return {**made, "model": model}
     tuned = sft.run(
         SFTConfig(
             model=Model(path=str(made["base"])),
@@ -219,9 +221,9 @@ def curve(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> di
     return {row["step"]: row[key] for row in rows if key in row}
 
 
-def area(rows: Sequence[Mapping[str, Any]]) -> float:
+def area(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
     """Mean held-out accuracy after the start: the area under the learning curve, 1 for a run that knows all at once."""
-    found = [accuracy for step, accuracy in curve(rows).items() if step]
+    found = [accuracy for step, accuracy in curve(rows, key).items() if step]
     return math.fsum(found) / len(found)
 
 
@@ -236,10 +238,16 @@ def mean_of(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return math.fsum(found) / len(found) if found else math.nan
 
 
-def summed(name: str, seeds: Sequence[int], rows: Mapping[tuple[str, int], Any], of: Mapping[str, Callable[[Any], float]]) -> Arm:
-    """One arm: its curve, and each figure, over seeds."""
+def summed(
+    name: str,
+    seeds: Sequence[int],
+    rows: Mapping[tuple[str, int], Any],
+    of: Mapping[str, Callable[[Any], float]],
+    key: str = "eval/exact/mean",
+) -> Arm:
+    """One arm: its curve of `key`, and each figure, over seeds."""
     runs = [rows[name, seed] for seed in seeds]
-    curves = [curve(run) for run in runs]
+    curves = [curve(run, key) for run in runs]
     steps = tuple(sorted(set.intersection(*(set(c) for c in curves))))
     each = {key: tuple(figure(run) for run in runs) for key, figure in of.items()}
     return Arm(
@@ -258,13 +266,18 @@ def compared(claim: str, first: Arm, second: Arm, figure: str, *, least: float =
     """`claim` holds where the figure of `first` is above that of `second` (plus `least`): by the 95 % interval of the differences
     of the same seeds.
     """
-    pairs = zip(first.each[figure], second.each[figure], strict=True)
-    difference = over_seeds(a - b for a, b in pairs)
-    verdict: Verdict = "undecided"
-    if len(first.each[figure]) > 1:
-        verdict = "holds" if difference.low > least else "does not hold" if difference.high <= least else "undecided"
     bound = f" {'+' if least > 0 else '−'} {abs(least):g}" if least else ""
-    return Finding(claim, f"{figure}: {first.name} > {second.name}{bound}, paired by seed", verdict, difference)
+    test = f"{figure}: {first.name} > {second.name}{bound}, paired by seed"
+    return paired(claim, test, first.each[figure], second.each[figure], least=least)
+
+
+def paired(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> Finding:
+    """The same for figures of the same seeds."""
+    difference = over_seeds(a - b for a, b in zip(first, second, strict=True))
+    verdict: Verdict = "undecided"
+    if len(first) > 1:
+        verdict = "holds" if difference.low > least else "does not hold" if difference.high <= least else "undecided"
+    return Finding(claim, test, verdict, difference)
 
 
 def arms_table(title: str, arms: Sequence[Arm], form: str = ".3f") -> Table:
@@ -300,9 +313,9 @@ def shown(title: str, result: TrialResult, *notes: str) -> Iterator[Table | Text
     yield findings_text(result.findings)
 
 
-def learning_curves(found: Mapping[str, Any], path: Path, *panels: tuple[str, Sequence[str]]) -> Path:
+def learning_curves(found: Mapping[str, Any], path: Path, *panels: tuple[str, Sequence[str]], sharey: bool = True) -> Path:
     """Held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds."""
-    figure, axes = drawing.new_figure(4.9 * len(panels), 3.4, 1, len(panels), sharey=True, squeeze=False)
+    figure, axes = drawing.new_figure(4.9 * len(panels), 3.4, 1, len(panels), sharey=sharey, squeeze=False)
     for ax, (title, names) in zip(axes[0], panels, strict=True):
         arms = [arm for arm in found["arms"] if arm["name"] in names]
         for arm, colour in zip(arms, COLOURS * 3, strict=False):

@@ -339,7 +339,8 @@ class length_gae:
     """
 
     alpha: float = 0.05
-    """α: the sum of the weights λ^l is α·|y|; the paper's value."""
+    """α: the sum of the weights λ^l is α·|y|; the paper's value. Trajectories of at most 1/α steps get λ = 0: with short ones
+    take a larger α, such as 2."""
     gamma: float = 1.0
     """Discount per chosen step."""
     needs: ClassVar[frozenset[str]] = VALUE
