@@ -247,12 +247,12 @@ def summed(
 ) -> Arm:
     """One arm: its curve of `key`, and each figure, over seeds."""
     runs = [rows[name, seed] for seed in seeds]
-    curves = [curve(run, key) for run in runs]
-    steps = tuple(sorted(set.intersection(*(set(c) for c in curves))))
+    curves = [sorted(curve(run, key).items()) for run in runs]
+    points = list(zip(*curves, strict=False))  # by their order: CartPole's evaluations fall on other steps in each run
+    steps = tuple(round(math.fsum(step for step, _ in point) / len(point)) for point in points)
     each = {key: tuple(figure(run) for run in runs) for key, figure in of.items()}
-    return Arm(
-        name, steps, tuple(over_seeds(c[t] for c in curves) for t in steps), {k: over_seeds(v) for k, v in each.items()}, each
-    )
+    held_out = tuple(over_seeds(figure for _, figure in point) for point in points)
+    return Arm(name, steps, held_out, {k: over_seeds(v) for k, v in each.items()}, each)
 
 
 def with_figure(arm: Arm, name: str, value: float) -> Arm:
