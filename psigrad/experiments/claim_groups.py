@@ -36,14 +36,14 @@ def run(s: TrialSettings) -> TrialResult:
         "at the end": trials.last,
         "samples": lambda run: sum(row.get("samples", 0) for row in run),
         "without signal": lambda run: trials.mean_of(run, "frac_reward_zero_std"),
-        "area by samples": by_samples,
+        "by samples": by_samples,
     }
     arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
     every, signal = arms.values()
     findings = (
         trials.compared("as many updates learn more", signal, every, "area"),
         trials.compared("it draws more samples", signal, every, "samples"),
-        trials.compared("as many samples learn more", signal, every, "area by samples"),
+        trials.compared("as many samples learn more", signal, every, "by samples"),
     )
     return TrialResult(s, tuple(arms.values()), findings)
 

@@ -139,7 +139,7 @@ def finished(s: TrialSettings, name: str, trials: Sequence[Trial]) -> dict[tuple
     Raises `UserError` where a run failed; the others are not lost.
     """
     folder = Path(s.out) / "runs" / name
-    places = {(t.arm, t.seed): folder / f"{_plain(t.arm)}-{t.seed}" for t in trials}
+    places = {(t.arm, t.seed): place(s, name, t.arm, t.seed) for t in trials}
     left = [t for t in trials if not _done(places[t.arm, t.seed], t)]
     context = multiprocessing.get_context("spawn")
     with (
@@ -155,11 +155,12 @@ def finished(s: TrialSettings, name: str, trials: Sequence[Trial]) -> dict[tuple
                 raise UserError(f"The run of {trial.arm}, seed {trial.seed}, failed: {error}") from error
             _mark(places[trial.arm, trial.seed]).write_text(json.dumps(_identity(trial)))
             advance(note=f"{trial.arm} seed {trial.seed}")
-    return {key: _rows(place) for key, place in places.items()}
+    return {key: _rows(own) for key, own in places.items()}
 
 
-def _plain(arm: str) -> str:
-    return "".join(c if c.isalnum() or c in ".-" else "_" for c in arm)
+def place(s: TrialSettings, name: str, arm: str, seed: int) -> Path:
+    """The folder of a run."""
+    return Path(s.out) / "runs" / name / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in arm)}-{seed}"
 
 
 def _placed(trial: Trial, place: Path) -> Any:
@@ -280,7 +281,7 @@ def paired(claim: str, test: str, first: Sequence[float], second: Sequence[float
     return Finding(claim, test, verdict, difference)
 
 
-def arms_table(title: str, arms: Sequence[Arm], form: str = ".3f") -> Table:
+def arms_table(title: str, arms: Sequence[Arm], form: str) -> Table:
     """A row for each arm, a column for each figure."""
     table = drawing.new_table(title, "", *arms[0].figures)
     for arm in arms:
@@ -306,9 +307,9 @@ def findings_text(findings: Sequence[Finding]) -> Text:
     return text
 
 
-def shown(title: str, result: TrialResult, *notes: str) -> Iterator[Table | Text]:
+def shown(title: str, result: TrialResult, *notes: str, form: str = ".3f") -> Iterator[Table | Text]:
     """The tables of an experiment."""
-    yield arms_table(title, result.arms)
+    yield arms_table(title, result.arms, form)
     yield drawing.note("95 % intervals over seeds (Student's t).", *notes)
     yield findings_text(result.findings)
 
