@@ -159,6 +159,18 @@ class SpaceSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
+class LoopholeSettings(TrialSettings):
+    """As other trials; `seeds` runs of each of six flawed rewards, and twice as many honest ones in all."""
+
+    seeds: int = 10
+    """Runs of each flawed reward."""
+    steps: int = 60
+    """Steps of each run."""
+    comparisons: int = 200
+    """Comparisons that the learned reward model is trained on."""
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One experiment: its name, what it shows, its settings with their defaults, and the module of its code."""
 
@@ -191,6 +203,9 @@ EXPERIMENTS = {
         Experiment("action_space", "how few tokens hold the probability, and where", SpaceSettings, "claim_space"),
         Experiment("clip_higher", "entropy and pass@k with a higher upper clip", TrialSettings, "claim_clip"),
         Experiment("dynamic_sampling", "updates and samples with groups without signal replaced", TrialSettings, "claim_groups"),
+        Experiment(
+            "loopholes", "rewards that a policy exploits, and what the warnings notice", LoopholeSettings, "claim_loopholes"
+        ),
         Experiment("dpo", "margins and log-probs of DPO and its kin, against online methods", TrialSettings, "claim_dpo"),
     )
 }

@@ -204,6 +204,12 @@ def _rows(place: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
 
 
+def warnings(s: TrialSettings, name: str, arm: str, seed: int, rules: Sequence[str]) -> int | None:
+    """The first step at which one of these rules (`psigrad.records.warnings`) was raised in a run."""
+    events = [json.loads(line) for line in (place(s, name, arm, seed) / "events.jsonl").read_text().splitlines()]
+    return min((int(e["step"]) for e in events if e["kind"] == "warning" and e["rule"] in rules), default=None)
+
+
 def tuned(
     s: TrialSettings, name: str, arms: Mapping[str, tuple[str, Any]], rates: Sequence[float], score: Callable[[Any], float]
 ) -> dict[str, float]:
