@@ -238,7 +238,7 @@ IDEAS = {
 }
 
 MEASURED = (
-    "Measured on the demo's task: 200 steps of 16 prompts × 8 completions from the same SFT model, one seed, learning rate 3e-4 for all, 4 passes for methods with a critic; in vc_ppo and vapo the critic learns alone for the first 20 steps, and vapo has an α of 2.5, as completions have eight tokens. "
+    "Measured on the demo's task: 200 steps of 16 prompts × 8 completions from the same SFT model, one seed, learning rate 3e-4 for all, 4 passes for methods with a critic; in vc_ppo and vapo the critic learns alone for the first 20 steps, and vapo has an α of 2.5, as completions have eight tokens (with 0.05 it ends at 0.43). "
     "distill learnt from the model that OPO's run left, without a reward. Bold is this method, thin lines are others that were measured with it, the band is the 95 % interval over 400 held-out words. It shows that the method learns; "
     "one seed on one task ranks nothing, and DAPO draws fresh prompts for those without signal, so it sees more samples."
 )

@@ -86,8 +86,8 @@ def run(s: LoopholeSettings) -> LoopholeResult:
     count = 2 * s.seeds * len(flawed) // len(HONEST)
     for name, method in HONEST.items():
         honest = replace(usual, algorithm=method, reward=("exact",))
-        rates = [s.learning_rate * factor for factor in (1 / 3, 1, 3)]  # some learn slowly, some shake
-        jobs += [Trial(name, seed, method, trials.at_rate(honest, rates[seed % 3])) for seed in range(count)]
+        speeds = [s.learning_rate * factor for factor in (1 / 3, 1, 3)]  # some learn slowly, some shake
+        jobs += [Trial(name, seed, method, trials.at_rate(honest, speeds[seed % 3])) for seed in range(count)]
     found = trials.finished(s, "loopholes", jobs)
     told = {key: trials.warnings(s, "loopholes", *key, RULES) for key in found}
     rows = tuple(row(name, found, told, count if name in HONEST else s.seeds) for name in (*flawed, *HONEST))

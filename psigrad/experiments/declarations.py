@@ -134,7 +134,7 @@ class TrialSettings:
 class MethodsSettings(TrialSettings):
     """As other trials; the learning rate of each method is tuned."""
 
-    rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     """Learning rates that each method tries on a seed of its own; the one with the greatest area under its curve is taken."""
     level: float = 0.75
     """Accuracy that `samples to reach it` are counted for."""
