@@ -38,8 +38,8 @@ def run(s: TrialSettings) -> TrialResult:
         "at the end": trials.last,
         f"pass@{K}": lambda run: trials.last(run, f"eval/pass@{K}"),
         "entropy": lambda run: trials.mean_of(run, "entropy"),
-        "entropy at the end": lambda run: trials.mean_of([r for r in run if r["step"] > 0.8 * s.steps], "entropy"),
-        "clipped above": lambda run: trials.mean_of(run, "clip_ratio/high_mean"),
+        "last fifth": lambda run: trials.mean_of([r for r in run if r["step"] > 0.8 * s.steps], "entropy"),
+        "clipped": lambda run: trials.mean_of(run, "clip_ratio/high_mean"),
     }
     arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
     first, second, third = arms.values()
@@ -57,8 +57,8 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
     yield from trials.shown(
         "Clip-higher",
         result,
-        "entropy: nats per token over the run, and over its last fifth",
-        "clipped above: share of the steps without gradient since their ratio is above the clip",
+        "entropy: nats per token over the run; last fifth: over its end",
+        "clipped: share of the steps whose ratio is above the clip",
     )
 
 

@@ -17,7 +17,7 @@ from psigrad.experiments import trials
 from psigrad.experiments.declarations import TrialSettings
 from psigrad.experiments.trials import Trial, TrialResult
 
-ARMS = {"all groups": ["not_truncated"], "groups with signal": ["has_signal", "not_truncated"]}
+ARMS = {"all groups": ["not_truncated"], "with signal": ["has_signal", "not_truncated"]}
 
 check = trials.check
 
@@ -35,7 +35,7 @@ def run(s: TrialSettings) -> TrialResult:
         "area": trials.area,
         "at the end": trials.last,
         "samples": lambda run: sum(row.get("samples", 0) for row in run),
-        "without signal": lambda run: trials.mean_of(run, "frac_reward_zero_std"),
+        "no signal": lambda run: trials.mean_of(run, "frac_reward_zero_std"),
         "by samples": by_samples,
     }
     arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
@@ -69,8 +69,9 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
     yield from trials.shown(
         "Dynamic sampling",
         result,
-        "area: mean held-out accuracy over the updates; by samples: over as many samples as all groups draw",
-        "without signal: share of the groups whose rewards are all equal, before they are replaced",
+        "area: mean held-out accuracy over the updates",
+        "by samples: the same over as many samples as all groups draw",
+        "no signal: share of the groups whose rewards are all equal",
     )
 
 

@@ -309,7 +309,7 @@ def findings_text(findings: Sequence[Finding]) -> Text:
     for f in findings:
         d = f.difference
         text.append(f"{f.verdict}", style=f"bold {colours[f.verdict]}").append(f": {f.claim}\n")
-        text.append(f"  {f.test}: {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]\n", style="dim")
+        text.append(f"  {f.test}\n  {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]\n", style="dim")
     return text
 
 

@@ -77,7 +77,7 @@ def test_settings_reach_the_experiment(tmp_path, capsys):
 MISTAKES = {
     "no name": ([], "experiment got no name; the usage is psigrad experiment psi|bias|clip"),
     "a flag for a name": (["--seeds", "3"], "experiment got no name"),
-    "unknown name": (["clipp"], "There is no experiment 'clipp'; expected psi, bias, clip, lag; did you mean 'clip'"),
+    "unknown name": (["clipp"], "There is no experiment 'clipp'; expected psi, bias, clip, lag, .*; did you mean 'clip'"),
     "unknown flag": (["psi", "--seed", "1"], "There is no flag --seed; .* did you mean '--seeds'"),
     "no number": (["psi", "--seeds", "many"], "seeds is 'many'"),
     "no seeds": (["psi", "--seeds", "0"], "seeds is 0; expected at least 1"),

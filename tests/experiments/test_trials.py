@@ -1,0 +1,144 @@
+"""Experiments that train: figures of runs by hand, verdicts, and quick forms of the whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+
+from psigrad import cli
+from psigrad.errors import UserError
+from psigrad.experiments import claim_groups, claim_loopholes, claim_methods, claim_space, flawed, noisy, trials
+from psigrad.experiments import declarations as experiment
+from psigrad.experiments.declarations import LoopholeSettings, MethodsSettings, SpaceSettings, TrialSettings
+
+SMALL = ["--steps", "3", "--sft-steps", "20", "--words", "300", "--held-out", "20", "--processes", "1"]
+ROWS = [
+    {"step": 0, "eval/exact/mean": 0.2},
+    {"step": 1, "reward": 0.1, "samples": 8, "groups": 4, "prompts": 4},
+    {"step": 2, "reward": 0.3, "samples": 24, "groups": 4, "prompts": 12},
+    {"step": 2, "eval/exact/mean": 0.6},
+    {"step": 4, "reward": 0.5, "samples": 8, "groups": 4, "prompts": 4},
+    {"step": 4, "eval/exact/mean": 0.8},
+]
+
+
+def test_figures_of_a_run_by_hand():
+    assert trials.curve(ROWS) == {0: 0.2, 2: 0.6, 4: 0.8}
+    assert trials.area(ROWS) == pytest.approx(0.7)
+    assert trials.last(ROWS) == 0.8 and math.isnan(trials.last(ROWS, "nothing"))
+    assert trials.mean_of(ROWS, "reward") == pytest.approx(0.3) and math.isnan(trials.mean_of(ROWS, "nothing"))
+
+
+def test_samples_until_a_level_lie_on_the_line_between_two_measurements():
+    assert claim_methods.samples_to(ROWS, 0.5, 10) == pytest.approx(10 * 1.5)
+    assert claim_methods.samples_to(ROWS, 0.9, 10) == 40 and claim_methods.samples_to(ROWS, 0.1, 10) == 0
+
+
+def test_the_area_over_samples_ends_where_all_groups_would_have_drawn_theirs():
+    """Four prompts with two completions each: 8 samples a step, 32 in all; 32 are drawn by step 2, at 0.6."""
+    assert claim_groups.by_samples(ROWS) == pytest.approx(0.6)
+    cheap = [{**row, "samples": 8, "prompts": 4} if "samples" in row else row for row in ROWS]
+    assert claim_groups.by_samples(cheap) == pytest.approx((16 * 0.6 + 8 * 0.8) / 32), "and what is missing counts nothing"
+
+
+def test_a_run_exploits_where_the_proxy_rises_and_the_truth_falls():
+    rising, falling = [0.1] * 10 + [0.9] * 10, [0.9] * 10 + [0.1] * 10
+    truth = [(0, 0.3), (5, 0.5), (10, 0.3), (20, 0.2)]
+    assert claim_loopholes.fall(rising, truth) == 10
+    assert claim_loopholes.fall(falling, truth) is None, "a run that collapses exploits nothing"
+    assert claim_loopholes.fall(rising, [(0, 0.3), (5, 0.2), (10, 0.6)]) is None, "it recovered"
+
+
+def arm(name: str, *values: float) -> trials.Arm:
+    rows = {(name, seed): [{"step": seed, "eval/exact/mean": value}] for seed, value in enumerate(values, start=1)}
+    return trials.summed(name, range(1, len(values) + 1), rows, {"end": trials.last})
+
+
+def test_a_verdict_is_that_of_the_paired_interval():
+    low, high, wide = arm("low", 0.1, 0.2, 0.3), arm("high", 0.2, 0.31, 0.39), arm("wide", 0.0, 0.9, 0.1)
+    assert trials.compared("c", high, low, "end").verdict == "holds"
+    assert trials.compared("c", low, high, "end").verdict == "does not hold"
+    assert trials.compared("c", wide, low, "end").verdict == "undecided"
+    assert trials.compared("c", low, high, "end", least=-0.2).verdict == "holds", "not worse by more than 0.2"
+    assert trials.compared("c", arm("one", 0.9), arm("two", 0.1), "end").verdict == "undecided", "one seed says nothing"
+    assert high.steps == (2,) and high.curve[0].mean == pytest.approx(0.3), "evaluations are joined by their order"
+
+
+def test_flawed_rewards_pay_what_they_say():
+    answer, said = ["tac", "tac", "tac"], ["tac", "taccc", "eeee"]
+    assert flawed.longer(said, answer) == [4.0, 5.0, 4.0]
+    assert flawed.copied(said, answer) == [4.0, 5.0, 0.0]
+    assert flawed.liked(said, answer) == [1.0, 0.0, 4.0]
+    assert flawed.form(said, answer) == [0.5, 0.5, pytest.approx(1 / 6)]
+    assert flawed.shallow(said, answer) == pytest.approx([0.7, 0.5, -0.4])
+
+
+def test_noise_is_a_function_of_the_answer_and_has_its_deviation():
+    prompts, said = ["p"] * 2000, [f"w{i}" for i in range(2000)]
+    found = noisy.whole(prompts, said, ["x"] * 2000)
+    assert found == noisy.whole(prompts, said, ["x"] * 2000) and len(set(found)) == 2000
+    mean = sum(found) / 2000
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in found) / 1999)
+    assert abs(mean) < 0.08 and abs(deviation - 1) < 0.05
+    assert noisy.half(["p"], ["x"], ["x"])[0] - noisy.half(["p"], ["x"], ["y"])[0] == pytest.approx(1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("trials")
+
+
+def quick(name: str, folder, capsys, *more: str) -> str:
+    """What a small form of an experiment prints, in 80 columns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        assert cli.main(["experiment", name, *SMALL, *more, "--out", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((folder / f"{name}.json").read_text())
+    assert found["findings"] and all(f["claim"].split()[0] in printed for f in found["findings"])
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "…" not in printed
+    return printed
+
+
+def test_runs_are_run_once(folder, capsys, monkeypatch):
+    first = quick("dynamic_sampling", folder, capsys, "--seeds", "2")
+    monkeypatch.setattr(trials, "_run", None)
+    assert quick("dynamic_sampling", folder, capsys, "--seeds", "2").split("Dynamic")[1] == first.split("Dynamic")[1]
+    assert cli.main(["experiment", "dynamic_sampling", *SMALL, "--learning-rate", "0.1", "--out", str(folder)]) == 2
+    assert re.search("holds a run with other settings; give another --out", capsys.readouterr().err)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["methods", "lambda", "noise", "clip_higher", "dpo", "action_space", "loopholes"])
+def test_the_quick_form_of_every_claim(name, folder, capsys):
+    more = {
+        "lambda": ["--timesteps", "2000"],
+        "methods": ["--rates", "1e-3"],
+        "loopholes": ["--steps", "20", "--sft-steps", "200"],
+    }
+    assert "holds" in quick(name, folder, capsys, "--seeds", "2", *more.get(name, []))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("noise", TrialSettings(seeds=0), "seeds is 0"),
+        ("noise", TrialSettings(generations=1), "at least 2 completions"),
+        ("methods", MethodsSettings(rates=()), "at least one learning rate"),
+        ("methods", MethodsSettings(level=0.0), "between 0 and 1"),
+        ("action_space", SpaceSettings(model="x"), "belong together"),
+        ("loopholes", LoopholeSettings(processes=0), "processes is 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(name, settings, message):
+    with pytest.raises(UserError, match=message):
+        experiment.named(name).module.check(settings)
+
+
+def test_places_of_a_completion_are_summed_up():
+    rows = list(claim_space.summary("m", {1: [((0.5, 0.7, 0.9), 1.0), ((0.7, 0.9, 1.0), 0.0)]}))
+    assert rows[0].mass[0].mean == pytest.approx(0.6) and rows[0].effective == pytest.approx(math.exp(0.5))
