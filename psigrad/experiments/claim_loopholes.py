@@ -18,7 +18,7 @@ from rich.text import Text
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, RewardConfig, Run
 from psigrad.experiments import claim_dpo, drawing, trials
 from psigrad.experiments.declarations import LoopholeSettings
-from psigrad.experiments.trials import Finding, Trial, Verdict
+from psigrad.experiments.trials import ClaimVerdict, Trial, Verdict
 from psigrad.intervals import Interval, over_seeds, wilson
 from psigrad.recipes import reward
 
@@ -61,7 +61,7 @@ class LoopholeResult:
     """Proxy (scaled to its last value) and truth over `steps`, means of the runs."""
     rates: dict[str, tuple[float, float, float]]
     """Detection and false alarms, with 95 % intervals (Wilson)."""
-    findings: tuple[Finding, ...]
+    findings: tuple[ClaimVerdict, ...]
 
 
 def check(s: LoopholeSettings) -> None:
@@ -176,7 +176,7 @@ def _rate(part: int, whole: int) -> tuple[float, float, float]:
     return (part / whole, *wilson(part, whole)) if whole else (float("nan"), 0.0, 1.0)
 
 
-def _bound(claim: str, count: str, rate: tuple[float, float, float], bound: float, *, above: bool = False) -> Finding:
+def _bound(claim: str, count: str, rate: tuple[float, float, float], bound: float, *, above: bool = False) -> ClaimVerdict:
     """A rate against a bound: by its interval."""
     share, low, high = rate
     verdict: Verdict = "undecided"
@@ -184,7 +184,7 @@ def _bound(claim: str, count: str, rate: tuple[float, float, float], bound: floa
         verdict = "holds" if low >= bound else "does not hold" if high < bound else "undecided"
     else:
         verdict = "holds" if high <= bound else "does not hold" if low > bound else "undecided"
-    return Finding(claim, f"{count}; share", verdict, Interval(share, low, high))
+    return ClaimVerdict(claim, f"{count}; share", verdict, Interval(share, low, high))
 
 
 def _curve(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from psigrad.experiments import trials
 from psigrad.experiments.declarations import TrialSettings
-from psigrad.experiments.trials import Arm, Finding, Trial, TrialResult
+from psigrad.experiments.trials import Arm, ClaimVerdict, Trial, TrialResult
 
 METHODS = ("RAFT", "RLOO", "PPO")
 NOISES = {"0": "exact", "0.5": "psigrad.experiments.noisy:half", "1": "psigrad.experiments.noisy:whole"}
@@ -52,7 +52,7 @@ def run(s: TrialSettings) -> TrialResult:
     return TrialResult(s, tuple(made.values()), tuple(findings))
 
 
-def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> Finding:
+def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
     """Whether RAFT loses more of its area than the other method."""
     lost = {
         m: [a - b for a, b in zip(arms[f"{m}, noise 0"].each["area"], arms[f"{m}, {what}"].each["area"], strict=True)]

@@ -22,7 +22,7 @@ from psigrad.config import Data, EvalConfig, Evaluation, Model, Run
 from psigrad.errors import UserError
 from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import SpaceSettings
-from psigrad.experiments.trials import Finding, Trial
+from psigrad.experiments.trials import ClaimVerdict, Trial
 from psigrad.intervals import Interval, over_seeds
 from psigrad.recipes import demo, evaluate
 from psigrad.report.plots import COLOURS
@@ -58,7 +58,7 @@ class SpaceResult:
     settings: SpaceSettings
     vocabulary: dict[str, int]
     rows: tuple[PlaceRow, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ClaimVerdict, ...]
 
 
 def check(s: SpaceSettings) -> None:

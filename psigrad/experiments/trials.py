@@ -48,7 +48,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimVerdict:
     """What was found for one claim, by a test that was stated before."""
 
     claim: str
@@ -77,7 +77,7 @@ class TrialResult:
 
     settings: Any
     arms: tuple[Arm, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ClaimVerdict, ...]
 
 
 def check(s: TrialSettings) -> None:
@@ -269,7 +269,7 @@ def with_figure(arm: Arm, name: str, value: float) -> Arm:
     return replace(arm, figures=figures, each={**arm.each, name: (value,) * number})
 
 
-def compared(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> Finding:
+def compared(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> ClaimVerdict:
     """`claim` holds where the figure of `first` is above that of `second` (plus `least`): by the 95 % interval of the differences
     of the same seeds.
     """
@@ -278,13 +278,13 @@ def compared(claim: str, first: Arm, second: Arm, figure: str, *, least: float =
     return paired(claim, test, first.each[figure], second.each[figure], least=least)
 
 
-def paired(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> Finding:
+def paired(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> ClaimVerdict:
     """The same for figures of the same seeds."""
     difference = over_seeds(a - b for a, b in zip(first, second, strict=True))
     verdict: Verdict = "undecided"
     if len(first) > 1:
         verdict = "holds" if difference.low > least else "does not hold" if difference.high <= least else "undecided"
-    return Finding(claim, test, verdict, difference)
+    return ClaimVerdict(claim, test, verdict, difference)
 
 
 def arms_table(title: str, arms: Sequence[Arm], form: str) -> Table:
@@ -302,7 +302,7 @@ def _cell(found: Interval, form: str) -> str:
     return f"{found.mean:g}" if small else drawing.around(found, form if abs(found.mean) < 100 else ".0f")
 
 
-def findings_text(findings: Sequence[Finding]) -> Text:
+def findings_text(findings: Sequence[ClaimVerdict]) -> Text:
     """Each claim with its test and its verdict."""
     colours = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
     text = Text()
