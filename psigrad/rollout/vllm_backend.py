@@ -2,7 +2,9 @@
 
 Nothing is taken on trust. At the start every weight is negated, sent, compared and sent back, so that a matrix that an update
 does not reach (a packed copy of a tied head, say) is found before the first step; and after each update the engine's
-log-probabilities of a probe must be the trainer's.
+log-probabilities of a probe must be the trainer's. In float32 the two agree but for rounding, and a bound tells. In half
+precision a negated model magnifies rounding to the size of what a missing matrix costs; there the difference is projected on what
+each matrix would cost if it were missing: 1 where it is, 0 but for rounding where it is not.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from psigrad.errors import UserError
 from psigrad.models import backbone
@@ -34,10 +38,15 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 _DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-PROBE_TOKENS = 48
-# Mean absolute difference of log-probs. float32: sums of other order differ by some 1e-6 here, 1e-5 in large models. bfloat16:
-# a logit of 16 is rounded by up to 0.06. What an update does not reach is wrong by 0.1 and far more (see `_check_route`).
+PROBE_TOKENS = 96
+# Mean absolute difference of log-probs. float32: sums of other order differ by some 1e-6 here, 1e-5 in large models. In half
+# precision `SLACK` times the difference that was found at the start, but not below this.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}
+SLACK = 3.0
+MISSED, ALIKE = 0.5, 0.25
+"""A weight counts as missing from this share on of the difference that it would make, and this squared cosine with it. By chance
+the cosine of 95 log-probs reaches that once in ten million.
+"""
 
 # vLLM keeps the state of its engine in globals: an engine that ends, if only by the garbage collector, breaks a newer one
 _OPEN: list[VLLMSampler] = []
@@ -63,8 +72,8 @@ class VLLMSampler(Sampler):
         _OPEN.append(self)
         torch.set_num_threads(threads)
         self._sent = fingerprint(model)
+        self._bound = TOLERANCE[model.network.dtype]
         try:
-            self.verify()
             self._check_route()
         except RuntimeError as error:  # the first batch shows which shapes its kernels lack
             self.close()
@@ -120,25 +129,25 @@ class VLLMSampler(Sampler):
         is more than rounding.
         """
         gap = self.gap()
-        bound = TOLERANCE[self.model.network.dtype]
-        if not gap <= bound:
+        if not gap <= self._bound:
             raise UserError(
                 f"vLLM's log-probs differ from the trainer's by {gap:.2g} in the mean after update {self.version}, above the "
-                f"bound {bound:.2g}: it does not compute with the weights it was given. Sample with sampler=embedded."
+                f"bound {self._bound:.2g}: it does not compute with the weights it was given. Sample with sampler=embedded."
             )
         return gap
 
-    @torch.no_grad()
     def gap(self) -> float:
         """That difference, whatever it is."""
+        return float((self._theirs() - log_probs(self.model)).abs().mean())
+
+    def _theirs(self) -> Tensor:
+        """The engine's log-probs of the probe."""
         from vllm import SamplingParams as Params
 
         probe = _probe(self.model)
         # no more than the prompt is wanted, and its log-probs are at temperature 1
         [out] = self._running.generate([{"prompt_token_ids": probe}], Params(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-        theirs = torch.tensor([step[token].logprob for step, token in zip(out.prompt_logprobs[1:], probe[1:], strict=True)])
-        ours = self.model.evaluate(Groups([tuple(probe[:1])], [[tuple(probe[1:])]])).logp[0].float().cpu()
-        return float((theirs - ours).abs().mean())
+        return torch.tensor([step[token].logprob for step, token in zip(out.prompt_logprobs[1:], probe[1:], strict=True)])
 
     def _update(self) -> None:
         """All weights, in place; what the engine remembers of the old ones is thrown away."""
@@ -155,13 +164,34 @@ class VLLMSampler(Sampler):
     @torch.no_grad()
     def _check_route(self) -> None:
         """Every weight must arrive. Negation changes all of them at once, by much, and is undone without a trace."""
+        half = self.model.network.dtype in (torch.bfloat16, torch.float16)
+        before = log_probs(self.model)
+        if not half:
+            self.verify()
         _negate(self.model)
         try:
             self._update()
+            if half:
+                self._bound = 0.5 * float((log_probs(self.model) - before).abs().mean())  # nearer to the new than to the old
+                self._check_each()
             self.verify()
         finally:
             _negate(self.model)
         self.synchronise()
+        if half:
+            self._bound = max(TOLERANCE[self.model.network.dtype], SLACK * self.gap())
+
+    def _check_each(self) -> None:
+        """Raises `UserError` with the name of a negated weight that the engine still has as it was."""
+        ours = log_probs(self.model)
+        found = [one for one in missing(self.model, ours, self._theirs() - ours) if one[1] > MISSED and one[0] > ALIKE]
+        if found:
+            _, share, name = max(found)
+            raise UserError(
+                f"vLLM did not take the weight {name}, or its partner in this layer: its log-probs differ from the trainer's by "
+                f"{share:.0%} of what this weight changes. It does not compute with the weights it was given; sample with "
+                "sampler=embedded."
+            )
 
 
 class WeightUpdates:
@@ -191,6 +221,57 @@ def repack_head(model: Any) -> None:
 
     if current_platform.is_cpu() and hasattr(model, "lm_head"):
         dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+
+@torch.no_grad()
+def missing(model: LanguageModel, ours: Tensor, difference: Tensor) -> Iterator[tuple[float, float, str]]:
+    """(squared cosine, share, name) of each weight: the difference d of log-probs against v, what they change by when the weight
+    is negated.
+
+    share = ⟨d, v⟩ / ⟨v, v⟩ is 1 where the engine lacks this weight, cos² = ⟨d, v⟩² / (⟨v, v⟩·⟨d, d⟩) is 1 where it lacks nothing
+    else. A weight that changes less than half of what rounding does cannot be told from it.
+    """
+
+    def against(change: Tensor, name: str) -> Iterator[tuple[float, float, str]]:
+        along, own, whole = (float(a @ b) for a, b in ((difference, change), (change, change), (difference, difference)))
+        if own and whole:
+            yield along * abs(along) / (own * whole), along / own, name
+
+    for name, parameter in model.network.named_parameters():
+        parameter.neg_()
+        change = log_probs(model) - ours
+        parameter.neg_()
+        yield from against(change, name)
+    if model.network.config.get_text_config().tie_word_embeddings:  # the engine may keep the head apart from the embedding
+        yield from against(log_probs(model, head=-1.0) - ours, "of the tied head")
+
+
+@torch.no_grad()
+def log_probs(model: LanguageModel, head: float = 1.0) -> Tensor:
+    """The log-probs of the probe by the trainer's weights, computed in float32; `head` scales the logits.
+
+    Were they rounded to half precision, the same rounding would stand in both sides of a comparison of differences.
+    """
+    probe = torch.tensor([_probe(model)], device=model.device)
+    with _Float32():
+        logp = (head * model.as_transformers()(probe).logits[0, :-1]).log_softmax(-1)
+    found: Tensor = logp.gather(-1, probe[0, 1:, None])[:, 0].cpu()
+    return found
+
+
+class _Float32(TorchFunctionMode):
+    """Every function gets its half-precision tensors as float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # of an attribute
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _widened(x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _negate(model: LanguageModel) -> None:

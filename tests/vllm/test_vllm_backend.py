@@ -37,9 +37,11 @@ SETTINGS = [
 ]
 
 
-def a_model(architecture: str = "qwen3", tied: bool = True, lora: Lora | None = None) -> LanguageModel:
+def a_model(
+    architecture: str = "qwen3", tied: bool = True, lora: Lora | None = None, dtype: torch.dtype = torch.float32, layers: int = 2
+) -> LanguageModel:
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    hf = tiny.model(architecture, len(tokenizer), hidden=64, layers=2, heads=2, tied=tied)
+    hf = tiny.model(architecture, len(tokenizer), hidden=64, layers=layers, heads=2, tied=tied).to(dtype)
     with torch.no_grad():  # distributions that differ between prompts and tokens
         for parameter in hf.parameters():
             parameter.mul_(2)
@@ -251,10 +253,45 @@ def worst_as_it_is(sampler: VLLMSampler, params: SamplingParams) -> float:
 
 
 def test_bfloat16_agrees_to_its_rounding():
-    model = a_model()
-    model.as_transformers().to(torch.bfloat16)
-    sampler = VLLMSampler(model, 16)
+    sampler = VLLMSampler(a_model(dtype=torch.bfloat16), 16)
     assert sampler.version == 2 and 0 < sampler.gap() < 0.03
+
+
+def without(sampler: VLLMSampler, left_out: str, monkeypatch) -> None:
+    """From now on updates leave out the weights with this in their name."""
+    named = torch.nn.Module.named_parameters
+
+    def some(self, *arguments, **named_arguments):
+        return (pair for pair in named(self, *arguments, **named_arguments) if left_out not in pair[0])
+
+    update = sampler._update
+
+    def partial_update() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.Module, "named_parameters", some)
+            update()
+
+    monkeypatch.setattr(sampler, "_update", partial_update)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_in_bfloat16_a_missing_weight_is_noticed_and_rounding_is_none(is_tied, monkeypatch):
+    """Eight layers, whose negation magnifies rounding."""
+    model = a_model("llama", is_tied, dtype=torch.bfloat16, layers=8)
+    sampler = VLLMSampler(model, 16)
+    for _ in range(3):  # honest updates raise no alarm
+        step(model)
+        sampler._check_route()
+    for name in ("layers.0.self_attn.q_proj", "layers.3.mlp.down_proj", "layers.7.self_attn.o_proj", "embed_tokens"):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="does not compute with the weights"):
+            without(sampler, name, patch)
+            sampler._check_route()
+        sampler._update()
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_backend, "repack_head", lambda model: None)
+        if is_tied:
+            with pytest.raises(UserError, match="does not compute with the weights"):
+                sampler._check_route()
 
 
 def test_the_fingerprint_sees_one_bit_and_a_write_of_the_same_values():
