@@ -171,6 +171,30 @@ class LoopholeSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
+class MemorySettings:
+    """The shape of the work, and where the figures go."""
+
+    hidden: int = 512
+    """Width of the model."""
+    layers: int = 8
+    """Its layers."""
+    vocabulary: int = 4096
+    """Its tokens."""
+    prompts: int = 4
+    """Prompts of a step."""
+    generations: int = 4
+    """Completions of each."""
+    completion_tokens: int = 64
+    """Longest completion."""
+    steps: int = 3
+    """Steps that are timed."""
+    threads: int = 1
+    """Threads of each process."""
+    out: str = "runs/experiments"
+    """Folder for memory.json and memory.png."""
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One experiment: its name, what it shows, its settings with their defaults, and the module of its code."""
 
@@ -200,6 +224,7 @@ EXPERIMENTS = {
         Experiment("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", MethodsSettings, "claim_methods"),
         Experiment("lambda", "PPO's λ on a language task and on CartPole", LambdaSettings, "claim_lambda"),
         Experiment("noise", "RAFT, RLOO and PPO under noise in the reward and under β", TrialSettings, "claim_noise"),
+        Experiment("memory", "memory and seconds of RLOO, GRPO and PPO, measured and planned", MemorySettings, "claim_memory"),
         Experiment("action_space", "how few tokens hold the probability, and where", SpaceSettings, "claim_space"),
         Experiment("clip_higher", "entropy and pass@k with a higher upper clip", TrialSettings, "claim_clip"),
         Experiment("dynamic_sampling", "updates and samples with groups without signal replaced", TrialSettings, "claim_groups"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ MISSED, ALIKE = 0.5, 0.25
 """A weight counts as missing from this share on of the difference that it would make, and this squared cosine with it. By chance
 the cosine of 95 log-probs reaches that once in ten million.
 """
+
+LAYERS = 6
 
 # vLLM keeps the state of its engine in globals: an engine that ends, if only by the garbage collector, breaks a newer one
 _OPEN: list[VLLMSampler] = []
@@ -237,7 +240,9 @@ def missing(model: LanguageModel, ours: Tensor, difference: Tensor) -> Iterator[
         if own and whole:
             yield along * abs(along) / (own * whole), along / own, name
 
-    for name, parameter in model.network.named_parameters():
+    parameters = dict(model.network.named_parameters())
+    for name in spread(parameters):
+        parameter = parameters[name]
         parameter.neg_()
         change = log_probs(model) - ours
         parameter.neg_()
@@ -257,6 +262,17 @@ def log_probs(model: LanguageModel, head: float = 1.0) -> Tensor:
         logp = (head * model.as_transformers()(probe).logits[0, :-1]).log_softmax(-1)
     found: Tensor = logp.gather(-1, probe[0, 1:, None])[:, 0].cpu()
     return found
+
+
+def spread(names: Iterable[str]) -> list[str]:
+    """Of each kind of weight, which are alike but for the number of their layer, `LAYERS` that lie evenly over the depth: what fails
+    to reach a weight fails by its kind.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(name)
+    places = {kind: np.linspace(0, len(own) - 1, min(LAYERS, len(own))).round().astype(int) for kind, own in kinds.items()}
+    return [own[i] for kind, own in kinds.items() for i in places[kind]]
 
 
 class _Float32(TorchFunctionMode):
