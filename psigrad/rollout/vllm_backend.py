@@ -50,6 +50,7 @@ the cosine of 95 log-probs reaches that once in ten million.
 """
 
 LAYERS = 6
+"""Of each kind of weight so many are looked at one by one."""
 
 # vLLM keeps the state of its engine in globals: an engine that ends, if only by the garbage collector, breaks a newer one
 _OPEN: list[VLLMSampler] = []
@@ -265,8 +266,8 @@ def log_probs(model: LanguageModel, head: float = 1.0) -> Tensor:
 
 
 def spread(names: Iterable[str]) -> list[str]:
-    """Of each kind of weight, which are alike but for the number of their layer, `LAYERS` that lie evenly over the depth: what fails
-    to reach a weight fails by its kind.
+    """Of each kind of weight, which are alike but for the number of their layer, `LAYERS` that lie evenly over the depth: an
+    update that misses a weight misses its kind.
     """
     kinds: dict[str, list[str]] = {}
     for name in names:

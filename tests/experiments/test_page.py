@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -129,3 +130,12 @@ def test_the_table_of_variants_is_that_of_now():
 def test_every_experiment_has_its_command_and_its_picture_on_the_page(name):
     assert f"](images/experiments/{name}.png)" in PAGE and f"`psigrad experiment {name}`" in PAGE
     assert (IMAGES / f"{name}.png").stat().st_size > 20_000
+
+
+def test_the_page_of_claims_is_that_of_the_stored_figures():
+    spec = importlib.util.spec_from_file_location("make_claims", ROOT / "docs" / "make_claims.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "claims.md").read_text() == script.page()
+    assert all((IMAGES / f"{name}.json").exists() for name in script.CLAIMS), "every claim was measured"
+    assert "…" not in (ROOT / "docs" / "claims.md").read_text()
