@@ -83,7 +83,9 @@ CLAIMS: dict[str, tuple[str, str, int, str]] = {
         "Amodei et al. 2016, arXiv:1606.06565; Gao et al. 2023, arXiv:2210.10760",
         20,
         "The warnings compare the reward of training with a metric on held-out prompts (`evaluation.metric`): without a metric of its own that "
-        "is the truth, a run cannot notice. Their thresholds were set before these runs.",
+        "is the truth, a run cannot notice. The honest runs have three learning rates; at the largest, training shakes, and all alarms are there. The "
+        "patience of the rule (three evaluations in a row) was set on length, format, copy and honest RLOO; before, with two, 13 of 120 honest "
+        "runs raised an alarm.",
     ),
 }
 

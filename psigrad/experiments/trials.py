@@ -10,7 +10,7 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,9 @@ from psigrad.experiments import drawing
 from psigrad.experiments.declarations import TrialSettings
 from psigrad.intervals import Interval, over_seeds
 from psigrad.recipes import api, demo, sft
+from psigrad.records.rows import figures
+from psigrad.records.signals import SignalNames
+from psigrad.records.warnings import Watch
 from psigrad.report.plots import COLOURS
 from psigrad.training.progress import bar
 
@@ -204,10 +207,14 @@ def _rows(place: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
 
 
-def warnings(s: TrialSettings, name: str, arm: str, seed: int, rules: Sequence[str]) -> int | None:
-    """The first step at which one of these rules (`psigrad.records.warnings`) was raised in a run."""
-    events = [json.loads(line) for line in (place(s, name, arm, seed) / "events.jsonl").read_text().splitlines()]
-    return min((int(e["step"]) for e in events if e["kind"] == "warning" and e["rule"] in rules), default=None)
+def warned(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | None:
+    """The first step at which a run with these metrics tells of one of these rules (`psigrad.records.warnings`)."""
+    watch, names = Watch(), SignalNames()
+    for row in rows:
+        watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
+        if any(alert.rule in rules for alert in watch.alerts()):
+            return int(row["step"])
+    return None
 
 
 def tuned(
@@ -309,7 +316,8 @@ def findings_text(findings: Sequence[ClaimVerdict]) -> Text:
     for f in findings:
         d = f.difference
         text.append(f"{f.verdict}", style=f"bold {colours[f.verdict]}").append(f": {f.claim}\n")
-        text.append(f"  {f.test}\n  {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]\n", style="dim")
+        figure = f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
+        text.append(f"  {f.test}{': ' if len(f.test) + len(figure) < 76 else chr(10) + '  '}{figure}\n", style="dim")
     return text
 
 

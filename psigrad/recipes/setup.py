@@ -30,6 +30,7 @@ from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import Lora
+from psigrad.models.converted import plain_folder
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.parallel import sharded, shards
@@ -56,12 +57,16 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def located(settings: Model) -> str:
-    """Where to load the model from: its path, or the folder that a hub model's `revision` was downloaded to."""
+    """Where to load the model from: its path, a conversion of it, or the folder that a hub model's `revision` was downloaded
+    to.
+    """
     _check_path(settings.path)
     if not settings.revision:
-        return settings.path
-    if Path(settings.path).is_dir():
-        raise UserError(f"model.revision is {settings.revision!r} and {settings.path!r} is a folder; leave the revision out.")
+        return plain_folder(settings.path)
+    if Path(settings.path).exists():
+        raise UserError(
+            f"model.revision is {settings.revision!r} and {settings.path!r} is on this machine; leave the revision out."
+        )
     from huggingface_hub import snapshot_download
 
     try:

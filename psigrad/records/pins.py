@@ -157,6 +157,9 @@ def model_of(path: str, revision: str = "") -> str | None:
     """What identifies the model at `path`: a hub model's commit, or the SHA-256 of a folder's files. None if it is not here."""
     if Path(path).is_dir():
         return _folder_hash(Path(path))
+    if Path(path).is_file():
+        with Path(path).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     try:
         cached = try_to_load_from_cache(path, "config.json", revision=revision or None)
     except ValueError:  # neither a folder nor a hub name

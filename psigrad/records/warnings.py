@@ -161,11 +161,12 @@ def _apart(figures: Figures, memory: Memory) -> float | None:
         memory.values.append(reward)
     if held_out is None or not math.isfinite(held_out) or not memory.values:
         return None
-    recent = _mean(list(memory.values)[-10:])
+    # a run that shakes loses reward and truth together; a mean over more rows would hide that its reward has fallen too
+    recent = _mean(list(memory.values)[-3:])
     low = next((v for k, v in figures.items() if k.startswith("eval/") and k.endswith("/low")), math.nan)
     width = held_out - low if math.isfinite(low) else 0.1 * abs(memory.best)
     if held_out > memory.best:
-        memory.best, memory.start = held_out, [width, recent]
+        memory.best, memory.start = held_out, [width, _mean(list(memory.values)[-10:])]
         return 0.0
     spread = math.hypot(width, memory.start[0])
     return (memory.best - held_out) / spread if spread > 0 and recent > memory.start[1] else 0.0
@@ -300,7 +301,7 @@ RULES = (
         measure=_apart,
         above=1.5,
         until=1.0,
-        patience=2,
+        patience=3,
         signal="held_out",
     ),
     Rule(
