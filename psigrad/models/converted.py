@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def _once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
 def _in_a_sentence(source: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         advice = " (pip install gguf)" if isinstance(error, ImportError) else ""
         raise UserError(f"The model {str(source)!r} cannot be converted: {reason_of(error)}{advice}.") from error
 

@@ -64,9 +64,7 @@ def located(settings: Model) -> str:
     if not settings.revision:
         return plain_folder(settings.path)
     if Path(settings.path).exists():
-        raise UserError(
-            f"model.revision is {settings.revision!r} and {settings.path!r} is on this machine; leave the revision out."
-        )
+        raise UserError(f"model.revision is {settings.revision!r} and {settings.path!r} is on this disk; leave the revision out.")
     from huggingface_hub import snapshot_download
 
     try:
