@@ -39,11 +39,10 @@ def test_a_task_with_too_few_prompts_is_refused():
         tasks.distinct("gcd", 100, 1, max_value=5)
 
 
-def test_held_out_words_of_the_demo_are_drawn_from_the_whole_order(tmp_path, monkeypatch):
+def test_held_out_words_of_the_demo_are_drawn_from_the_whole_order(tmp_path):
     """Their places in the order of generation have the mean of a random draw; the first rows in that order do not."""
     words = 1600
-    monkeypatch.setattr(demo, "WORDS", words)
-    files = demo.prepare(tmp_path, 1, False)
+    files = demo.prepare(tmp_path, 1, False, words=words)
     prompts = {name: [json.loads(line)["prompt"] for line in files[name].open()] for name in ("held_out", "prompts")}
     assert len(prompts["held_out"]) == demo.HELD_OUT and not set(prompts["held_out"]) & set(prompts["prompts"])
     size = words + demo.HELD_OUT

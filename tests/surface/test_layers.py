@@ -16,8 +16,8 @@ PACKAGE, STUDIO = ROOT / "psigrad", ROOT / "psigrad_studio"
 ROOMS = (
     *(
         "cli",
-        "bench",
         "experiments",
+        "bench",
         "planning",
         "recipes",
         "control",
