@@ -35,14 +35,15 @@ CLAIMS: dict[str, tuple[str, str, int, str]] = {
         "PPO's λ",
         "Ahmadian et al. 2024, arXiv:2402.14740, section 5.1; Schulman et al. 2016, arXiv:1506.02438",
         25,
-        "On words the reward comes at the end of some six tokens: a λ below 1 hands it back through a critic that is still wrong. On CartPole "
-        "rewards come at every step and the episode is long.",
+        "On words the reward comes at the end of some six tokens: a λ below 1 hands it back through a critic that is still wrong, "
+        "and with λ = 0 the policy unlearns. On CartPole rewards come at every step and the episode is long; there 0.9 and 0.95 reach the full 500 "
+        "with every seed and λ = 1 does not, while the area over the whole run cannot tell them apart.",
     ),
     "noise": (
         "Noise in the reward, and β",
         "Ahmadian et al. 2024, arXiv:2402.14740, section 5.3",
         15,
-        "The noise is a function of the answer, as a learned reward model's error is.",
+        "The noise is a function of the answer, as a learned reward model's error is. Measured with `--seeds 4`.",
     ),
     "memory": (
         "Memory and time",
@@ -75,8 +76,9 @@ CLAIMS: dict[str, tuple[str, str, int, str]] = {
     "dpo": (
         "Preferences, offline and online",
         "Rafailov et al. 2024, arXiv:2404.12358; Pal et al. 2024, arXiv:2402.13228; Tang et al. 2024, arXiv:2405.08448",
-        8,
-        "",
+        12,
+        "All start from one model; the pairs are the best and the worst of eight of its own samples, as many samples in all as the online methods "
+        "draw. Each method's rate was chosen on a seed of its own.",
     ),
     "loopholes": (
         "Rewards with a loophole",

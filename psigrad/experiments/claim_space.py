@@ -137,13 +137,15 @@ def tables(result: SpaceResult) -> Iterator[Table | Text]:
     )
     last = ""
     for row in result.rows:
-        shown = f"{row.model} ({result.vocabulary[row.model]:,} tokens)" if row.model != last else ""
+        shown = row.model if row.model != last else ""
         last = row.model
         place = str(row.place) if row.place < PLACES else f"{PLACES}+"
         figures = (*(f"{m.mean:.3f}" for m in row.mass), drawing.around(row.entropy, ".2f"), f"{row.effective:.1f}")
         table.add_row(shown, place, str(row.count), *figures)
     yield table
+    sizes = ", ".join(f"{name} {size:,}" for name, size in result.vocabulary.items())
     yield drawing.note(
+        f"tokens in all: {sizes}",
         "top k: probability of the k likeliest tokens; entropy in nats, 95 % interval over completions",
         "effective: exp(entropy), as many equally likely tokens",
     )

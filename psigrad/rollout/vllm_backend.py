@@ -50,7 +50,9 @@ the cosine of 95 log-probs reaches that once in ten million.
 """
 
 LAYERS = 6
-"""Of each kind of weight so many are looked at one by one."""
+"""Of each kind of weight so many are looked at one by one. SmolLM2-135M in bfloat16 (`benchmarks/vllm_probe.py`): no alarm in
+three honest updates; of eight single weights left out, drawn from all layers, six were noticed.
+"""
 
 # vLLM keeps the state of its engine in globals: an engine that ends, if only by the garbage collector, breaks a newer one
 _OPEN: list[VLLMSampler] = []
