@@ -25,7 +25,8 @@ class Model:
     """Which model, in which precision, and which of its weights learn."""
 
     path: str = ""
-    """Folder or hub name of any Hugging Face causal language model."""
+    """Folder or hub name of any Hugging Face causal language model; a GGUF file; or an adapter of peft, which is merged into its
+    base."""
     revision: str = ""
     """Branch, tag or commit of a hub model; empty: its newest."""
     trust_remote_code: bool = False
