@@ -43,7 +43,9 @@ CLAIMS: dict[str, tuple[str, str, int, str]] = {
         "Noise in the reward, and β",
         "Ahmadian et al. 2024, arXiv:2402.14740, section 5.3",
         15,
-        "The noise is a function of the answer, as a learned reward model's error is. Measured with `--seeds 4`.",
+        "The noise is a function of the answer, as a learned reward model's error is. Measured with `--seeds 4`. RAFT and RLOO have no rate of "
+        "their own here, and PPO at this rate shakes. RAFT's β is a KL in the loss, which leaves its ranking of the completions alone: it does "
+        "not lose by a larger β.",
     ),
     "memory": (
         "Memory and time",
