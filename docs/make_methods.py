@@ -8,6 +8,7 @@ python docs/make_methods.py preferences SFT_MODEL PAIRS RUNS   the same for the 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
@@ -470,12 +471,34 @@ are a part's defaults are left out.
 {head}
 {chr(10).join(rows)}
 
+What each rests on. Enumerated: the gradient over all batches of a small world, summed by the method's own code, is that of the paper's
+formula, written a second time (`tests/objective/test_enumerated_gradients.py`). Closed form: it is that of a formula for the expectation.
+
+| method | sources of its parts, on arXiv | gradient | curve |
+|---|---|---|---|
+{chr(10).join(_proof(name) for name in METHODS)}
+
 Losses on preferences:
 
 | loss | score | link | β |
 |---|---|---|---|
 {chr(10).join(losses)}
 """
+
+
+CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average", "pass_at_k", "distill")
+
+
+OWN = {"vc_ppo": ("2503.01491",)}  # a paper whose parts are others'
+
+
+def _proof(name: str) -> str:
+    """A method's row in the table of proofs."""
+    text = " ".join(algorithms.explain(name).split())
+    shown = ", ".join(dict.fromkeys([*OWN.get(name, ()), *re.findall(r"arXiv:(\d{4}\.\d{5})", text)]))
+    picture = DOCS / "images" / f"{name}.png"
+    curve = f"[curve](../images/{name}.png)" if picture.exists() else ""
+    return f"| [{name}]({name}.md) | {shown or 'Williams 1992'} | {'closed form' if name in CLOSED else 'enumerated'} | {curve} |"
 
 
 def _short(part: object) -> str:

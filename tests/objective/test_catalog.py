@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from dataclasses import MISSING, FrozenInstanceError, fields, is_dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -25,6 +26,8 @@ from psigrad.objective.keep import has_signal, not_truncated, top_k
 from psigrad.objective.kl import KL, adaptive
 from psigrad.objective.ratio import none, sequence, token
 from psigrad.objective.surrogate import clip, dual_clip, score
+
+ROOT = Path(__file__).parents[2]
 
 
 def mine(batch: Batch) -> torch.Tensor:
@@ -260,3 +263,14 @@ def test_a_part_cannot_be_changed_once_it_is_made_and_equals_its_twin(part: type
     with pytest.raises(FrozenInstanceError):
         setattr(made, name, getattr(made, name))
     assert made == replace(made) and hash(made) == hash(replace(made))
+
+
+def test_the_table_of_proofs_has_no_empty_cell_and_names_what_is_enumerated():
+    page = (ROOT / "docs" / "methods" / "table.md").read_text().split("| method | sources")[1].split("\n\n")[0]
+    rows = {
+        line.split("|")[1].split("]")[0].strip(" ["): [c.strip() for c in line.split("|")[2:-1]] for line in page.splitlines()[2:]
+    }
+    assert rows.keys() == set(PRESETS) and all(all(cells) for cells in rows.values())
+    tested = (ROOT / "tests" / "objective" / "test_enumerated_gradients.py").read_text()
+    listed = tested.split("FORMULAS = [")[1].split("]")[0].replace("\n", " ").split(",")
+    assert {name for name, cells in rows.items() if cells[1] == "enumerated"} == {n.strip() for n in listed} & rows.keys()
