@@ -215,7 +215,7 @@ def test_code_that_comes_with_a_model_never_runs_unasked(run, copied, tmp_path):
 
 def test_a_revision_of_a_folder_is_refused(job, tmp_path):
     config = sft_config(job, tmp_path / "run")
-    with pytest.raises(UserError, match=r"model\.revision is 'v1' and .* is a folder"):
+    with pytest.raises(UserError, match=r"model\.revision is 'v1' and .* is on this disk"):
         sft.run(replace(config, model=replace(config.model, revision="v1")))
 
 
