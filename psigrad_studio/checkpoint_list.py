@@ -64,7 +64,7 @@ class Checkpoint:
 
         from psigrad.models.backbone import DTYPES
         from psigrad.models.language_model import load
-        from psigrad.recipes.setup import lora_of
+        from psigrad.recipes.model_source import continued, located, lora_of
         from psigrad.training.session import device
 
         transformers.utils.logging.disable_progress_bar()
@@ -73,7 +73,9 @@ class Checkpoint:
             kind = str(_json(self.folder / "config.json").get("dtype"))
             return load(str(self.folder), dtype=kind if kind in DTYPES else "float32", device=where)
         settings = _model_of(_run_folder(self.folder))
-        return load(settings.path, dtype=settings.dtype, device=where, lora=lora_of(settings), adapter=self.folder)
+        before = continued(settings)
+        base = located(settings if before is None else before.base)
+        return load(base, dtype=settings.dtype, device=where, lora=lora_of(settings), adapter=self.folder)
 
 
 def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:

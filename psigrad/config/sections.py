@@ -25,22 +25,33 @@ class Model:
     """Which model, in which precision, and which of its weights learn."""
 
     path: str = ""
-    """Folder or hub name of any Hugging Face causal language model; a GGUF file; or an adapter of peft, which is merged into its
-    base."""
+    """Folder or hub name of any Hugging Face causal language model, or of an adapter of peft; or a GGUF file."""
     revision: str = ""
     """Branch, tag or commit of a hub model; empty: its newest."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your rights. Set it only for models whose code you have read."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and of the forward pass."""
+    adapter: Literal["continue", "merge"] = "continue"
+    """What becomes of an adapter that is given as the model: it is trained on, or merged into its base, all of whose weights
+    then learn. With lora_rank it is merged, and a new adapter put on top."""
     lora_rank: CountOrZero = 0
-    """Rank of a LoRA adapter (peft); 0 trains every weight."""
+    """Rank of a fresh LoRA adapter (peft); 0 trains every weight, or the adapter that the model is."""
     lora_alpha: Positive = 16.0
     """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: BelowOne = 0.0
     """Dropout on the adapter's input. Above 0 the first-step ratio is no longer 1."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Module names that get an adapter; "all-linear" is every linear layer but the head."""
+    use_rslora: bool = False
+    """Multiply the update by lora_alpha / √lora_rank instead (rank-stabilised LoRA)."""
+    use_dora: bool = False
+    """Learn the length of each row of the adapted matrices too (DoRA)."""
+    lora_modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapter and saved with it, such as lm_head."""
+    lora_save: Literal["both", "merged", "adapter"] = "both"
+    """What the run's model/ holds at the end: the whole model with the adapter merged in, the adapter alone, or both, the
+    adapter then in model/adapter."""
     attention: Literal["sdpa", "flex"] = "sdpa"
     """How packed sequences attend where the fused decoder does not compute: scaled_dot_product_attention, or on a GPU compiled
     FlexAttention."""

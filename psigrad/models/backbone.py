@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
 from psigrad.models import attention
+from psigrad.models.adapters import Lora, merged, with_lora
 from psigrad.models.fused.activation_cache import ActivationCache, CacheHit
 from psigrad.models.fused.decoder import Decoder
 from psigrad.models.fused.layer import Unsupported
@@ -29,23 +30,14 @@ R = TypeVar("R")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-@dataclass(frozen=True)
-class Lora:
-    """A LoRA adapter: W + (alpha / rank) B A on the named modules ("all-linear": every linear layer but the head)."""
-
-    rank: int
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ("all-linear",)
-
-
 @dataclass
 class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
     - `network` holds the weights: transformers' modules, or `WeightsOnly` where the fused decoder computes (`as_transformers`
       turns those into transformers' model). With LoRA it contains the adapters' layers.
-    - `adapter` is the peft wrapper that saves and merges the adapters.
+    - `adapter` is the peft wrapper that saves and merges the adapters. With `continued` it was trained before: without it the
+      model is not the one that training starts from.
     - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
     - `flex`: packed attention runs by FlexAttention.
@@ -55,6 +47,7 @@ class Pretrained(ABC):
     network: PreTrainedModel | WeightsOnly
     tokenizer: PreTrainedTokenizerBase
     adapter: nn.Module | None = None
+    continued: bool = False
     why_padded: str = ""
     train_mode: bool = False
     decoder: Decoder | None = None
@@ -66,6 +59,11 @@ class Pretrained(ABC):
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.network.device
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the model without its adapter is the one that training starts from."""
+        return self.adapter is not None and not self.continued
 
     @property
     def max_length(self) -> int:
@@ -222,6 +220,10 @@ class Pretrained(ABC):
         """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
         write(merged(self.network, self.adapter), self.tokenizer, folder)
 
+    def save_adapter(self, folder: Path) -> None:
+        """The adapter alone, as peft reads it; the model must have one."""
+        write(self.adapter, self.tokenizer, folder)
+
 
 def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
     """What `compute` returns, run where it finds whole weights: by itself, or inside the forward pass of the model's `root`."""
@@ -256,12 +258,6 @@ def recompute_activations(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def merged(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:
-    """The whole model, with a copy of its adapter merged in."""
-    wrapped: Any = copy.deepcopy(adapter)
-    return network if wrapped is None else wrapped.merge_and_unload()
-
-
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights and tokenizer in Hugging Face form."""
     model.save_pretrained(folder, safe_serialization=True)
@@ -270,21 +266,6 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     os.umask(umask)
     for path in folder.iterdir():  # safetensors leaves its files to their owner alone
         path.chmod(0o666 & ~umask)
-
-
-def with_lora(hf: PreTrainedModel, lora: Lora, adapter: Path | None, task: str) -> nn.Module:
-    """The peft wrapper of a model that now has LoRA layers inside: fresh ones, or those saved in the folder `adapter`."""
-    import peft
-
-    if adapter is not None:
-        return peft.PeftModel.from_pretrained(hf, adapter, is_trainable=True)
-    targets = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
-    alpha: Any = lora.alpha  # peft takes any number
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets, task_type=task)
-    try:
-        return peft.get_peft_model(hf, config)
-    except ValueError as error:
-        raise UserError(f"No LoRA adapter could be put on {list(lora.target_modules)}: {error}") from error
 
 
 # Two prompts of unlike length, with completions that share them: enough to tell a model that leaks between packed sequences.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.models.backbone import DTYPES, PROBE, Lora, Pretrained, with_whole_weights
+from psigrad.models.adapters import Lora, without
+from psigrad.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.fused.weights_only import WeightsOnly
@@ -171,7 +172,7 @@ class LanguageModel(Pretrained):
                 of = lambda: other._target_hidden(theirs)  # noqa: E731
                 reference_hidden, reference_head = of() if other is self else with_whole_weights(other, of)
             if other is self:  # it is asked later, when the adapter is on again
-                reference_head = getattr(reference_head, "base_layer", reference_head)
+                reference_head = without(reference_head)
         kind, mixture = ("exact", 0.5) if asked is None else (asked.kind, asked.mixture)
         wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
         cached = None if forward.cached is None else forward.cached.logps
@@ -225,15 +226,17 @@ def load(
     device: str = "cpu",
     lora: Lora | None = None,
     adapter: Path | None = None,
+    tokenizer: str = "",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     for_shards: bool = False,
 ) -> LanguageModel:
     """The model at `path` (a folder or a hub name), ready to train and to sample.
 
-    `adapter` is a folder with LoRA weights to go on from. `trust_remote_code` runs the Python code that comes with the model.
-    `for_shards` leaves the weights in the host's memory, on their file's pages where that can be: `parallel.sharded.shard` takes
-    this process' share to its device. Raises `UserError` if nothing loads from `path`.
+    `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's.
+    `trust_remote_code` runs the Python code that comes with the model. `for_shards` leaves the weights in the host's memory, on
+    their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. Raises `UserError` if
+    nothing loads from `path`.
     """
     plain = lora is None and device == "cpu"
     try:
@@ -241,13 +244,13 @@ def load(
         network: Any = found[0] if found is not None else None
         if network is None:
             network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        words = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
         ) from error
     network = network.to("cpu" if for_shards else device)
-    return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    return prepare(network, words, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 
 def prepare(

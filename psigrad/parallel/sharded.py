@@ -117,13 +117,20 @@ def gathered(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tupl
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def save_merged(model: Pretrained, world: World, folder: Path) -> None:
-    """The whole model in Hugging Face form, adapter merged in; rank 0 holds it in the host's memory while it is written."""
+def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merged") -> None:
+    """The whole model in Hugging Face form, adapter merged in; rank 0 holds it in the host's memory while it is written.
+
+    With `kept` the adapter alone ("adapter"), or beside it in adapter/ ("both").
+    """
     state: dict[str, Tensor] = {}
     for name, weight in gathered(model):
         if world.rank == 0:
             state[name] = weight.cpu().clone()
     if world.rank == 0:
+        if kept != "merged":
+            _write_adapter(model, state, folder / "adapter" if kept == "both" else folder)
+        if kept == "adapter":
+            return
         with torch.device("meta"):
             twin = whole_twin(model)
         if isinstance(twin, WeightsOnly):
@@ -133,6 +140,20 @@ def save_merged(model: Pretrained, world: World, folder: Path) -> None:
             write(twin, model.tokenizer, folder)
         else:
             write(_Saved(twin, merged(model, state)), model.tokenizer, folder)
+
+
+def _write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
+    """The adapter in peft's form, out of whole weights by the network's own names."""
+    wrapper: Any = model.adapter
+    prefix = next(
+        name.removesuffix(first)
+        for name, _ in wrapper.named_parameters()
+        for first in [next(iter(state))]
+        if name.endswith(first)
+    )
+    whole = {f"{prefix}{name}": weight for name, weight in state.items()}
+    wrapper.save_pretrained(folder, state_dict=whole, safe_serialization=True)
+    model.tokenizer.save_pretrained(folder)
 
 
 def whole_twin(model: Pretrained) -> Any:

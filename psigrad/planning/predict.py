@@ -39,6 +39,7 @@ from psigrad.planning.memory import (
 )
 from psigrad.planning.shape import Shape, config_of, shape_of
 from psigrad.recipes import setup
+from psigrad.recipes.model_source import as_planned
 from psigrad.training.adamw import steps_natively
 
 # Predictions are within this share of the measured peak; a run that fits by less is not said to fit.
@@ -100,6 +101,7 @@ def predict(
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
     configurations that are on this machine are read.
     """
+    config = replace(config, model=as_planned(config.model))
     shaped = partial(shape_of, local=quick)
     policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
     work = share_of(config, whole)

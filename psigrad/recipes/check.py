@@ -21,10 +21,10 @@ from psigrad.config import Model, OnlineConfig
 from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError, reason_of
-from psigrad.models.backbone import Lora
+from psigrad.models.adapters import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
-from psigrad.recipes import setup
+from psigrad.recipes import model_source, setup
 from psigrad.recipes.check_gradients import among_processes, in_micro_batches
 from psigrad.recipes.check_subject import COMPLETIONS, Finding, Subject, subject_of
 from psigrad.rollout.distribution import filtered
@@ -178,7 +178,7 @@ def _filtered(subject: Subject, prompt: Sequence[int], completion: Sequence[int]
 @torch.no_grad()
 def _reference(subject: Subject) -> Finding:
     """reference."""
-    reference = subject.model if subject.model.adapter is not None else subject.model.frozen_copy()
+    reference = subject.model if subject.model.is_own_reference else subject.model.frozen_copy()
 
     def kl() -> float:
         found = subject.model.evaluate(subject.groups, kl_to=reference).kl
@@ -233,9 +233,9 @@ def _saved(subject: Subject) -> Finding:
 
 def _adapter(subject: Subject) -> Finding:
     """adapter."""
-    base = replace(subject.config.model, lora_rank=0)
+    base = replace(subject.config.model, lora_rank=0, adapter="merge")
     plain = replace(subject, model=setup.load_model(base, subject.config.run, None)).logp(subject.groups)
-    lora = setup.lora_of(subject.config.model) or FRESH
+    lora = model_source.lora_of(subject.config.model) or FRESH
     wanted = replace(base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=tuple(lora.target_modules))
     adapted = replace(subject, model=setup.load_model(wanted, subject.config.run, None))
     fresh = _apart(plain, adapted.logp(subject.groups))

@@ -55,7 +55,7 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
     session.prepare_torch(config.run)
     setup.check_sampling(config.sampling)
-    model = setup.load_model(config.model, config.run, None)
+    model = setup.load_model(replace(config.model, adapter="merge"), config.run, None)
     with episodes_for(config) as episodes:
         return _sampled(config, scored, model, episodes)
 
@@ -79,7 +79,10 @@ def _sampled(config: EvalConfig | SampleConfig, scored: bool, model: LanguageMod
 
 def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> float:
     """Mean exact KL(model‖reference) of the completions found, in nats per completion."""
-    pair = [setup.load_model(replace(config.model, path=path, lora_rank=0), config.run, None) for path in (model, reference)]
+    pair = [
+        setup.load_model(replace(config.model, path=path, lora_rank=0, adapter="merge"), config.run, None)
+        for path in (model, reference)
+    ]
     evaluator = Evaluator([], None, "", setup.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])
     values = evaluator.kl(pair[0], found.trajectories)
     return sum(values) / max(1, len(values))

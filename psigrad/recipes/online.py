@@ -22,7 +22,7 @@ from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
 from psigrad.parallel import shards
 from psigrad.parallel.world import World
-from psigrad.recipes import setup
+from psigrad.recipes import model_source, setup
 from psigrad.recipes.conversation import episodes_for, rows_for
 from psigrad.recipes.pinned import pinned
 from psigrad.recipes.sampling import parcels, sampler_of
@@ -192,7 +192,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
     if config.teacher_prompt and (config.environment or config.tools):
         raise UserError("teacher_prompt is for single completions and the settings have episodes; remove one of them.")
-    if config.ref_model_sync_steps and config.model.lora_rank:
+    if config.ref_model_sync_steps and model_source.lora_of(config.model) is not None:
         raise UserError(
             "ref_model_sync_steps moves the reference's weights, and with LoRA the reference is the model without its adapter; "
             "train without LoRA (lora_rank 0), or leave the reference as it is."
@@ -235,8 +235,9 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
     """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
     place = found / "critic" if found is not None else None
     in_shards = place is not None and shards.written_in(place)
+    start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     made = scalar_model.load(
-        str(place) if place is not None and not in_shards else config.critic or config.model.path,
+        str(place) if place is not None and not in_shards else model_source.located(start),
         dtype=config.model.dtype,
         device=session.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
@@ -262,7 +263,7 @@ def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None, w
     dtype = config.reference_dtype or config.model.dtype
     if config.reference:
         return setup.load_reference(config.reference, model, config, dtype, world)
-    if model.adapter is not None:
+    if model.is_own_reference:
         return model
     if found is None and dtype == config.model.dtype and not world.lockstep:
         return model.frozen_copy()

@@ -73,7 +73,7 @@ def _reference(
         return None
     if config.reference:
         return setup.load_reference(config.reference, model, config, world=world)
-    if model.adapter is not None:
+    if model.is_own_reference:
         return model
     if found is None and not config.evaluation.eval_kl:
         return model
@@ -141,7 +141,7 @@ def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Seq
     digest = hashlib.sha256()
     held = model.network.state_dict().items() if model.root is None else sharded.gathered(model)
     for name, tensor in sorted(held):
-        if "lora_" not in name:
+        if not (model.is_own_reference and "lora_" in name):
             digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     tokens = [[list(p), [[a.ids, a.mask] for a in group]] for p, group in zip(prompts, answers, strict=True)]

@@ -27,14 +27,14 @@ from psigrad.config import (
 from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
-from psigrad.errors import UserError, nearest, reason_of
+from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
-from psigrad.models.backbone import Lora
-from psigrad.models.converted import plain_folder
+from psigrad.models.adapters import Lora
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.parallel import sharded, shards
 from psigrad.parallel.world import ALONE, World
+from psigrad.recipes.model_source import continued, located, lora_of
 from psigrad.recipes.pinned import pinned
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import offline, rehearsal, session
@@ -46,44 +46,12 @@ from psigrad.training.state import Learner, State
 from psigrad.training.tasks import Task
 from psigrad.training.update import Optimizer
 
-# What a revision of a hub model is made of; other frameworks' weights are left out.
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
 def check_sampling(sampling: Sampling) -> None:
     """Refuse settings that describe no distribution before anything is loaded."""
     SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-
-
-def located(settings: Model) -> str:
-    """Where to load the model from: its path, a conversion of it, or the folder that a hub model's `revision` was downloaded
-    to.
-    """
-    _check_path(settings.path)
-    if not settings.revision:
-        return plain_folder(settings.path)
-    if Path(settings.path).exists():
-        raise UserError(f"model.revision is {settings.revision!r} and {settings.path!r} is on this disk; leave the revision out.")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(settings.path, revision=settings.revision, allow_patterns=_MODEL_FILES))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"The revision {settings.revision!r} of {settings.path!r} could not be downloaded ({reason_of(error)}); give a "
-            "branch, tag or commit of a hub model."
-        ) from error
-
-
-def _check_path(text: str) -> None:
-    """Refuse a folder that is not there before the hub is asked for a model of that name."""
-    path = Path(text).expanduser()
-    local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
-    if local and not path.exists():
-        around = path.parent
-        hint = nearest(path.name, [x.name for x in around.iterdir()]) if around.is_dir() else ""
-        raise UserError(f"There is no folder {text!r}{hint}; give the folder of a model, or a hub name such as org/name.")
 
 
 def load_model(settings: Model, run: Run, found: Path | None, world: World = ALONE, value_head: bool = False) -> LanguageModel:
@@ -93,24 +61,35 @@ def load_model(settings: Model, run: Run, found: Path | None, world: World = ALO
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     place, found = found, None if found is not None and shards.written_in(found) else found
-    lora = lora_of(settings)
+    lora, before = lora_of(settings), continued(settings)
+    _check_shards(lora, world)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
-            str(found) if found is not None and lora is None else located(settings),
+            str(found) if found is not None and lora is None else located(before.base if before is not None else settings),
             dtype=settings.dtype,
             device=session.device(run),
             lora=lora,
-            adapter=found if lora is not None else None,
+            adapter=(found or (before.folder if before is not None else None)) if lora is not None else None,
+            tokenizer=before.tokenizer if before is not None else "",
             gradient_checkpointing=settings.gradient_checkpointing,
             trust_remote_code=settings.trust_remote_code,
             for_shards=world.lockstep,
         )
+    model.continued = before is not None
     attend(settings, model)
     if value_head:
         model.add_value_head(found)
     settle(model, world, session.device(run), place if found is None else None)
     return model
+
+
+def _check_shards(lora: Lora | None, world: World) -> None:
+    if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
+        raise UserError(
+            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; use ddp, or a plain "
+            "LoRA adapter."
+        )
 
 
 def settle(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
@@ -132,7 +111,9 @@ def load_scalar_model(settings: Model, run: Run, found: Path | None, world: Worl
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     place, found = found, None if found is not None and shards.written_in(found) else found
+    settings = replace(settings, adapter="merge")  # an adapter of a language model is the beginning of a reward model
     lora = lora_of(settings)
+    _check_shards(lora, world)
     whole = found is not None and lora is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
@@ -191,13 +172,6 @@ def refuse_none(config: RewardConfig | PreferenceConfig, limit: int, kept: int, 
         raise UserError(f"All {left_out} rows have more than {named_limit(config, limit)}.")
 
 
-def lora_of(settings: Model) -> Lora | None:
-    """The adapter that the settings ask for."""
-    if not settings.lora_rank:
-        return None
-    return Lora(settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_target_modules)
-
-
 def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     """Training rows and held-out rows. Without an eval dataset the last `eval_prompts` rows are held out."""
     data, wanted = config.data, config.evaluation.eval_prompts
@@ -219,7 +193,7 @@ def load_reference(
     world: World = ALONE,
 ) -> LanguageModel:
     """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
-    other = load_model(Model(path=path, dtype=dtype or config.model.dtype), config.run, None, world)
+    other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
@@ -346,7 +320,9 @@ def train_on_rows(
 def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel, **noted: Any) -> Result:
     """The final model, the report, and what they hold; `noted` goes into the event."""
     world = journal.world
-    write = partial(sharded.save_merged, model, world) if model.root is not None else model.save_merged
+    kept = "merged" if model.adapter is None else config.model.lora_save
+    in_shards = model.root is not None
+    write = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
     journal.folder.save_model(write)
     if world.rank and model.root is not None:
         write(journal.folder.path)  # what the others have of it
@@ -355,6 +331,16 @@ def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel,
     written = write_report(journal.folder.path) if config.run.report and journal.world.rank == 0 else None
     before, after = session.evaluations(journal.folder.path)
     return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
+
+
+def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
+    """What `model.lora_save` asks for, in Hugging Face form: the whole model, its adapter, or both, the adapter in `adapter/`."""
+    if kept == "adapter":
+        model.save_adapter(folder)
+        return
+    model.save_merged(folder)
+    if kept == "both":
+        model.save_adapter(folder / "adapter")
 
 
 def write_report(folder: Path) -> Path:

@@ -17,7 +17,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
     """[N, T] log-probs under the reference, behind its own prompts where it has them, in passes of `budget` tokens; a LoRA model
     is its own reference, without its adapter.
     """
-    with model.without_adapter() if model.adapter is not None else torch.no_grad():
+    with model.without_adapter() if model.is_own_reference else torch.no_grad():
         of = lambda x: model.evaluate(x.teacher_inputs or x.inputs, temperature=temperature).logp  # noqa: E731
         return filled(batch, budget, of, world=world)
 

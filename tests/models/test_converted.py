@@ -14,7 +14,7 @@ from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.models import converted, tiny
 from psigrad.models.converted import plain_folder
-from psigrad.recipes import setup
+from psigrad.recipes import model_source, setup
 from psigrad.records import pins
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -101,4 +101,4 @@ def test_what_cannot_be_converted_is_a_sentence_and_leaves_nothing(tmp_path, cac
         plain_folder(str(tmp_path / "two"))
     assert not list(cache.iterdir())
     with pytest.raises(UserError, match="on this disk; leave the revision out"):
-        setup.located(Model(path=str(tmp_path / "broken.gguf"), revision="main"))
+        model_source.located(Model(path=str(tmp_path / "broken.gguf"), revision="main"))

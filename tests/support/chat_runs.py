@@ -9,7 +9,7 @@ import torch
 
 from psigrad.data.templates import CHATML
 from psigrad.models import tiny
-from psigrad.models.backbone import Lora
+from psigrad.models.adapters import Lora
 from psigrad.models.language_model import load
 
 # a template that says nothing of system prompts

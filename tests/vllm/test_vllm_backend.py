@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from psigrad.config import Model, Sampling
 from psigrad.errors import UserError
 from psigrad.models import tiny
-from psigrad.models.backbone import Lora
+from psigrad.models.adapters import Lora
 from psigrad.models.language_model import LanguageModel, prepare
 from psigrad.recipes import online
 from psigrad.rollout import vllm_backend

@@ -43,7 +43,7 @@ def reference_logps(
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(len(a.ids) for a in group) for p, group in zip(prompts, answers, strict=True)]
     for part, _ in mine(world, pack_by_tokens(sizes, budget, world.size)):
-        with model.without_adapter() if model.adapter is not None else torch.no_grad():
+        with model.without_adapter() if model.is_own_reference else torch.no_grad():
             logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
         values = iter(logp.tolist())
         for i in part:

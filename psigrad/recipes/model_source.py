@@ -1,0 +1,132 @@
+"""Where a model comes from: a folder, the hub, a GGUF file, or an adapter of peft, which goes on or is merged into its base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from psigrad.config import Model
+from psigrad.errors import UserError, nearest, reason_of
+from psigrad.models import adapters
+from psigrad.models.adapters import Lora
+from psigrad.models.converted import plain_folder
+
+# What a revision of a hub model is made of; other frameworks' weights are left out.
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was trained before and is trained on: its `folder`, its form, and the `base` that it is of."""
+
+    folder: Path
+    lora: Lora
+    base: Model
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder of the tokenizer that it brings along; empty: the base's."""
+        return str(self.folder) if (self.folder / "tokenizer_config.json").exists() else ""
+
+
+def located(settings: Model) -> str:
+    """Where to load the model from: its path, a conversion of it, or the folder that a hub model's `revision` was downloaded
+    to. An adapter is merged into its base.
+    """
+    check_path(settings.path)
+    if settings.revision:
+        return str(_downloaded(settings.path, settings.revision))
+    found = _on_hub(settings.path)
+    return plain_folder(settings.path if found is None else str(found))
+
+
+def continued(settings: Model) -> Adapter | None:
+    """The adapter that these settings go on training; None where the model is no adapter, or is to be merged."""
+    if settings.lora_rank or settings.adapter == "merge" or not settings.path:
+        return None
+    check_path(settings.path)
+    folder: Path | None = Path(settings.path).expanduser()
+    if not (folder is not None and adapters.is_adapter(folder)):
+        folder = _on_hub(settings.path, settings.revision)
+    if folder is None:
+        return None
+    held = adapters.described(folder)
+    base = str(held["base_model_name_or_path"])
+    if not Path(base).is_absolute() and not Path(base).exists() and (folder / base).is_dir():
+        base = str(folder / base)
+    check_path(base, f"the base of the adapter {settings.path!r}")
+    lora = replace(Lora.of(held), dropout=settings.lora_dropout)
+    plain = replace(settings, path=base, revision=held.get("revision") or "", adapter="merge")
+    return Adapter(folder, lora, plain)
+
+
+def lora_of(settings: Model) -> Lora | None:
+    """The adapter that is trained: a fresh one that the settings ask for, or the one that goes on."""
+    if settings.lora_rank:
+        return Lora(
+            settings.lora_rank,
+            settings.lora_alpha,
+            settings.lora_dropout,
+            settings.lora_target_modules,
+            settings.use_rslora,
+            settings.use_dora,
+            settings.lora_modules_to_save,
+        )
+    found = continued(settings)
+    return None if found is None else found.lora
+
+
+def as_planned(settings: Model) -> Model:
+    """The same model as a base with an adapter's rank, whose sizes its configuration gives."""
+    found = continued(settings)
+    if found is None:
+        return settings
+    lora = found.lora
+    return replace(found.base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=lora.target_modules)
+
+
+def check_path(text: str, what: str = "") -> None:
+    """Refuse a folder that is not there before the hub is asked for a model of that name."""
+    path = Path(text).expanduser()
+    local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
+    if local and not path.exists():
+        around = path.parent
+        hint = nearest(path.name, [x.name for x in around.iterdir()]) if around.is_dir() else ""
+        of = f" ({what})" if what else ""
+        raise UserError(f"There is no folder {text!r}{of}{hint}; give the folder of a model, or a hub name such as org/name.")
+
+
+def _downloaded(path: str, revision: str) -> Path:
+    if Path(path).exists():
+        raise UserError(f"model.revision is {revision!r} and {path!r} is on this disk; leave the revision out.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The revision {revision!r} of {path!r} could not be downloaded ({reason_of(error)}); give a branch, tag or commit "
+            "of a hub model."
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def _on_hub(path: str, revision: str = "") -> Path | None:
+    """The folder that a hub adapter was downloaded to; None where the name is none of an adapter's."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils import cached_file
+
+    if Path(path).expanduser().exists():
+        return None
+    try:
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        names = (adapters.CONFIG, "config.json")
+        found = [
+            cached_file(path, name, revision=revision or None, _raise_exceptions_for_gated_repo=False, **quiet) for name in names
+        ]
+        if found[0] is None or found[1] is not None:
+            return None
+        return Path(snapshot_download(path, revision=revision or None, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError):  # the loader says what is wrong with the name
+        return None
