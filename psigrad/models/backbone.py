@@ -220,10 +220,6 @@ class Pretrained(ABC):
         """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
         write(merged(self.network, self.adapter), self.tokenizer, folder)
 
-    def save_adapter(self, folder: Path) -> None:
-        """The adapter alone, as peft reads it; the model must have one."""
-        write(self.adapter, self.tokenizer, folder)
-
 
 def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
     """What `compute` returns, run where it finds whole weights: by itself, or inside the forward pass of the model's `root`."""

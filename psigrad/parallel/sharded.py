@@ -145,12 +145,8 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
 def _write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
     """The adapter in peft's form, out of whole weights by the network's own names."""
     wrapper: Any = model.adapter
-    prefix = next(
-        name.removesuffix(first)
-        for name, _ in wrapper.named_parameters()
-        for first in [next(iter(state))]
-        if name.endswith(first)
-    )
+    first = next(iter(state))
+    prefix = next(name.removesuffix(first) for name, _ in wrapper.named_parameters() if name.endswith(first))
     whole = {f"{prefix}{name}": weight for name, weight in state.items()}
     wrapper.save_pretrained(folder, state_dict=whole, safe_serialization=True)
     model.tokenizer.save_pretrained(folder)

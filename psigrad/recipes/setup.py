@@ -30,6 +30,7 @@ from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
 from psigrad.models.adapters import Lora
+from psigrad.models.backbone import write
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.parallel import sharded, shards
@@ -322,10 +323,10 @@ def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel,
     world = journal.world
     kept = "merged" if model.adapter is None else config.model.lora_save
     in_shards = model.root is not None
-    write = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
-    journal.folder.save_model(write)
+    leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
+    journal.folder.save_model(leave)
     if world.rank and model.root is not None:
-        write(journal.folder.path)  # what the others have of it
+        leave(journal.folder.path)  # what the others have of it
     journal.folder.flush()
     journal.folder.event("finished", **noted)
     written = write_report(journal.folder.path) if config.run.report and journal.world.rank == 0 else None
@@ -336,11 +337,11 @@ def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel,
 def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
     """What `model.lora_save` asks for, in Hugging Face form: the whole model, its adapter, or both, the adapter in `adapter/`."""
     if kept == "adapter":
-        model.save_adapter(folder)
+        write(model.adapter, model.tokenizer, folder)
         return
     model.save_merged(folder)
     if kept == "both":
-        model.save_adapter(folder / "adapter")
+        write(model.adapter, model.tokenizer, folder / "adapter")
 
 
 def write_report(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.models import language_model, tiny
 from psigrad.models.adapters import Lora, settings_of
+from psigrad.parallel import sharded
 from psigrad.recipes import api, setup
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -104,6 +105,15 @@ def test_a_run_goes_on_from_an_adapter_and_leaves_one_that_peft_opens(base, tmp_
     assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
     again = setup.load_model(Model(path=str(result.model / "adapter")), Run(), None)
     assert again.continued, "what psigrad wrote goes on as well"
+
+
+def test_an_adapter_out_of_shards_is_written_as_peft_writes_it(base, tmp_path):
+    model = setup.load_model(Model(path=str(base), lora_rank=2), Run(), None)
+    state = {name: p.detach().clone() for name, p in model.network.named_parameters()}
+    sharded._write_adapter(model, state, tmp_path / "ours")
+    model.save(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and theirs and all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
 @pytest.mark.parametrize("kept", ["merged", "adapter"])
