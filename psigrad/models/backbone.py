@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
 from psigrad.models import attention
-from psigrad.models.adapters import Lora, merged, with_lora
 from psigrad.models.fused.activation_cache import ActivationCache, CacheHit
 from psigrad.models.fused.decoder import Decoder
 from psigrad.models.fused.layer import Unsupported
 from psigrad.models.fused.weights_only import WeightsOnly
+from psigrad.models.lora import Lora, merged, with_lora
 from psigrad.models.packing import ForwardInputs, Groups
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError, reason_of
-from psigrad.models.adapters import Lora, without
 from psigrad.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.fused.weights_only import WeightsOnly
 from psigrad.models.logprobs import TokenStats, TokenStatsRequest, token_stats
+from psigrad.models.lora import Lora, without
 from psigrad.models.packing import ForwardInputs, Groups, Rows, Targets, laid_out
 from psigrad.objective import PolicyOutputs
 

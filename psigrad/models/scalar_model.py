@@ -15,10 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
-from psigrad.models.adapters import Lora
 from psigrad.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
+from psigrad.models.lora import Lora
 from psigrad.models.packing import ForwardInputs, Groups, Ids, Rows, laid_out
 
 if TYPE_CHECKING:

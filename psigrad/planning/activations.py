@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from psigrad.models import language_model
-from psigrad.models.adapters import Lora
 from psigrad.models.backbone import DTYPES
 from psigrad.models.language_model import LanguageModel
+from psigrad.models.lora import Lora
 from psigrad.models.packing import Groups
 from psigrad.planning.shape import Shape, counted, model_of, resized, size
 

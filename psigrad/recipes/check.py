@@ -21,8 +21,8 @@ from psigrad.config import Model, OnlineConfig
 from psigrad.data.dataset_rows import Row
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError, reason_of
-from psigrad.models.adapters import Lora
 from psigrad.models.language_model import LanguageModel
+from psigrad.models.lora import Lora
 from psigrad.models.packing import Groups
 from psigrad.recipes import model_source, setup
 from psigrad.recipes.check_gradients import among_processes, in_micro_batches

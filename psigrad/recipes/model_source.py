@@ -8,16 +8,15 @@ from pathlib import Path
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.models import adapters
-from psigrad.models.adapters import Lora
 from psigrad.models.converted import plain_folder
+from psigrad.models.lora import CONFIG, Lora, described, is_adapter
 
 # What a revision of a hub model is made of; other frameworks' weights are left out.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 @dataclass(frozen=True)
-class Adapter:
+class TrainedAdapter:
     """An adapter that was trained before and is trained on: its `folder`, its form, and the `base` that it is of."""
 
     folder: Path
@@ -41,24 +40,24 @@ def located(settings: Model) -> str:
     return plain_folder(settings.path if found is None else str(found))
 
 
-def continued(settings: Model) -> Adapter | None:
+def continued(settings: Model) -> TrainedAdapter | None:
     """The adapter that these settings go on training; None where the model is no adapter, or is to be merged."""
     if settings.lora_rank or settings.adapter == "merge" or not settings.path:
         return None
     check_path(settings.path)
     folder: Path | None = Path(settings.path).expanduser()
-    if not (folder is not None and adapters.is_adapter(folder)):
+    if not (folder is not None and is_adapter(folder)):
         folder = _on_hub(settings.path, settings.revision)
     if folder is None:
         return None
-    held = adapters.described(folder)
+    held = described(folder)
     base = str(held["base_model_name_or_path"])
     if not Path(base).is_absolute() and not Path(base).exists() and (folder / base).is_dir():
         base = str(folder / base)
     check_path(base, f"the base of the adapter {settings.path!r}")
     lora = replace(Lora.of(held), dropout=settings.lora_dropout)
     plain = replace(settings, path=base, revision=held.get("revision") or "", adapter="merge")
-    return Adapter(folder, lora, plain)
+    return TrainedAdapter(folder, lora, plain)
 
 
 def lora_of(settings: Model) -> Lora | None:
@@ -121,7 +120,7 @@ def _on_hub(path: str, revision: str = "") -> Path | None:
         return None
     try:
         quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        names = (adapters.CONFIG, "config.json")
+        names = (CONFIG, "config.json")
         found = [
             cached_file(path, name, revision=revision or None, _raise_exceptions_for_gated_repo=False, **quiet) for name in names
         ]

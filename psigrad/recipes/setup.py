@@ -29,9 +29,9 @@ from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
-from psigrad.models.adapters import Lora
 from psigrad.models.backbone import write
 from psigrad.models.language_model import LanguageModel
+from psigrad.models.lora import Lora
 from psigrad.models.scalar_model import ScalarModel
 from psigrad.parallel import sharded, shards
 from psigrad.parallel.world import ALONE, World

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from psigrad.errors import UserError
-from psigrad.models import adapters
+from psigrad.models import lora
 from psigrad.models.fused.activation_cache import ActivationCache
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
@@ -157,7 +157,7 @@ class VLLMSampler(Sampler):
 
     def _update(self) -> None:
         """All weights, in place; what the engine remembers of the old ones is thrown away."""
-        whole = adapters.merged(self.model.network, self.model.adapter)
+        whole = lora.merged(self.model.network, self.model.adapter)
         # tied weights come once here, as in a checkpoint
         weights = [(name, parameter.detach()) for name, parameter in whole.named_parameters()]
         self.version += 1

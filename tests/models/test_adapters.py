@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.models import language_model, tiny
-from psigrad.models.adapters import Lora, settings_of
+from psigrad.models.lora import Lora, settings_of
 from psigrad.parallel import sharded
 from psigrad.recipes import api, setup
 

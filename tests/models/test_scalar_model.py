@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model, tiny
-from psigrad.models.adapters import Lora
+from psigrad.models.lora import Lora
 from psigrad.models.packing import Groups, Rows
 
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")

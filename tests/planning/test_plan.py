@@ -16,7 +16,7 @@ from psigrad import planning as plan
 from psigrad.config import Data, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
 from psigrad.models import language_model, logprobs, tiny
-from psigrad.models.adapters import Lora
+from psigrad.models.lora import Lora
 from psigrad.models.packing import Groups
 from psigrad.planning import memory, show
 from psigrad.planning import plan as command

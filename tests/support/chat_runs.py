@@ -9,8 +9,8 @@ import torch
 
 from psigrad.data.templates import CHATML
 from psigrad.models import tiny
-from psigrad.models.adapters import Lora
 from psigrad.models.language_model import load
+from psigrad.models.lora import Lora
 
 # a template that says nothing of system prompts
 SILENT = (

@@ -18,7 +18,7 @@ from psigrad.config.algorithms import resolve
 from psigrad.data.pairs import Answer, Judged, Pair
 from psigrad.data.templates import Example
 from psigrad.models import language_model, scalar_model, tiny
-from psigrad.models.adapters import Lora
+from psigrad.models.lora import Lora
 from psigrad.objective.preference_catalog import DPO, KTO
 from psigrad.objective.reward_model import BradleyTerry
 from psigrad.parallel import sharded

@@ -18,7 +18,7 @@ from psigrad.data import pairs
 from psigrad.data.dataset_rows import validate
 from psigrad.errors import UserError
 from psigrad.models import language_model, scalar_model
-from psigrad.models.adapters import Lora
+from psigrad.models.lora import Lora
 from psigrad.models.packing import Rows
 from psigrad.objective.preference_catalog import METHODS as LOSSES
 from psigrad.objective.reward_model import BradleyTerry

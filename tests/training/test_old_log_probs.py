@@ -11,8 +11,8 @@ from tiny_jobs import make_job, online_config
 from psigrad.config import Model
 from psigrad.errors import UserError
 from psigrad.models import tiny
-from psigrad.models.adapters import Lora
 from psigrad.models.language_model import prepare
+from psigrad.models.lora import Lora
 from psigrad.models.packing import Groups
 from psigrad.recipes import online
 from psigrad.rollout.embedded import EmbeddedSampler

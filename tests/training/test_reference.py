@@ -14,8 +14,8 @@ from tiny_jobs import online_config
 from psigrad.config import Model
 from psigrad.errors import UserError
 from psigrad.models import tiny
-from psigrad.models.adapters import Lora
 from psigrad.models.language_model import Divergence, prepare
+from psigrad.models.lora import Lora
 from psigrad.models.packing import Groups
 from psigrad.objective.correction import truncated_importance
 from psigrad.recipes import online

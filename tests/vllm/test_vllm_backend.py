@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from psigrad.config import Model, Sampling
 from psigrad.errors import UserError
 from psigrad.models import tiny
-from psigrad.models.adapters import Lora
 from psigrad.models.language_model import LanguageModel, prepare
+from psigrad.models.lora import Lora
 from psigrad.recipes import online
 from psigrad.rollout import vllm_backend
 from psigrad.rollout.distribution import filtered
