@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from psigrad import __version__
 from psigrad.cli import language_models as language
 from psigrad.cli import worlds
+from psigrad.cli.completion import completion
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
@@ -30,6 +31,10 @@ GROUPS = {
     "begin": {
         "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", language.demo),
         "doctor": Command("what this machine offers, and what is missing", worlds.doctor),
+        "completion": Command(
+            "what makes your shell (bash, zsh, fish) complete commands and flags",
+            lambda arguments: completion(arguments, COMMANDS),
+        ),
         "check": Command("whether a model, its data and its settings will train rightly, before they do", language.check),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),

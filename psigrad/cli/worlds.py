@@ -138,13 +138,12 @@ def control(arguments: list[str]) -> int:
     """Train on a Gymnasium environment."""
     from psigrad.cli import flags
     from psigrad.config import ControlConfig
-    from psigrad.control import hyperparameters
 
     # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
     first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
     rest, command = arguments[len(first) :], "control [ALGORITHM]"
     asked = flags.parse(ControlConfig, command, rest, defaults=first)
-    from psigrad.control import builder, run
+    from psigrad.control import builder, hyperparameters, run
 
     known = hyperparameters.settings_for(builder.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}

@@ -1,0 +1,79 @@
+"""Completion in the shells: the scripts are run by the shells themselves, where they are installed (bash always is)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from psigrad import cli
+from psigrad.cli.completion import Flag, _described, shown
+from psigrad.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("completion"), {}
+    for shell in ("bash", "zsh", "fish"):
+        text = subprocess.run(
+            [sys.executable, "-m", "psigrad", "completion", shell], capture_output=True, text=True, check=True
+        ).stdout
+        (folder / shell).write_text(text)
+        found[shell] = folder / shell
+    return found
+
+
+def offered(script, *words):
+    """What bash offers for the last of the words."""
+    line = " ".join(words)
+    program = f"""
+      source {script}
+      COMP_WORDS=({" ".join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}; COMP_LINE={line!r}
+      _psigrad
+      printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    return subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_bash_completes_commands_flags_and_values(scripts):
+    assert offered(scripts["bash"], "psigrad", "dp") == ["dppo", "dpo"]
+    assert "--learning-rate" in offered(scripts["bash"], "psigrad", "grpo", "--learn")
+    assert offered(scripts["bash"], "psigrad", "grpo", "--dtype", "") == ["float32", "bfloat16"]
+    assert offered(scripts["bash"], "psigrad", "explain", "reinforce_p") == ["reinforce_pp", "reinforce_pp_baseline"]
+    assert offered(scripts["bash"], "psigrad", "completion", "") == ["bash", "zsh", "fish"]
+
+
+def test_bash_leaves_file_names_to_itself(scripts):
+    assert offered(scripts["bash"], "psigrad", "grpo", "--dataset", "da") == []
+    assert "complete -o default" in scripts["bash"].read_text()
+
+
+def test_every_command_and_every_flag_of_its_help_is_in_every_script(scripts):
+    for shell, path in scripts.items():
+        text = path.read_text()
+        assert all(name in text for name in cli.COMMANDS), shell
+        assert "max-completion-length" in text and "allow-host" in text
+
+
+@pytest.mark.parametrize("shell", [name for name in ("bash", "zsh", "fish") if shutil.which(name)])
+def test_the_shell_reads_its_script(scripts, shell):
+    subprocess.run([shell, "-n", scripts[shell]], check=True)
+
+
+def test_flags_are_read_off_argparse_help():
+    text = "options:\n  -h, --help   show it\n  --dtype DTYPE\n        Precision; more. (float32, bfloat16; default float32)\n"
+    assert _described(text) == [Flag("--help", "show it", ()), Flag("--dtype", "Precision", ("float32", "bfloat16"))]
+
+
+def test_words_are_read_off_the_usage():
+    assert {"psi", "bias", "clip"} <= set(shown("experiment", cli.COMMANDS["experiment"]).words)
+
+
+def test_an_unknown_shell_is_refused(capsys):
+    assert cli.main(["completion", "tcsh"]) == 2
+    error = capsys.readouterr().err
+    assert "tcsh" in error and "bash|zsh|fish" in error
+    with pytest.raises(UserError, match="takes the name of a shell"):
+        cli.COMMANDS["completion"].run([])
