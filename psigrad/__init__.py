@@ -12,7 +12,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # OpenMP threads that wait spin on their core; where another program wants that core too, each waits for the other and a step
 # takes ten times as long. Without a spin the core of a virtual machine falls asleep between two small kernels, and wakes late.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from psigrad import __version__
+from psigrad.native.processor import cores
 
 _LIBRARIES = ("torch", "transformers", "trl")
 
@@ -24,7 +24,7 @@ def provenance(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
     }
     if device != "cpu":

@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from psigrad.bench.phases import Parent
+from psigrad.native.processor import cores
 
 
 def main(who: str, folder: str, dtype: str, threads: str, device: str, start: str) -> None:
@@ -30,7 +31,7 @@ def main(who: str, folder: str, dtype: str, threads: str, device: str, start: st
     else:
         from psigrad.bench.trl_worker import build
 
-    torch.set_num_threads(int(threads) or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(int(threads) or cores())
     take_steps, check = build(Path(folder), dtype, device)
     parent = Parent(answers, check, device)
     parent.say({"ready": time.time() - float(start)})

@@ -62,7 +62,7 @@ GROUPS = {
         "experiment": Command("claims about policy gradients, shown on problems whose exact answer is known", worlds.experiment),
     },
 }
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def help_text() -> str:

@@ -161,7 +161,7 @@ def _typed(value: Any, hint: Any) -> Any:
 
 def _fields(cls: type[Any]) -> list[tuple[str, Any, Any]]:
     """(dotted name, type, default) of every setting."""
-    hints, found = _hints(cls), []
+    hints, found = _hints(cast(Any, cls)), []
     blank = cls()
     for f in dataclasses.fields(cls):
         default = getattr(blank, f.name)
@@ -173,7 +173,7 @@ def _fields(cls: type[Any]) -> list[tuple[str, Any, Any]]:
 
 
 def _of(instance: Any) -> list[tuple[str, Any, Any]]:
-    hints = _hints(type(instance))
+    hints = _hints(cast(Any, type(instance)))
     return [(f.name, hints[f.name], getattr(instance, f.name)) for f in dataclasses.fields(instance)]
 
 
@@ -222,7 +222,7 @@ def _values(hint: Any, default: Any) -> str:
 def _help(cls: type[Any], name: str) -> str:
     """The string under a field in the source of its class."""
     for part in name.split(".")[:-1]:
-        cls = _hints(cls)[part]
+        cls = _hints(cast(Any, cls))[part]
     leaf = name.split(".")[-1]
     return next((docs[leaf] for base in cls.__mro__ if leaf in (docs := _field_docs(cast(Any, base)))), "")
 

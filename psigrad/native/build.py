@@ -35,19 +35,23 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 SWITCH = "PSIGRAD_NATIVE"  # 0 switches the kernels off
 
 
+def compiler() -> str | None:
+    """The C++ compiler that is used: `CXX`, g++ or clang++, whichever is there first."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    if (found := compiler()) is None:
         return "no C++ compiler was found (g++ or clang++)"
     try:
-        path = _folder() / f"{_key(compiler)}.so"
+        path = _folder() / f"{_key(found)}.so"
         with _locked(path.parent):
             if not _sound(path):
-                _compile(compiler, path)
+                _compile(found, path)
         return ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines()
@@ -72,11 +76,11 @@ def _folder() -> Path:
     return cache / "psigrad" / "native"
 
 
-def _key(compiler: str) -> str:
+def _key(program: str) -> str:
     """A hash of sources, flags, compiler and processor: machines of different kinds may share a home folder."""
     source = resources.files("psigrad.native")
     parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     return hashlib.sha256("\0".join([*parts, *FLAGS, version, identity()]).encode()).hexdigest()[:20]
 
 
@@ -121,11 +125,11 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(program: str, path: Path) -> None:
     """Compile and test under a temporary name, then rename: a crash leaves either nothing or the whole library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, resources.as_file(resources.files("psigrad.native")) as source:
         made = Path(folder) / path.name
-        command = [compiler, *FLAGS, *(str(source / name) for name in SOURCES), "-o", str(made)]
+        command = [program, *FLAGS, *(str(source / name) for name in SOURCES), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         subprocess.run(
             [sys.executable, "-I", "-c", _SELF_TEST, str(made)], capture_output=True, text=True, check=True, timeout=60

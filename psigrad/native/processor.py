@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def _described() -> tuple[str, ...]:
 def identity() -> str:
     """Equal where the same compiled code runs."""
     return "".join(_described()) or platform.platform() + platform.processor()
+
+
+def cores() -> int:
+    """Cores that this process may use. macOS cannot be asked that: there it is all of the machine's."""
+    asked = getattr(os, "sched_getaffinity", None)
+    return len(asked(0)) if asked else os.cpu_count() or 1
 
 
 def _has(word: str) -> bool:

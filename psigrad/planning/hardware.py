@@ -15,6 +15,7 @@ import torch
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES
 from psigrad.native.kernels import multiply
+from psigrad.native.processor import cores
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -86,10 +87,22 @@ def installed() -> int:
     return size
 
 
+def available() -> int:
+    """Bytes of it that a new program could have without pushing another out; all of it where the system does not say."""
+    found = [installed()]
+    try:
+        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(1024 * int(told["MemAvailable"].split()[0]))
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError, KeyError):
+        pass  # no Linux, or a control group without a limit ("max")
+    return max(0, min(found))
+
+
 def _speed(device: str, dtype: str, threads: int) -> tuple[float, float]:
     """(FLOP/s of a matrix product, bytes/s of a copy), the best of a quarter of a second each."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads or cores())
     try:
         n = 1024 if device == "cpu" else 8192
         a = torch.ones(n, n, dtype=DTYPES[dtype], device=device)

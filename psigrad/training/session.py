@@ -21,6 +21,7 @@ from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, Reward
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.native.kernels import kernels
+from psigrad.native.processor import cores
 from psigrad.parallel import launch
 from psigrad.parallel.world import ALONE, World, agree, joined
 from psigrad.records import checkpoint, disk, pins
@@ -109,7 +110,7 @@ def _new_folder(recipe: str) -> Path:
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes that share this machine
-    torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // here))
+    torch.set_num_threads(run.threads or max(1, cores() // here))
     keep_freed_memory(up_to=_PIECE if recompute else _ALL)
     transformers.utils.logging.disable_progress_bar()  # a bar per weight file drowns ours
     if run.device.startswith("cuda") and not torch.cuda.is_available():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 
 import torch
 
 from psigrad import cli
-from psigrad.planning import doctor
+from psigrad.planning import doctor, hardware
 from psigrad.planning.doctor import Check
 
 
@@ -51,3 +53,38 @@ def test_the_command_looks_at_this_machine(capsys):
     assert found["torch"] == {"state": "ok", "detail": f"torch {torch.__version__}", "advice": ""}
     assert found["GPU"]["state"] == ("ok" if torch.cuda.is_available() else "missing") and "disk" in found
     assert cli.main(["doctor"]) == 0 and "torch" in capsys.readouterr().out
+
+
+def test_every_extra_that_users_install_is_looked_at():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
+
+
+def test_too_little_memory_is_named_with_what_to_do():
+    assert doctor.memory(20 * 10**9, 25 * 10**9) == Check("memory", "ok", "20.0 GB of 25.0 GB free")
+    short = doctor.memory(10**9, 25 * 10**9)
+    assert short.state == "broken" and "1.0 GB of 25.0 GB" in short.detail and "psigrad plan" in short.advice
+
+
+def test_free_memory_falls_when_some_is_taken():
+    before = hardware.available()
+    taken = torch.ones(300 << 20, dtype=torch.uint8)
+    assert 0 < hardware.available() < before - 100 * 2**20
+    assert len(taken)
+
+
+def test_a_compiler_that_is_absent_or_does_not_run(monkeypatch):
+    monkeypatch.setattr(doctor, "compiler", lambda: None)
+    assert doctor._compiler().state == "missing" and "g++" in doctor._compiler().advice
+    monkeypatch.setattr(doctor, "compiler", lambda: "/bin/false")
+    assert doctor._compiler().state == "broken" and "/bin/false" in doctor._compiler().detail
+
+
+def test_cores_are_those_of_this_process_and_all_of_them_where_the_system_cannot_say(monkeypatch):
+    import os
+
+    from psigrad.native.processor import cores
+
+    assert cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == os.cpu_count()
