@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from psigrad.cli import flags
-from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config import (
+    ControlConfig,
+    EvalConfig,
+    OnlineConfig,
+    PreferenceConfig,
+    RewardConfig,
+    SampleConfig,
+    SFTConfig,
+    other_names,
+)
 
 PAGE = Path(__file__).parent / "settings.md"
 RECIPES = {
@@ -42,6 +51,20 @@ A setting that does not exist is refused with the nearest name that does. A valu
 with what was expected.
 """
 
+OTHERS = """## Names of TRL, verl and others
+
+Flags, overrides, YAML files and `psigrad.train` take these names too. In YAML no sections are needed: `learning_rate: 1e-5` at
+the top level is `optim.learning_rate`, and verl's trees are read as they are. Flags may have underscores, and a switch may be
+followed by `true` or `false`.
+
+**Batch sizes.** A batch of psigrad counts over all processes. TRL's `per_device_train_batch_size` (8 where it is left out),
+`gradient_accumulation_steps`, `steps_per_generation` and `generation_batch_size` are computed into ours:
+prompts_per_step = per device × accumulation (or steps per generation) × processes / num_generations, and num_minibatches =
+steps per generation / accumulation; for recorded data, batch_size = per device × accumulation × processes. verl's
+`data.train_batch_size` is prompts_per_step, and its `ppo_mini_batch_size` decides num_minibatches. Sizes that do not divide are
+refused with the arithmetic.
+"""
+
 
 def page() -> str:
     """The text of the page."""
@@ -59,7 +82,34 @@ def page() -> str:
         parts.append(
             "\n".join([f"## {title}", "", "| setting | flag | type | default | meaning |", "|---|---|---|---|---|", *rows, ""])
         )
-    return "\n".join(parts)
+    return "\n".join([*parts, _others()])
+
+
+def _others() -> str:
+    """Names of others, one table for each thing that becomes of them."""
+    meant = [
+        f"| `{name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items()) or 'needs nothing'} |"
+        for name, values in other_names.VALUES.items()
+        for value, new in values.items()
+    ]
+    return "\n".join(
+        [
+            OTHERS,
+            *_table("name", "setting", [f"| `{theirs}` | `{ours}` |" for theirs, ours in other_names.SAME.items()]),
+            *_table("name and value", "setting", meant),
+            *_table("changes nothing here", "why", [f"| `{n}` | {why} |" for n, why in other_names.NEEDLESS.items()]),
+            *_table("is answered", "with", [f"| `{n}` | {what} |" for n, what in other_names.INSTEAD.items()]),
+        ]
+    )
+
+
+def _table(left: str, right: str, rows: list[str]) -> list[str]:
+    return [f"| {left} | {right} |", "|---|---|", *rows, ""]
+
+
+def _written(value: Any) -> str:
+    """A value as YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else "[]" if value == () else value
 
 
 def _row(name: str, uses: dict[str, tuple[Any, Any]]) -> str:

@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from psigrad.cli.other_names import ours
+from psigrad.cli import other_flags
+from psigrad.cli.common import flag_of
 from psigrad.config import PlanConfig
-from psigrad.config.load import load, read_file, read_value
+from psigrad.config.load import load, read_value
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError, nearest
 
+__all__ = ["divided", "flag_of", "listed", "names_and_output", "number", "parse", "plain", "planned", "whole_number"]
+
 T = TypeVar("T")
-# The one field whose flag has another name: `--model PATH` is what every user types.
-_RENAMED = {"model.path": "model"}
 # What an override looks like: a dotted name of a setting, and a value.
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
 
@@ -41,16 +42,14 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     parser = _parser(cls, command)
     # taken out first: a flag with several values would swallow an override that follows it
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
-    flags = ours([text for text in arguments if not _OVERRIDE.match(text)], _options(parser))
+    flags, others = other_flags.divided(cls, [text for text in arguments if not _OVERRIDE.match(text)], _switches(parser))
     known, rest = parser.parse_known_args(flags)
     _refuse(rest, parser, "an override like optim.learning_rate=1e-5")
     given = vars(known)
     config = given.pop("config")
     types = {name: hint for name, hint, _ in _fields(cls)}
     values = {name: _typed(value, types[name]) for name, value in given.items() if value is not None}
-    in_file = read_file(config) if config else {}
-    first = [f"{name}={value}" for name, value in (defaults or {}).items() if name not in in_file]
-    return load(cls, config, [*first, *overrides], values)
+    return load(cls, config, overrides, {**values, **others}, defaults)
 
 
 def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +147,11 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str) -> None:
         raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists what there is.")
 
 
+def _switches(parser: _Parser) -> dict[str, bool]:
+    """Flag -> whether it is given without a value."""
+    return {option: action.nargs == 0 for action in parser._actions for option in action.option_strings}
+
+
 def _options(parser: _Parser) -> list[str]:
     return [option for action in parser._actions for option in action.option_strings]
 
@@ -175,11 +179,6 @@ def _fields(cls: type[Any]) -> list[tuple[str, Any, Any]]:
 def _of(instance: Any) -> list[tuple[str, Any, Any]]:
     hints = _hints(cast(Any, type(instance)))
     return [(f.name, hints[f.name], getattr(instance, f.name)) for f in dataclasses.fields(instance)]
-
-
-def flag_of(name: str) -> str:
-    """The flag of a setting: "optim.learning_rate" -> "--learning-rate"."""
-    return "--" + _RENAMED.get(name, name.rpartition(".")[2]).replace("_", "-")
 
 
 def _parser(cls: type[Any], command: str) -> _Parser:

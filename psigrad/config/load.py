@@ -15,6 +15,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from psigrad.config import other_names
+from psigrad.config.other_names import Given
 from psigrad.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -34,23 +36,32 @@ _Loader.add_implicit_resolver(
 
 
 def load(
-    cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+    cls: type[T],
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """Settings of class `cls`: flags beat overrides, overrides beat the YAML file, the file beats the defaults.
+    """Settings of class `cls`: flags beat overrides, those the YAML file, that `defaults`, those the class's own.
 
-    `flags` has dotted names ("optim.learning_rate"). Raises `UserError` naming the file or override, the field, the value and
-    what was expected.
+    `flags` has names ("optim.learning_rate", or the last part alone). Names and batch sizes of TRL, verl and others are taken
+    everywhere (other_names.py). Raises `UserError` naming the file or override, the field, the value and what was expected.
     """
-    values, hints = read_file(path) if path else {}, dict(_hints(cls))
+    in_file = read_file(path) if path else {}
+    hints = dict(_hints(cls))
+    values, given = other_names.divided(cls, in_file, str(path))
+    values = {**{name: value for name, value in (defaults or {}).items() if name not in values}, **values}
     for override in overrides:
         name, sign, text = override.partition("=")
         if not sign:
             raise UserError(
                 f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
             )
-        put(values, name, read_value(text, hints.get(name)), f"override {override!r}")
-    for name, value in (flags or {}).items():
-        put(values, name, value, f"--{name}")
+        name = other_names.ours(cls, name)
+        given.append(Given(name, read_value(text, hints.get(name)), f"override {override!r}"))
+    given += [Given(other_names.ours(cls, name), value, f"--{name}") for name, value in (flags or {}).items()]
+    for name, value, source in other_names.translated(cls, values, given):
+        put(values, name, value, source)
     return _build(cls, values, str(path) if path else "")
 
 
@@ -78,14 +89,18 @@ def _hints(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by leaf name or dotted name -> by dotted name. Raises `UserError` for an unknown name."""
+    """Settings by leaf name, dotted name or a name of others -> by dotted name where it is ours.
+
+    Raises `UserError` for a name that nobody knows.
+    """
     leaves = dict(flat_names(cls))
     dotted = set(leaves.values()) | {f.name for f in dataclasses.fields(cls)}
     named = {}
     for name, value in settings.items():
-        if name not in leaves and name not in dotted:
+        mine = other_names.ours(cls, name)
+        if mine not in dotted and not other_names.is_known(name):
             raise UserError(f"There is no setting {name!r}{nearest(name, [*leaves, *dotted]) or '.'}")
-        named[leaves.get(name, name)] = value
+        named[mine] = value
     return named
 
 

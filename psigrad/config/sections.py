@@ -184,7 +184,9 @@ class Run:
     output_dir: str = ""
     """Run folder; empty: runs/<recipe>-<time>."""
     max_steps: CountOrZero = 0
-    """Optimiser steps (SFT) or collect-and-update steps (online); 0: one pass over the data."""
+    """Optimiser steps (SFT) or collect-and-update steps (online); 0: num_train_epochs decides."""
+    num_train_epochs: Positive = 1.0
+    """Passes over the data, where max_steps is 0; half a pass is 0.5."""
     seed: int = 0
     """The one seed; every other is derived from it."""
     save_steps: CountOrZero = 0
@@ -214,3 +216,7 @@ class Run:
     """Show progress bars and tables."""
     report: bool = True
     """Draw report.html at the end."""
+
+    def steps(self, rows: int, per_step: int) -> int:
+        """Steps of the run on so many rows, of which each step takes `per_step`; 0 where neither rows nor steps are known."""
+        return self.max_steps or math.ceil(self.num_train_epochs * rows / per_step)

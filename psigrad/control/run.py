@@ -28,8 +28,8 @@ def run(config: ControlConfig) -> Result:
 
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
-    if config.run.max_steps:
-        raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps.")
+    if config.run.max_steps or config.run.num_train_epochs != 1:
+        raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
     trainer = builder.build(config)
     envs = evaluation_environments(config) if config.eval_episodes else None
     try:

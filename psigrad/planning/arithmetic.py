@@ -136,7 +136,7 @@ def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
         budget=config.micro_batch_tokens,
         samples=False,
         slots=0,
-        steps=config.run.max_steps or math.ceil(dataset / config.batch_size),
+        steps=config.run.steps(dataset, config.batch_size),
         dataset=dataset,
         old_pass=kto,  # the answers that rows are mismatched with
         entropy=isinstance(config, SFTConfig),
@@ -164,7 +164,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         budget=config.micro_batch_tokens,
         samples=True,
         slots=min(config.sampling.max_decode_batch, config.prompts_per_step * config.num_generations),
-        steps=config.run.max_steps or math.ceil(dataset / config.prompts_per_step),
+        steps=config.run.steps(dataset, config.prompts_per_step),
         dataset=dataset,
         reference=algorithm.needs_reference,
         old_pass=not single and config.model.dtype != "float32",

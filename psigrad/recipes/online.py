@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
@@ -84,7 +83,7 @@ def run(config: OnlineConfig) -> Result:
             optimizer=policy.optimizer,
             prompts=prompts,
             params=setup.sampling_params(config.sampling, model, rows),
-            total_steps=config.run.max_steps or math.ceil(len(prompts) / config.prompts_per_step),
+            total_steps=config.run.steps(len(prompts), config.prompts_per_step),
             journal=journal,
             evaluator=evaluator,
             critic=critic,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -310,7 +309,7 @@ def train_on_rows(
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
     begun = session.begin(config, journal, [learner], pinned(config, model.tokenizer, *rows), found, State())
-    steps = config.run.max_steps or math.ceil(len(task) / config.batch_size)
+    steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:
         rehearsal.offline(job)

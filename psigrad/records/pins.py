@@ -53,7 +53,7 @@ MAY_CHANGE = frozenset(
     )
 )
 # Settings that say how long a run is. `run.extend` lets them grow.
-LENGTH = ("run.max_steps", "total_timesteps")
+LENGTH = ("run.max_steps", "run.num_train_epochs", "total_timesteps")
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ MISTAKES = {
     ),
     "no rows in a step": (["sft", "--batch-size", "0"], "batch_size is 0; input should be greater than or equal to 1"),
     "not a number": (["sft", "--learning-rate", ".nan"], "optim.learning_rate is nan; input should be"),
-    "negative": (["grpo", "--max-steps=-1"], "run.max_steps is -1; input should be greater than or equal to 0"),
+    "negative": (["grpo", "--max-steps=-2"], "run.max_steps is -2; input should be greater than or equal to 0"),
     "missing data": (
         ["grpo", "--model", "{model}", "--dataset", "no.jsonl", "--reward", "exact", "--output-dir", "{tmp}/r"],
         "'?no.jsonl'?",

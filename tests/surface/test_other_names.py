@@ -1,4 +1,4 @@
-"""Flags of TRL, Stable-Baselines3 and verl: taken where they mean the same, else answered with ours."""
+"""Names of TRL, verl and others: taken where they mean the same, computed where they count otherwise, else answered."""
 
 from __future__ import annotations
 
@@ -6,59 +6,184 @@ import pytest
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.cli.other_names import INSTEAD, SAME, ours
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
+from psigrad.config.load import load, resolve_names
+from psigrad.config.other_names import BATCH, INSTEAD, NEEDLESS, SAME, VALUES, _names
 from psigrad.errors import UserError
 
 
-def known(cls) -> list[str]:
-    return flags._options(flags._parser(cls, "x"))
+def parsed(*arguments: str, cls=OnlineConfig, **defaults):
+    return flags.parse(cls, "grpo", arguments, defaults={"algorithm": "grpo"} if cls is OnlineConfig else defaults)
 
 
-def test_underscores_and_other_names_of_the_same_settings_are_taken():
-    given = [
-        "--model_name_or_path",
-        "a/b",
-        "--learning_rate=1e-4",
-        "--dataset_name",
-        "c",
-        "--reward_funcs",
-        "exact",
-        "--lora_r=8",
-    ]
-    config = flags.parse(OnlineConfig, "grpo", [*given, "--max_completion_length", "7"], defaults={"algorithm": "grpo"})
-    assert (config.model.path, config.data.dataset, config.reward) == ("a/b", "c", ("exact",))
-    assert (config.optim.learning_rate, config.model.lora_rank, config.sampling.max_completion_length) == (1e-4, 8, 7)
+def from_file(text: str, tmp_path, cls=OnlineConfig, *overrides: str):
+    (tmp_path / "run.yaml").write_text(text)
+    return load(cls, tmp_path / "run.yaml", overrides)
+
+
+THE_SAME = {
+    "model_name_or_path": "a/b",
+    "learning_rate": 1e-4,
+    "dataset_name": "c",
+    "reward_funcs": "exact",
+    "lora_r": 8,
+    "max_completion_length": 7,
+    "bf16": True,
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    "report_to": "none",
+    "logging_first_step": True,
+    "lr_scheduler_type": "constant_with_warmup",
+}
+
+
+def is_the_same(config) -> bool:
+    read = (config.model.path, config.data.dataset, config.reward, config.optim.learning_rate, config.model.lora_rank)
+    run = (config.run.max_steps, config.run.num_train_epochs, config.run.report_to, config.optim.lr_scheduler_type)
+    long, dtype = config.sampling.max_completion_length, config.model.dtype
+    return (read, run, long, dtype) == (("a/b", "c", ("exact",), 1e-4, 8), (0, 2.0, (), "constant"), 7, "bfloat16")
+
+
+def test_other_names_of_the_same_settings_are_taken_as_flags():
+    assert is_the_same(parsed(*(text for name, value in THE_SAME.items() for text in (f"--{name}", str(value)))))
+    assert is_the_same(parsed(*(f"--{name.replace('_', '-')}={value}" for name, value in THE_SAME.items())))
+
+
+def test_other_names_of_the_same_settings_are_taken_as_overrides():
+    assert is_the_same(parsed(*(f"{name}={str(value).lower()}" for name, value in THE_SAME.items())))
+
+
+def test_a_flat_file_is_understood(tmp_path):
+    lines = [f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in THE_SAME.items()]
+    assert is_the_same(from_file("\n".join(lines), tmp_path))
+
+
+def test_they_are_taken_in_python():
+    assert is_the_same(load(OnlineConfig, flags=resolve_names(OnlineConfig, THE_SAME)))
+
+
+def test_a_flag_beats_an_override_beats_the_file_by_whatever_name(tmp_path):
+    (tmp_path / "run.yaml").write_text("lr: 1.0\nmodel: from/file\nnum_generations: 2\n")
+    file = ["--config", str(tmp_path / "run.yaml")]
+    assert parsed(*file).optim.learning_rate == 1.0 and parsed(*file).model.path == "from/file"
+    assert parsed(*file, "optim.learning_rate=2").optim.learning_rate == 2
+    assert parsed(*file, "learning_rate=2", "--lr", "3").optim.learning_rate == 3
+    defaults = {"algorithm": "ppo", "num_generations": 1}
+    assert flags.parse(OnlineConfig, "ppo", file, defaults).num_generations == 2
+    assert flags.parse(OnlineConfig, "ppo", [], defaults).num_generations == 1
+
+
+def test_a_switch_may_be_followed_by_true_or_false():
+    assert parsed("--gradient_checkpointing", "true", "--seed", "3").model.gradient_checkpointing
+    assert not parsed("--gradient_checkpointing", "False").model.gradient_checkpointing
+    assert parsed("--use_vllm").sampling.sampler == "vllm" and parsed("--use_vllm", "false").sampling.sampler == "embedded"
 
 
 def test_values_keep_their_underscores():
-    config = flags.parse(
-        OnlineConfig, "grpo", ["--reward", "my_module:my_reward", "--output_dir=a_b"], defaults={"algorithm": "grpo"}
-    )
-    assert config.reward == ("my_module:my_reward",) and config.run.output_dir == "a_b"
+    config = parsed("--reward", "my_module:my_reward", "other_module:f", "--output_dir=a_b")
+    assert config.reward == ("my_module:my_reward", "other_module:f") and config.run.output_dir == "a_b"
 
 
-@pytest.mark.parametrize("cls", [OnlineConfig, PreferenceConfig, SFTConfig])
-def test_a_name_that_is_answered_is_none_of_ours(cls):
-    assert not {*SAME, *INSTEAD} & {*known(cls)} - {"--epsilon-high"}
+@pytest.mark.parametrize(
+    ("given", "prompts", "minibatches"),
+    [
+        ({"per_device_train_batch_size": 16}, 2, 1),
+        ({"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}, 8, 1),
+        ({"gradient_accumulation_steps": 4}, 4, 1),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8}, 4, 4),
+        ({"per_device_train_batch_size": 4, "generation_batch_size": 64}, 8, 16),
+        ({"per_device_train_batch_size": 6, "num_generations": 3, "processes": 2}, 4, 1),
+        ({"data.train_batch_size": 64, "actor_rollout_ref.actor.ppo_mini_batch_size": 16}, 64, 4),
+    ],
+)
+def test_online_batch_sizes_are_computed(given, prompts, minibatches):
+    config = load(OnlineConfig, flags=given)
+    assert (config.prompts_per_step, config.num_minibatches) == (prompts, minibatches)
 
 
-def test_a_name_that_is_taken_is_one_of_ours_somewhere():
-    everything = {flag for cls in (OnlineConfig, PreferenceConfig, SFTConfig) for flag in known(cls)}
-    assert set(SAME.values()) <= everything
+def test_they_are_what_trl_computes():
+    import trl
+
+    for p, a, s, g in ((16, 4, None, 8), (4, 2, 8, 4), (8, 1, None, 2)):
+        theirs = trl.GRPOConfig(
+            output_dir="x", per_device_train_batch_size=p, gradient_accumulation_steps=a, steps_per_generation=s,
+            num_generations=g, bf16=False, use_cpu=True, report_to="none",
+        )  # fmt: skip
+        given = {"per_device_train_batch_size": p, "gradient_accumulation_steps": a, "num_generations": g}
+        ours = load(OnlineConfig, flags=given | ({"steps_per_generation": s} if s else {}))
+        assert ours.prompts_per_step * ours.num_generations == theirs.generation_batch_size
+        assert ours.num_minibatches == theirs.steps_per_generation // a
 
 
-@pytest.mark.parametrize("flag", INSTEAD)
-def test_another_name_is_answered_with_what_to_write(flag, capsys):
-    typed = "--" + flag[2:].replace("-", "_")
-    assert cli.main(["grpo", typed, "1"]) == 2
+def test_processes_of_torchrun_count(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert load(OnlineConfig, flags={"per_device_train_batch_size": 8}).prompts_per_step == 4
+
+
+def test_offline_batch_sizes_are_computed():
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "placement.processes": 2}
+    assert load(SFTConfig, flags=given).batch_size == load(PreferenceConfig, flags=given).batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"per_device_train_batch_size": 3}, "3 completions at once × 1 = 3 a step, which is no multiple of num_generations 8"),
+        ({"generation_batch_size": 24, "gradient_accumulation_steps": 2}, "24 completions a step and 16 an update"),
+        ({"per_device_train_batch_size": 8, "prompts_per_step": 2}, "both say how large a step is"),
+        ({"per_device_train_batch_size": "many"}, "expected a whole number"),
+        ({"data.train_batch_size": 9, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}, "does not divide"),
+    ],
+)
+def test_batch_sizes_that_make_no_step_are_answered_with_the_arithmetic(given, said):
+    with pytest.raises(UserError, match=said):
+        load(OnlineConfig, flags=given)
+
+
+def test_a_file_of_verl_is_understood(tmp_path):
+    text = """
+data: {train_files: a.parquet, train_batch_size: 32, max_response_length: 9, max_prompt_length: 5}
+actor_rollout_ref:
+  model: {path: m, use_remove_padding: true}
+  actor: {optim: {lr: 2.0e-6}, ppo_mini_batch_size: 8}
+  rollout: {n: 5, name: vllm, temperature: 0.7}
+trainer: {total_epochs: 4, save_freq: 10, test_freq: 5, nnodes: 1}
+custom_reward_function: {path: mine.py, name: score}
+"""
+    config = from_file(text, tmp_path)
+    assert (config.data.dataset, config.data.max_prompt_length, config.sampling.max_completion_length) == ("a.parquet", 5, 9)
+    assert (config.model.path, config.optim.learning_rate, config.sampling.sampler) == ("m", 2e-6, "vllm")
+    assert (config.prompts_per_step, config.num_minibatches, config.num_generations) == (32, 4, 5)
+    assert (config.run.num_train_epochs, config.run.save_steps, config.evaluation.eval_steps) == (4, 10, 5)
+    assert config.reward == ("mine.py:score",) and config.sampling.temperature == 0.7
+
+
+def test_the_tables_name_settings_that_exist_and_take_none_of_ours():
+    ours = {name for cls in (OnlineConfig, PreferenceConfig, SFTConfig) for name in _names(cls)} | {"total_timesteps"}
+    assert {*SAME.values()} <= ours
+    meant = {name for values in VALUES.values() for new in values.values() for name in new}
+    assert meant - {"algorithm.kl"} <= ours
+    assert not ({*SAME, *NEEDLESS, *BATCH} | {*INSTEAD} - {"optim"}) & ours
+
+
+@pytest.mark.parametrize("name", sorted(name for name in INSTEAD if "." not in name))
+def test_another_name_is_answered_with_what_to_write(name, capsys):
+    assert cli.main(["grpo", f"--{name}", "unheard"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"psigrad: There is no flag {typed}: ") and said.count("\n") == 1
+    assert said.startswith(f"psigrad: There is no flag --{name}: ") and said.count("\n") == 1
+    with pytest.raises(UserError, match=f"^There is no setting '{name}': "):
+        load(OnlineConfig, flags=resolve_names(OnlineConfig, {name: "unheard"}))
+
+
+def test_a_file_is_answered_all_at_once(tmp_path):
+    with pytest.raises(UserError) as refused:
+        from_file("warmup_ratio: 0.1\nrun_name: x\nlearning_rate: 1e-3\nwarmup_steps: 3\n", tmp_path)
+    assert str(refused.value).count("\n") == 1 and "'warmup_ratio'" in str(refused.value) and "'run_name'" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "override",
-    ["algorithm.kl.coefficient=0.04", "algorithm.surrogate.low=0.2", "algorithm.surrogate.high=0.28", "algorithm.psi=group_mean"],
+    ["algorithm.kl.coefficient=0.04", "algorithm.surrogate.low=0.2", "algorithm.surrogate.high=0.28", "algorithm.psi.std=false"],
 )
 def test_what_is_to_be_written_is_understood(override, capsys):
     assert override in " ".join(INSTEAD.values())
@@ -66,14 +191,17 @@ def test_what_is_to_be_written_is_understood(override, capsys):
 
 
 def test_a_preference_losss_beta_is_understood(capsys):
-    assert "loss.beta=0.1" in INSTEAD["--beta"]
+    assert "loss.beta=0.1" in INSTEAD["beta"]
     assert cli.main(["explain", "dpo", "loss.beta=0.1"]) == 0
 
 
-def test_what_nobody_knows_still_gets_the_nearest_name():
+def test_what_nobody_knows_still_gets_the_nearest_name(tmp_path):
     with pytest.raises(UserError, match="did you mean '--learning-rate'"):
         flags.parse(SFTConfig, "sft", ["--lerning_rate", "1"])
-    assert ours(["--frob_x=1", "value_x", "-h"], ["--frob"]) == ["--frob-x=1", "value_x", "-h"]
+    with pytest.raises(UserError, match="no setting 'lerning_rate'"):
+        from_file("lerning_rate: 1", tmp_path)
+    with pytest.raises(UserError, match="no setting 'actor_rollout_ref"):
+        from_file("actor_rollout_ref: {unheard: 1}", tmp_path)
 
 
 @pytest.mark.parametrize("path", ["./absent", "/absent/folder", "a/b/c", "~/absent_model"])

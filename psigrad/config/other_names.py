@@ -1,0 +1,361 @@
+"""Settings under the names of TRL, transformers, verl, OpenRLHF and Stable-Baselines3, for flags, YAML files and Python alike.
+
+Those that mean the same are taken, batch sizes are computed, what changes nothing here is left out, and every other known name is
+answered with what to write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
+
+from psigrad.errors import UserError
+
+# The same setting under another name.
+SAME = {
+    **dict.fromkeys(("model_name_or_path", "actor_rollout_ref.model.path", "pretrain"), "model.path"),
+    "model_revision": "model.revision",
+    "torch_dtype": "model.dtype",
+    **dict.fromkeys(("lora_r", "actor_rollout_ref.model.lora_rank"), "model.lora_rank"),
+    "actor_rollout_ref.model.lora_alpha": "model.lora_alpha",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "model.gradient_checkpointing",
+    **dict.fromkeys(("dataset_name", "train_dataset", "data.train_files"), "data.dataset"),
+    **dict.fromkeys(("eval_dataset_name", "data.val_files"), "data.eval_dataset"),
+    "dataset_train_split": "data.split",
+    "dataset_test_split": "data.eval_split",
+    **dict.fromkeys(("prompt_max_len", "max_prompt_tokens"), "data.max_prompt_length"),
+    "reward_funcs": "reward",
+    "reward_model_name_or_path": "reward_model",
+    **dict.fromkeys(("ref_model", "teacher_model_name_or_path"), "reference"),
+    **dict.fromkeys(("lr", "actor_rollout_ref.actor.optim.lr", "actor_learning_rate"), "optim.learning_rate"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "optim.warmup_steps",
+    "actor_rollout_ref.actor.optim.weight_decay": "optim.weight_decay",
+    "actor_rollout_ref.actor.grad_clip": "optim.max_grad_norm",
+    **dict.fromkeys(
+        ("max_new_tokens", "response_length", "generate_max_len", "max_response_length", "data.max_response_length"),
+        "sampling.max_completion_length",
+    ),
+    "actor_rollout_ref.rollout.temperature": "sampling.temperature",
+    "actor_rollout_ref.rollout.top_p": "sampling.top_p",
+    **dict.fromkeys(("vllm_gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization"), "sampling.vllm_memory"),
+    **dict.fromkeys(("rollout_n", "n_samples_per_prompt", "actor_rollout_ref.rollout.n"), "num_generations"),
+    **dict.fromkeys(("num_ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"), "num_iterations"),
+    "num_mini_batches": "num_minibatches",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "micro_batch_tokens",
+    "critic.model.path": "critic",
+    "critic.optim.lr": "critic_learning_rate",
+    "max_seq_length": "max_length",
+    **dict.fromkeys(("total_epochs", "num_epochs", "trainer.total_epochs"), "run.num_train_epochs"),
+    **dict.fromkeys(("total_training_steps", "trainer.total_training_steps"), "run.max_steps"),
+    "trainer.save_freq": "run.save_steps",
+    "trainer.test_freq": "evaluation.eval_steps",
+    "trainer.default_local_dir": "run.output_dir",
+    "trainer.n_gpus_per_node": "placement.processes",
+    "n_timesteps": "total_timesteps",
+}
+
+# Values that mean something of ours: name -> value -> our settings. Names of ours are here for values of others.
+VALUES: dict[str, dict[Any, dict[str, Any]]] = {
+    "bf16": {True: {"model.dtype": "bfloat16"}, False: {}},
+    "fp16": {False: {}},
+    "tf32": {True: {}, False: {}},
+    "use_vllm": {True: {"sampling.sampler": "vllm"}, False: {}},
+    "actor_rollout_ref.rollout.name": {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
+    "actor_rollout_ref.rollout.top_k": {-1: {"sampling.top_k": 0}},
+    "use_peft": {True: {"model.lora_rank": 16}, False: {}},
+    "load_in_4bit": {False: {}},
+    "load_in_8bit": {False: {}},
+    "sync_ref_model": {True: {"ref_model_sync_steps": 512}, False: {}},
+    "disable_tqdm": {True: {"run.progress": False}, False: {}},
+    "eval_strategy": {"steps": {}, "no": {"evaluation.eval_steps": 0}},
+    "save_strategy": {"steps": {}, "no": {"run.save_steps": 0}},
+    "optim": {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}},
+    "shuffle_dataset": {True: {}},
+    "push_to_hub": {False: {}},
+    "use_liger_kernel": {False: {}},
+    "packing": {False: {}},
+    "actor_rollout_ref.model.use_remove_padding": {True: {}},
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": {1: {}},
+    "trainer.nnodes": {1: {}},
+    "algorithm.use_kl_in_reward": {False: {}},
+    "actor_rollout_ref.actor.use_kl_loss": {True: {}, False: {"algorithm.kl": None}},
+    "run.max_steps": {-1: {"run.max_steps": 0}},
+    "run.report_to": {"none": {"run.report_to": ()}},
+    "sampling.top_k": {-1: {"sampling.top_k": 0}},
+    "sampling.min_p": {None: {"sampling.min_p": 0.0}},
+    "optim.lr_scheduler_type": {"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}},
+}
+# Of those above, what another setting of the same run may say more exactly: TRL's default of it.
+_ONLY_A_DEFAULT = ("use_peft", "sync_ref_model")
+
+# What changes nothing here, and why.
+NEEDLESS = {
+    **dict.fromkeys(
+        ("per_device_eval_batch_size", "eval_accumulation_steps", "padding_free", "auto_find_batch_size"),
+        "sequences are packed without padding, within micro_batch_tokens",
+    ),
+    **dict.fromkeys(("log_completions", "num_completions_to_print"), "completions are in rollouts.jsonl and in the report"),
+    **dict.fromkeys(("logging_first_step", "logging_strategy", "log_level"), "every step is in metrics.jsonl"),
+    "remove_unused_columns": "every column reaches the reward functions",
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_pin_memory", "dataset_num_proc", "preprocessing_num_workers"),
+        "rows are read once, before the first step",
+    ),
+    **dict.fromkeys(("do_train", "do_eval"), "the command says what is done"),
+    **dict.fromkeys(
+        ("attn_implementation", "use_cache", "gradient_checkpointing_kwargs", "ddp_find_unused_parameters", "save_safetensors"),
+        "psigrad chooses it",
+    ),
+    "disable_dropout": "dropout is off, but for lora_dropout",
+    "ds3_gather_for_generation": "the sampler reads the trainer's weights",
+}
+
+# How much a step computes, from which `_batches` computes ours.
+BATCH = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
+    *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+)
+# A file and a function, which are one name here.
+_FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
+
+# Another setting, or one that counts otherwise: what to write.
+_MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
+_METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
+INSTEAD = {
+    "beta": "the weight of the KL term is algorithm.kl.coefficient=0.04, and of a preference loss loss.beta=0.1",
+    "epsilon": "the clip is algorithm.surrogate.low=0.2 algorithm.surrogate.high=0.2",
+    "epsilon_high": "the upper clip is algorithm.surrogate.high=0.28",
+    "scale_rewards": "the standardisation is part of Ψ: algorithm.psi.std=false leaves the standard deviation out",
+    **dict.fromkeys(("loss_type", "algorithm.adv_estimator"), _METHOD),
+    "train_batch_size": "prompts of a step are prompts_per_step, rows of one are batch_size",
+    **dict.fromkeys(
+        (
+            *("micro_train_batch_size", "micro_rollout_batch_size"),
+            *(f"actor_rollout_ref.{part}_micro_batch_size_per_gpu" for part in ("actor.ppo", "ref.log_prob", "rollout.log_prob")),
+        ),
+        _MEMORY,
+    ),
+    **dict.fromkeys(("bf16", "fp16"), "the precision is dtype=bfloat16 or dtype=float32"),
+    "use_vllm": "vLLM is asked for by sampler=vllm",
+    "vllm_mode": "vLLM runs in the trainer's process, or in the samplers of a cluster (cluster=auto)",
+    "use_peft": "an adapter is asked for by lora_rank=16",
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit"),
+        "there are no quantised weights; lora_rank=16 with dtype=bfloat16 takes the least memory",
+    ),
+    "dataset_config": "a configuration stands behind the dataset's name: dataset=openai/gsm8k:main",
+    "dataset_prompt_column": "a dataset has TRL's columns, such as prompt; rename the column in the file",
+    "data.prompt_key": "a dataset has TRL's columns, such as prompt; rename the column in the file",
+    "run_name": "a run is named by its folder: output_dir=runs/NAME",
+    **dict.fromkeys(("trainer.experiment_name", "trainer.project_name"), "a run is named by its folder: output_dir=runs/NAME"),
+    "trainer.logger": "trackers are report_to=wandb, tensorboard or trackio",
+    "logging_dir": "everything is in the run's folder: output_dir",
+    "eval_strategy": "evaluation is asked for by eval_steps",
+    "save_strategy": "checkpoints are asked for by save_steps and save_minutes",
+    "optim": "the optimiser is AdamW",
+    "optim_args": "the optimiser is AdamW",
+    "warmup_ratio": "warm-up is counted in steps: warmup_steps",
+    "overwrite_output_dir": "a run goes on from its newest checkpoint; for a fresh one give another output_dir",
+    "resume_from_checkpoint": "the same command goes on from its newest checkpoint",
+    "n_epochs": "passes over a batch are num_iterations",
+    "sync_ref_model": "the reference follows the policy with ref_model_sync_steps=512",
+    "repetition_penalty": "completions are drawn from the policy as it is; temperature, top_p, top_k and min_p shape it",
+    "deepspeed": "models are sharded by strategy=fsdp",
+    "fsdp": "models are sharded by strategy=fsdp",
+    "fsdp_config": "models are sharded by strategy=fsdp",
+    "shuffle_dataset": "rows are shuffled in every epoch",
+    "use_liger_kernel": "the log-probs are computed in chunks by kernels of psigrad's own",
+    "packing": "sequences are always packed and never attend to each other; a batch counts rows (batch_size)",
+    "trainer.nnodes": "on several machines torchrun or SLURM starts the processes",
+    "algorithm.use_kl_in_reward": "where the KL term acts is algorithm.kl.where=reward",
+    "actor_rollout_ref.rollout.name": "the sampler is sampler=embedded, transformers or vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "vLLM runs on one device",
+}
+
+
+class Given(NamedTuple):
+    """One setting as it was given: its name, its value, and where, for error messages."""
+
+    name: str
+    value: Any
+    source: str
+
+
+def ours(cls: Any, name: str) -> str:
+    """Our dotted name of a setting of class `cls`: "lr" -> "optim.learning_rate"; an unknown one stays as it is."""
+    known = _names(cls)
+    if name in SAME and known.get(name, name) == name and SAME[name] in known.values():
+        return SAME[name]
+    return known.get(name, name)
+
+
+def is_known(name: str) -> bool:
+    """Whether something can be said to a name that is none of ours."""
+    return any(name in table for table in (SAME, VALUES, NEEDLESS, BATCH, _FUNCTION, INSTEAD))
+
+
+def answer(name: str) -> str:
+    """What to write in place of a setting of others; empty where nothing is known of it."""
+    return INSTEAD.get(name, "")
+
+
+def divided(cls: type[Any], values: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[Given]]:
+    """(settings in our sections, settings by name alone) of a file, in which both may stand: `learning_rate: 1e-5` too."""
+    nested: dict[str, Any] = {}
+    flat: list[Given] = []
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        section = is_dataclass(hints.get(name))
+        if section and isinstance(value, Mapping):
+            fields = get_type_hints(hints[name])
+            theirs = {key: inner for key, inner in value.items() if key not in fields and is_known(f"{name}.{key}")}
+            flat += [Given(ours(cls, f"{name}.{key}"), inner, source) for key, inner in theirs.items()]
+            nested[name] = {key: inner for key, inner in value.items() if key not in theirs}
+        elif name == "model" and isinstance(value, str | os.PathLike):
+            flat.append(Given("model.path", value, source))
+        elif name == "optim" and isinstance(value, str):
+            flat.append(Given(name, value, source))
+        elif name in hints:
+            nested[name] = value
+        else:
+            flat += [Given(ours(cls, leaf), inner, source) for leaf, inner in _leaves(str(name), value)]
+    return nested, flat
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """verl's files are trees: actor_rollout_ref: {actor: {optim: {lr: 1e-6}}}."""
+    if is_known(name) or not isinstance(value, Mapping) or not value:
+        return [(name, value)]
+    return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
+
+
+def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
+    """What was given, in our names: values and batch sizes of others computed, what is needless left out.
+
+    `values` are settings that rank below `given`. Raises `UserError` for what means something else here, all of it at once.
+    """
+    known, found, weak, others, wrong = set(_names(cls).values()), [], [], {}, []
+    for one in given:
+        meant = VALUES.get(one.name, {}) if one.name != "optim" or isinstance(one.value, str) else {}
+        value = one.value[0] if isinstance(one.value, list | tuple) and len(one.value) == 1 else one.value
+        if _hashable(value) and value in meant:
+            new = [Given(name, inner, one.source) for name, inner in meant[value].items() if _has(known, name)]
+            weak += new if one.name in _ONLY_A_DEFAULT else []
+            found += [] if one.name in _ONLY_A_DEFAULT else new
+        elif _has(known, one.name) and not (one.name == "optim" and isinstance(one.value, str)):
+            found.append(one)
+        elif one.name in BATCH or one.name in _FUNCTION:
+            others[one.name] = one
+        elif one.name in INSTEAD:
+            wrong.append(one.name)
+        elif one.name not in NEEDLESS:
+            found.append(one)  # refused by name where the settings are built
+    if wrong:
+        raise UserError(_answers(wrong))
+
+    def number(name: str) -> int:
+        return int(next((g.value for g in reversed(found) if g.name == name), _at(values, name, cls)))
+
+    said = {g.name for g in found}
+    found += [g for g in weak if g.name not in said and not _stated(values, g.name)]
+    return [*found, *_function(others), *_batches(known, said, others, number)]
+
+
+def _answers(names: Sequence[str]) -> str:
+    said = [f"There is no setting {name!r}: {INSTEAD[name]}." for name in dict.fromkeys(names)]
+    return "\n".join(said)
+
+
+def _function(others: Mapping[str, Given]) -> list[Given]:
+    if _FUNCTION[0] not in others:
+        return []
+    path, name = others[_FUNCTION[0]], others.get(_FUNCTION[1], Given("", "compute_score", ""))
+    return [Given("reward", (f"{path.value}:{name.value}",), path.source)]
+
+
+def _batches(known: set[str], said: set[str], others: Mapping[str, Given], number: Callable[[str], int]) -> list[Given]:
+    """Our batch sizes out of TRL's (of a device, in samples) and verl's (of all devices, in prompts)."""
+    theirs = {name: _whole(others[name]) for name in BATCH if name in others}
+    if not theirs:
+        return []
+    online, size = "prompts_per_step" in known, next(iter(theirs))
+    ours = "prompts_per_step" if online else "batch_size"
+    if ours in said:
+        raise UserError(f"{size} and {ours} both say how large a step is; give one of them.")
+    source = others[size].source
+    devices = max(number("placement.processes"), int(os.environ.get("WORLD_SIZE", 1)))
+    if "data.train_batch_size" in theirs or "actor_rollout_ref.actor.ppo_mini_batch_size" in theirs:
+        rows = theirs.get("data.train_batch_size") or number(ours)
+        mini = theirs.get("actor_rollout_ref.actor.ppo_mini_batch_size", rows)
+        if rows % mini:
+            raise UserError(f"ppo_mini_batch_size {mini} does not divide train_batch_size {rows}; give one that does.")
+        return [Given(ours, rows, source), *([Given("num_minibatches", rows // mini, source)] if online else [])]
+    rows, accumulated = theirs.get("per_device_train_batch_size", 8), theirs.get("gradient_accumulation_steps", 1)
+    if not online:
+        return [Given(ours, rows * accumulated * devices, source)]
+    return _generation_batch(theirs, rows * devices, accumulated, number("num_generations"), source)
+
+
+def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[Given]:
+    """Prompts and minibatches of a step of TRL's online trainers, which count completions."""
+    rounds = theirs.get("steps_per_generation", accumulated)
+    completions = theirs.get("generation_batch_size", at_once * rounds)
+    update = at_once * accumulated
+    sum_of = f"{completions} completions a step"
+    if "generation_batch_size" not in theirs:
+        sum_of = f"{at_once} completions at once × {rounds} = {completions} a step"
+    if completions % group:
+        raise UserError(
+            f"The batch sizes make {sum_of}, which is no multiple of num_generations {group}; change one of them, or give "
+            "prompts_per_step, the prompts of a step over all devices."
+        )
+    if completions % update:
+        raise UserError(
+            f"The batch sizes make {sum_of} and {update} an update; give steps_per_generation as a multiple of "
+            "gradient_accumulation_steps, or prompts_per_step and num_minibatches."
+        )
+    return [Given("prompts_per_step", completions // group, source), Given("num_minibatches", completions // update, source)]
+
+
+def _whole(given: Given) -> int:
+    if isinstance(given.value, bool) or not isinstance(given.value, int) or given.value < 1:
+        raise UserError(f"{given.name} is {given.value!r}; expected a whole number of at least 1.")
+    return given.value
+
+
+@cache
+def _names(cls: Any, prefix: str = "") -> dict[str, str]:
+    """Leaf, and dotted, name -> dotted name of every setting."""
+    found: dict[str, str] = {}
+    for name, hint in get_type_hints(cls).items():
+        dotted = prefix + name
+        inner = _names(hint, f"{dotted}.") if isinstance(hint, type) and is_dataclass(hint) else {name: dotted}
+        found |= {**inner, dotted: dotted}
+    return found
+
+
+def _has(known: set[str], name: str) -> bool:
+    """Whether a setting is ours: by its own name, or as a field of a mapping such as `algorithm`."""
+    return name in known or (name.partition(".")[0] in ("algorithm", "loss") and name.partition(".")[0] in known)
+
+
+def _stated(values: Mapping[str, Any], name: str) -> bool:
+    first, _, rest = name.partition(".")
+    inner = values.get(first)
+    return first in values and (not rest or (isinstance(inner, Mapping) and rest in inner))
+
+
+def _at(values: Mapping[str, Any], name: str, cls: type[Any]) -> Any:
+    """The value of a setting in nested `values`, or the usual one."""
+    first, _, rest = name.partition(".")
+    inner = values.get(first, getattr(cls(), first))
+    if not rest:
+        return inner
+    return inner[rest] if isinstance(inner, Mapping) and rest in inner else getattr(getattr(cls(), first), rest)
+
+
+def _hashable(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
