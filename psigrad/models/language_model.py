@@ -226,14 +226,15 @@ def load(
     device: str = "cpu",
     lora: Lora | None = None,
     adapter: Path | None = None,
-    tokenizer: str = "",
+    tokenizer: str | PreTrainedTokenizerBase = "",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     for_shards: bool = False,
 ) -> LanguageModel:
     """The model at `path` (a folder or a hub name), ready to train and to sample.
 
-    `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's.
+    `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's, or
+    that tokenizer.
     `trust_remote_code` runs the Python code that comes with the model. `for_shards` leaves the weights in the host's memory, on
     their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. Raises `UserError` if
     nothing loads from `path`.
@@ -244,13 +245,14 @@ def load(
         network: Any = found[0] if found is not None else None
         if network is None:
             network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-        words = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
+        if isinstance(tokenizer, str):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
         ) from error
     network = network.to("cpu" if for_shards else device)
-    return prepare(network, words, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 
 def prepare(

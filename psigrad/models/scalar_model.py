@@ -87,20 +87,22 @@ def load(
     adapter: Path | None = None,
     gradient_checkpointing: bool = False,
     fresh_head: str = "random",
+    tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
     for_shards: bool = False,
 ) -> ScalarModel:
     """The scalar model at `path`: one that was saved as such, or any causal language model, which gets a fresh head.
 
     `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" where only a trained head
-    will do. `for_shards` is that of `language_model.load`. Raises `UserError` if nothing loads from `path`.
+    will do. `tokenizer` takes the place of its own. `for_shards` is that of `language_model.load`. Raises `UserError` if nothing
+    loads from `path`.
     """
     try:
         plain = lora is None and device == "cpu"
         found = weights_only.load(path, DTYPES[dtype], scalar=True, mapped=for_shards) if plain else None
         network: Any
         network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        words = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"No model with a scalar head could be loaded from {path!r} ({reason_of(error)}); give the folder or hub name of a "
@@ -114,7 +116,7 @@ def load(
     if missing and fresh_head == "zero":
         nn.init.zeros_(network.score.weight)
     network = network.to("cpu" if for_shards else device)
-    return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+    return prepare(network, words, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:

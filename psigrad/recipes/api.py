@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
@@ -11,9 +12,14 @@ from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError
 from psigrad.objective import PolicyGradient
-from psigrad.training.session import Result
+from psigrad.recipes import given_model
+from psigrad.recipes.given_model import START, GivenModel
+from psigrad.training.session import Result, new_folder
 
 if TYPE_CHECKING:
+    import peft
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from psigrad.recipes.score_rows import RowScore
 
 Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -22,45 +28,99 @@ Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 def train(
     method: str | PolicyGradient | Mapping[str, Any],
     *,
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | PreTrainedModel,
     dataset: Dataset,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    eval_dataset: Dataset = "",
     reward: Reward | Iterable[Reward] = (),
+    peft_config: peft.LoraConfig | None = None,
     **settings: Any,
 ) -> Result:
     """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
 
-    `method` is a name of `psigrad --help` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
-    `PolicyGradient`. `dataset` is a file, folder or hub name, or rows. `settings` are those of the command line, by leaf name
-    (learning_rate=1e-5) or dotted name (**{"optim.learning_rate": 1e-5}); the defaults are the command's. Raises `UserError` on a
-    mistake.
+    - `method` is a name of `psigrad --help` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
+      `PolicyGradient`.
+    - `model` is a folder, a hub name, or a model of transformers. An object is trained in place, as TRL does: afterwards it holds
+      the trained weights, an adapter merged in. Its starting weights are kept in `start/` of the run folder.
+    - `tokenizer` is one of transformers, or a name; by default the one that the model was loaded with.
+    - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
+    - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
+    - `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name
+      (**{"optim.learning_rate": 1e-5}); the defaults are the command's.
+
+    Raises `UserError` on a mistake.
 
         psigrad.train("grpo", model="Qwen/Qwen3-0.6B", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
     """
     declared = of_spec(method)
-    given: dict[str, Any] = {"model.path": model, "data.dataset": _rows(dataset)}
+    named = resolve_names(declared.settings, settings)
+    splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
+    given: dict[str, Any] = {"data.dataset": _rows(dataset, splits[0]), "data.eval_dataset": _rows(eval_dataset, splits[1])}
     if declared.settings is not RewardConfig:
         given["reward"] = _several(reward)
-    named = resolve_names(declared.settings, settings)
-    return run(load(declared.settings, flags={**declared.defaults, **given, **named}))
+    given |= _adapter(peft_config, named)
+    objects = given_model.held(model, tokenizer)
+    if objects is None or objects.network is None:
+        given["model.path"] = model
+    else:
+        given |= _in_memory(objects, named, of_spec(method).settings.__name__.removesuffix("Config").lower())
+    return run(load(declared.settings, flags={**declared.defaults, **named, **given}), objects)
 
 
-def run(config: TrainingConfig) -> Result:
-    """Train as the settings say; their class says which recipe."""
+def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
+    """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name."""
+    if given is None:
+        return _run(config, None)
+    with given.as_it_was():
+        result = _run(config, given)
+    if given.network is not None and given.made is None:  # the run was finished before
+        given_model.take_weights(given.network, result.model)
+    return result
+
+
+def _run(config: TrainingConfig, given: GivenModel | None) -> Result:
     if isinstance(config, SFTConfig):
         from psigrad.recipes import sft
 
-        return sft.run(config)
+        return sft.run(config, given)
     if isinstance(config, RewardConfig):
         from psigrad.recipes import reward
 
-        return reward.run(config)
+        return reward.run(config, given)
     if isinstance(config, PreferenceConfig):
         from psigrad.recipes import preference
 
-        return preference.run(config)
+        return preference.run(config, given)
     from psigrad.recipes import online
 
-    return online.run(config)
+    return online.run(config, given)
+
+
+def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+    """The settings of a model that is an object: where its beginning is kept, and its precision."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
+        raise UserError(
+            "The model is an object and several processes train it; give output_dir, which all of them must agree on."
+        )
+    folder = Path(named.get("run.output_dir") or new_folder(recipe))
+    if named.get("model.dtype", objects.dtype) != objects.dtype:
+        raise UserError(
+            f"The model's weights are {objects.dtype} and dtype is {named['model.dtype']!r}; leave dtype out, or convert "
+            "the model before it is given."
+        )
+    return {"run.output_dir": folder, "model.path": folder / START, "model.dtype": objects.dtype}
+
+
+def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `peft_config` stands for."""
+    if config is None:
+        return {}
+    from psigrad.models.lora import settings_of
+
+    meant = {f"model.{name}": value for name, value in settings_of(config).items()}
+    if twice := sorted(meant.keys() & named.keys()):
+        raise UserError(f"peft_config is given and {twice[0].partition('.')[2]} too; say it in one of them.")
+    return meant
 
 
 def score(
@@ -97,9 +157,22 @@ def evaluate(
     return recipe.run(load(EvalConfig, flags=given)).figures
 
 
-def _rows(dataset: Dataset) -> Any:
-    """A name as it is; rows as a list, since they are read more than once."""
-    return dataset if isinstance(dataset, str | os.PathLike) else list(dataset)
+def _rows(dataset: Dataset, split: str = "train") -> Any:
+    """A name as it is; rows as a list, since they are read more than once. Of a `DatasetDict` those of `split`."""
+    if isinstance(dataset, str | os.PathLike):
+        return dataset
+    if type(dataset).__name__ == "DataFrame":
+        frame: Any = dataset
+        return frame.to_dict("records")
+    if isinstance(dataset, Mapping):
+        if split not in dataset:
+            raise UserError(
+                f"The dataset has the splits {', '.join(map(str, dataset))} and none is {split!r}; name one of them as split."
+            )
+        dataset = dataset[split]
+    if not isinstance(dataset, Iterable):
+        raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
+    return list(dataset)
 
 
 def _several(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:

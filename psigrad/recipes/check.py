@@ -24,7 +24,7 @@ from psigrad.errors import UserError, reason_of
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.lora import Lora
 from psigrad.models.packing import Groups
-from psigrad.recipes import model_source, setup
+from psigrad.recipes import loading, model_source, setup
 from psigrad.recipes.check_gradients import among_processes, in_micro_batches
 from psigrad.recipes.check_subject import COMPLETIONS, Finding, Subject, subject_of
 from psigrad.rollout.distribution import filtered
@@ -221,7 +221,7 @@ def _saved(subject: Subject) -> Finding:
     settings = Model(path="", dtype=subject.config.model.dtype, trust_remote_code=subject.config.model.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="psigrad-check-") as folder:
         subject.model.save_merged(Path(folder))
-        loaded = setup.load_model(replace(settings, path=folder), subject.config.run, None)
+        loaded = loading.load_model(replace(settings, path=folder), subject.config.run, None)
     again = replace(subject, model=loaded)
     value = _apart(before, again.logp(subject.groups))
     with _Changed(loaded):
@@ -234,10 +234,10 @@ def _saved(subject: Subject) -> Finding:
 def _adapter(subject: Subject) -> Finding:
     """adapter."""
     base = replace(subject.config.model, lora_rank=0, adapter="merge")
-    plain = replace(subject, model=setup.load_model(base, subject.config.run, None)).logp(subject.groups)
+    plain = replace(subject, model=loading.load_model(base, subject.config.run, None)).logp(subject.groups)
     lora = model_source.lora_of(subject.config.model) or FRESH
     wanted = replace(base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=tuple(lora.target_modules))
-    adapted = replace(subject, model=setup.load_model(wanted, subject.config.run, None))
+    adapted = replace(subject, model=loading.load_model(wanted, subject.config.run, None))
     fresh = _apart(plain, adapted.logp(subject.groups))
     with _Changed(adapted.model):
         on = _apart(plain, adapted.logp(subject.groups))

@@ -16,7 +16,7 @@ from psigrad.data.templates import prompt_ids
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
-from psigrad.recipes import setup
+from psigrad.recipes import loading, setup
 from psigrad.rollout import samplers
 from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory
 from psigrad.training.ledger import Prompt
@@ -99,7 +99,7 @@ def _rows(config: OnlineConfig) -> list[Row]:
 
 def subject_of(config: OnlineConfig) -> Subject:
     """The model, and completions that it samples with the run's own settings, shortened."""
-    model = setup.load_model(config.model, config.run, None)
+    model = loading.load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     dataset = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(_rows(config))]
     room = model.max_length - short.max_completion_length

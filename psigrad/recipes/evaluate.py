@@ -9,7 +9,7 @@ from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
-from psigrad.recipes import setup
+from psigrad.recipes import loading, setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
 from psigrad.rollout import samplers
@@ -55,7 +55,7 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
     session.prepare_torch(config.run)
     setup.check_sampling(config.sampling)
-    model = setup.load_model(replace(config.model, adapter="merge"), config.run, None)
+    model = loading.load_model(replace(config.model, adapter="merge"), config.run, None)
     with episodes_for(config) as episodes:
         return _sampled(config, scored, model, episodes)
 
@@ -80,7 +80,7 @@ def _sampled(config: EvalConfig | SampleConfig, scored: bool, model: LanguageMod
 def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> float:
     """Mean exact KL(model‖reference) of the completions found, in nats per completion."""
     pair = [
-        setup.load_model(replace(config.model, path=path, lora_rank=0, adapter="merge"), config.run, None)
+        loading.load_model(replace(config.model, path=path, lora_rank=0, adapter="merge"), config.run, None)
         for path in (model, reference)
     ]
     evaluator = Evaluator([], None, "", setup.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])

@@ -21,8 +21,9 @@ from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.penalty import kl_penalty
 from psigrad.parallel import shards
 from psigrad.parallel.world import World
-from psigrad.recipes import model_source, setup
+from psigrad.recipes import loading, model_source, setup
 from psigrad.recipes.conversation import episodes_for, rows_for
+from psigrad.recipes.given_model import GivenModel
 from psigrad.recipes.pinned import pinned
 from psigrad.recipes.sampling import parcels, sampler_of
 from psigrad.recipes.scorers import completion_room, evaluator_for, judge_for
@@ -36,7 +37,7 @@ from psigrad.training.session import Result
 from psigrad.training.state import Follower, Learner, State
 
 
-def run(config: OnlineConfig) -> Result:
+def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     """Train `config.model` on the prompts of `config.data` against `config.reward` by `config.algorithm`.
 
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user,
@@ -48,7 +49,7 @@ def run(config: OnlineConfig) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = setup.load_model(config.model, config.run, found, journal.world, algorithm.needs_critic and config.critic_shared)
+        model = _policy(config, algorithm, found, journal.world, given)
         episodes = stack.enter_context(episodes_for(config))
         rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
@@ -95,6 +96,16 @@ def run(config: OnlineConfig) -> Result:
             rehearsal.online(job)
         after = train(job, begun.state, begun.save)
         return setup.finish(config, journal, model, ledger=after.ledger, **parcels(sampler))
+
+
+def _policy(
+    config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, found: Path | None, world: World, given: GivenModel | None
+) -> LanguageModel:
+    """The model that trains, with a value head where it is its own critic."""
+    shared = algorithm.needs_critic and config.critic_shared
+    model = loading.load_model(config.model, config.run, found, world, shared, given)
+    _check_following(config, model.adapter is not None)
+    return model
 
 
 @contextlib.contextmanager
@@ -191,11 +202,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
     if config.teacher_prompt and (config.environment or config.tools):
         raise UserError("teacher_prompt is for single completions and the settings have episodes; remove one of them.")
-    if config.ref_model_sync_steps and model_source.lora_of(config.model) is not None:
-        raise UserError(
-            "ref_model_sync_steps moves the reference's weights, and with LoRA the reference is the model without its adapter; "
-            "train without LoRA (lora_rank 0), or leave the reference as it is."
-        )
+    _check_following(config, config.model.lora_rank > 0)
     if config.ref_model_sync_steps and config.reference:
         raise UserError(
             "ref_model_sync_steps lets the reference follow the policy, and the settings name another model as reference; "
@@ -203,6 +210,14 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         )
     if config.reference_dtype and config.model.lora_rank and not config.reference:
         raise UserError("reference_dtype is set and with LoRA the reference is the model itself; remove it.")
+
+
+def _check_following(config: OnlineConfig, adapter: bool) -> None:
+    if config.ref_model_sync_steps and adapter:
+        raise UserError(
+            "ref_model_sync_steps moves the reference's weights, and with LoRA the reference is the model without its adapter; "
+            "train without LoRA (lora_rank 0), or leave the reference as it is."
+        )
 
 
 def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
@@ -244,14 +259,14 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
         trust_remote_code=config.model.trust_remote_code,
         for_shards=world.lockstep,
     )
-    setup.attend(config.model, made)
+    loading.attend(config.model, made)
     if not made.per_token:
         raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    setup.settle(made, world, session.device(config.run), place if in_shards else None)
+    loading.settle(made, world, session.device(config.run), place if in_shards else None)
     return ValueModel(made, setup.optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
 
 
@@ -261,13 +276,13 @@ def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None, w
     """
     dtype = config.reference_dtype or config.model.dtype
     if config.reference:
-        return setup.load_reference(config.reference, model, config, dtype, world)
+        return loading.load_reference(config.reference, model, config, dtype, world)
     if model.is_own_reference:
         return model
     if found is None and dtype == config.model.dtype and not world.lockstep:
         return model.frozen_copy()
     saved = found / "reference" if found is not None and config.ref_model_sync_steps else None
-    loaded = setup.load_model(replace(config.model, dtype=dtype), config.run, saved, world)
+    loaded = loading.load_model(replace(config.model, dtype=dtype), config.run, saved, world)
     if not world.lockstep:
         return loaded.frozen_copy()
     loaded.network.requires_grad_(False)

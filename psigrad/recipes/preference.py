@@ -25,7 +25,8 @@ from psigrad.models.packing import Ids
 from psigrad.objective.preference_loss import KahnemanTversky, Preference
 from psigrad.parallel import sharded
 from psigrad.parallel.world import World
-from psigrad.recipes import setup
+from psigrad.recipes import loading, setup
+from psigrad.recipes.given_model import GivenModel
 from psigrad.recipes.sampling import sampler_of
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.training import session
@@ -36,7 +37,7 @@ from psigrad.training.tasks import Task
 from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
 
 
-def run(config: PreferenceConfig) -> Result:
+def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     """Train `config.model` on preference rows by `config.loss`; KTO takes unpaired-preference rows.
 
     The reference's log-probs are computed once, before training, and kept on disk by content; no reference model stays in
@@ -49,7 +50,7 @@ def run(config: PreferenceConfig) -> Result:
             return done
         found = session.newest_checkpoint(journal)
         rows, held = setup.read_rows(config, "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference")
-        model = setup.load_model(config.model, config.run, found, journal.world)
+        model = loading.load_model(config.model, config.run, found, journal.world, given=given)
         reference = _reference(config, loss, model, found, journal.world)
         task = _task(config, loss, model, reference, rows, journal)
         held_out = _task(config, loss, model, reference, held, journal) if held else None
@@ -72,12 +73,12 @@ def _reference(
     if not (loss.needs_reference or config.evaluation.eval_kl):
         return None
     if config.reference:
-        return setup.load_reference(config.reference, model, config, world=world)
+        return loading.load_reference(config.reference, model, config, world=world)
     if model.is_own_reference:
         return model
     if found is None and not config.evaluation.eval_kl:
         return model
-    loaded = setup.load_model(replace(config.model, lora_rank=0), config.run, None, world)
+    loaded = loading.load_model(replace(config.model, lora_rank=0), config.run, None, world)
     if not world.lockstep:
         return loaded.frozen_copy()
     loaded.network.requires_grad_(False)

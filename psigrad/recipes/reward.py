@@ -13,7 +13,8 @@ from psigrad.data.templates import example
 from psigrad.errors import UserError
 from psigrad.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.objective.reward_model import BradleyTerry
-from psigrad.recipes import setup
+from psigrad.recipes import loading, setup
+from psigrad.recipes.given_model import GivenModel
 from psigrad.training import session
 from psigrad.training.journal import Journal
 from psigrad.training.scoring import score_all
@@ -22,7 +23,7 @@ from psigrad.training.tasks import Task
 from psigrad.training.tasks.reward_task import ProcessRewardTask, RewardTask
 
 
-def run(config: RewardConfig) -> Result:
+def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
     """Train a scalar head on `config.model`, and the model with it, on preference rows (or stepwise rows with `process`).
 
     `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Goes on from the newest checkpoint
@@ -32,7 +33,7 @@ def run(config: RewardConfig) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = setup.load_scalar_model(config.model, config.run, found, journal.world)
+        model = loading.load_scalar_model(config.model, config.run, found, journal.world, given)
         if config.process and not model.per_token:
             raise UserError(
                 f"{config.model.path!r} gives no score for every token, which --process needs; give a causal language model."
@@ -68,7 +69,7 @@ def score(
     """
     config = RewardConfig(model=Model(path=model), data=Data(dataset=rows, split=split), run=Run(device=device))
     session.prepare_torch(config.run)
-    loaded = setup.load_trained_scalar_model(config.model, config.run)
+    loaded = loading.load_trained_scalar_model(config.model, config.run)
     read = setup.read_dataset(config, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
     texts = [example(loaded.tokenizer, row).ids for row in read.rows]
     return score_all(loaded, [([], ids) for ids in texts], budget)

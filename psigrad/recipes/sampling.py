@@ -13,7 +13,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.parallel import sharded
 from psigrad.parallel.fleet import Fleet
 from psigrad.parallel.world import ALONE
-from psigrad.recipes import setup
+from psigrad.recipes import loading
 from psigrad.rollout import samplers
 from psigrad.rollout.ray_sampler import RaySampler, RolloutWorker
 from psigrad.rollout.types import ReplicaSampler, Sampler
@@ -38,7 +38,7 @@ def sampler_of(
     elif model.root is None:
         yield samplers.make(config.sampling, model)
     else:
-        twin = setup.load_model(config.model, config.run, None)
+        twin = loading.load_model(config.model, config.run, None)
         yield ReplicaSampler(samplers.make(config.sampling, twin), sharded.Replica(model, twin).refresh)
 
 
@@ -75,5 +75,5 @@ def _fleet(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Journal
 
 def sampling_model(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
     """A model to sample with, on a worker: its first weights are those of the beginning."""
-    model = setup.load_model(config.model, config.run, None)
+    model = loading.load_model(config.model, config.run, None)
     return model, samplers.make(config.sampling, model)

@@ -18,7 +18,7 @@ from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.parallel.fleet import Fleet
 from psigrad.parallel.world import ALONE, World
-from psigrad.recipes import setup
+from psigrad.recipes import loading, setup
 from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rewards.code import Code
@@ -129,7 +129,7 @@ def _unsafe(function: Any) -> bool:
 
 def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:
     """A reward model that never learns, under a name that no other has."""
-    model = setup.load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
+    model = loading.load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
     model.network.requires_grad_(False)
     name = base = Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
     for count in range(2, len(names) + 2):

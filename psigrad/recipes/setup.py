@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from psigrad.config import (
     Data,
     EvalConfig,
-    Model,
     OnlineConfig,
     PreferenceConfig,
     RewardConfig,
-    Run,
     SampleConfig,
     Sampling,
     SFTConfig,
@@ -27,14 +23,11 @@ from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
 from psigrad.errors import UserError
-from psigrad.models import language_model, scalar_model
 from psigrad.models.backbone import write
 from psigrad.models.language_model import LanguageModel
-from psigrad.models.lora import Lora
 from psigrad.models.scalar_model import ScalarModel
-from psigrad.parallel import sharded, shards
+from psigrad.parallel import sharded
 from psigrad.parallel.world import ALONE, World
-from psigrad.recipes.model_source import continued, located, lora_of
 from psigrad.recipes.pinned import pinned
 from psigrad.rollout.types import SamplingParams
 from psigrad.training import offline, rehearsal, session
@@ -52,98 +45,6 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 def check_sampling(sampling: Sampling) -> None:
     """Refuse settings that describe no distribution before anything is loaded."""
     SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-
-
-def load_model(settings: Model, run: Run, found: Path | None, world: World = ALONE, value_head: bool = False) -> LanguageModel:
-    """The model to train: from `settings.path`, with the weights of the checkpoint `found` where there is one, and with a value
-    head where it is its own critic. In lockstep processes each gets its shard.
-    """
-    if not settings.path:
-        raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    place, found = found, None if found is not None and shards.written_in(found) else found
-    lora, before = lora_of(settings), continued(settings)
-    _check_shards(lora, world)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)  # a fresh adapter's A matrices
-        model = language_model.load(
-            str(found) if found is not None and lora is None else located(before.base if before is not None else settings),
-            dtype=settings.dtype,
-            device=session.device(run),
-            lora=lora,
-            adapter=(found or (before.folder if before is not None else None)) if lora is not None else None,
-            tokenizer=before.tokenizer if before is not None else "",
-            gradient_checkpointing=settings.gradient_checkpointing,
-            trust_remote_code=settings.trust_remote_code,
-            for_shards=world.lockstep,
-        )
-    model.continued = before is not None
-    attend(settings, model)
-    if value_head:
-        model.add_value_head(found)
-    settle(model, world, session.device(run), place if found is None else None)
-    return model
-
-
-def _check_shards(lora: Lora | None, world: World) -> None:
-    if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
-        raise UserError(
-            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; use ddp, or a plain "
-            "LoRA adapter."
-        )
-
-
-def settle(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
-    """In lockstep processes leave each with its shard on its device. `place` has weights that several processes wrote."""
-    if world.lockstep:
-        sharded.shard(model, world, device)
-    if place is not None:
-        shards.read(place, sharded.named_weights(model))
-
-
-def attend(settings: Model, model: LanguageModel | ScalarModel) -> None:
-    """Let the model attend as asked for."""
-    if settings.attention == "flex":
-        model.attend_by_flex()
-
-
-def load_scalar_model(settings: Model, run: Run, found: Path | None, world: World = ALONE) -> ScalarModel:
-    """As `load_model`, with a scalar head, which is fresh where `settings.path` has none."""
-    if not settings.path:
-        raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    place, found = found, None if found is not None and shards.written_in(found) else found
-    settings = replace(settings, adapter="merge")  # an adapter of a language model is the beginning of a reward model
-    lora = lora_of(settings)
-    _check_shards(lora, world)
-    whole = found is not None and lora is None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
-        model = scalar_model.load(
-            str(found) if whole else located(settings),
-            dtype=settings.dtype,
-            device=session.device(run),
-            lora=lora,
-            adapter=found if lora is not None else None,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            fresh_head="refuse" if whole else "random",
-            trust_remote_code=settings.trust_remote_code,
-            for_shards=world.lockstep,
-        )
-    attend(settings, model)
-    settle(model, world, session.device(run), place if found is None else None)
-    return model
-
-
-def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
-    """A reward model to score with."""
-    if not settings.path:
-        raise UserError("No reward model was given; name its folder or hub name with --model (model.path).")
-    return scalar_model.load(
-        located(settings),
-        dtype=settings.dtype,
-        device=session.device(run),
-        fresh_head="refuse",
-        trust_remote_code=settings.trust_remote_code,
-    )
 
 
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
@@ -183,23 +84,6 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
         return rows.rows, []
     train, held = holdout(rows, wanted)
     return train.rows, held.rows
-
-
-def load_reference(
-    path: str,
-    model: LanguageModel,
-    config: OnlineConfig | PreferenceConfig,
-    dtype: Literal["", "float32", "bfloat16"] = "",
-    world: World = ALONE,
-) -> LanguageModel:
-    """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
-    other = load_model(Model(path=path, adapter="merge", dtype=dtype or config.model.dtype), config.run, None, world)
-    if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        raise UserError(
-            f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
-        )
-    other.network.requires_grad_(False)
-    return other
 
 
 def read_dataset(config: Config | EvalConfig | SampleConfig, form: Form, dataset: Any, split: str) -> LoadedRows:

@@ -7,7 +7,8 @@ import contextlib
 from psigrad.config import SFTConfig
 from psigrad.data.templates import example
 from psigrad.errors import UserError
-from psigrad.recipes import setup
+from psigrad.recipes import loading, setup
+from psigrad.recipes.given_model import GivenModel
 from psigrad.recipes.sampling import sampler_of
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.training import session
@@ -16,7 +17,7 @@ from psigrad.training.session import Result
 from psigrad.training.tasks.sft_task import SFTTask
 
 
-def run(config: SFTConfig) -> Result:
+def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
     """Fine-tune `config.model` on `config.data`: cross-entropy on completions (prompt-completion rows) or assistant turns
     (messages).
 
@@ -26,7 +27,7 @@ def run(config: SFTConfig) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = setup.load_model(config.model, config.run, found, journal.world)
+        model = loading.load_model(config.model, config.run, found, journal.world, given=given)
         rows, held = setup.read_rows(config, "sft")
         limit = setup.token_limit(config, model)
         examples = [example(model.tokenizer, row, limit) for row in rows]

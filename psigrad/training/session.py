@@ -66,7 +66,7 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
             world = stack.enter_context(joined(device=device(config.run), lockstep=lockstep, minutes=minutes))
         else:
             prepare_torch(config.run)
-        path = world.same(Path(config.run.output_dir) if config.run.output_dir else _new_folder(recipe))
+        path = world.same(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
         yield stack.enter_context(_open_as(world, path, config, recipe))
 
 
@@ -99,7 +99,7 @@ def _open_as(world: World, path: Path, config: Config, recipe: str) -> Iterator[
                 tracker.close()
 
 
-def _new_folder(recipe: str) -> Path:
+def new_folder(recipe: str) -> Path:
     """A folder that no run has yet, named by recipe and time."""
     name = f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(

@@ -14,7 +14,7 @@ from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.models import converted, tiny
 from psigrad.models.converted import plain_folder
-from psigrad.recipes import model_source, setup
+from psigrad.recipes import loading, model_source
 from psigrad.records import pins
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -75,7 +75,7 @@ def test_it_is_converted_once_and_anew_when_it_changed(base, tmp_path, monkeypat
 
 def test_training_starts_from_it_and_pins_it(base, tmp_path):
     wanted = adapted(base, tmp_path / "adapter")
-    model = setup.load_model(Model(path=str(tmp_path / "adapter"), lora_rank=2), Run(), None)
+    model = loading.load_model(Model(path=str(tmp_path / "adapter"), lora_rank=2), Run(), None)
     with torch.no_grad():
         torch.testing.assert_close(model.as_transformers()(PROMPT).logits, wanted, rtol=1e-4, atol=1e-5)
     assert pins.model_of(str(tmp_path / "adapter")) is not None
