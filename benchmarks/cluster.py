@@ -26,9 +26,9 @@ from workloads import WORKLOADS
 
 from psigrad import planning as plan
 from psigrad.bench.inputs import build
-from psigrad.bench.provenance import provenance
 from psigrad.bench.workload import Workload
 from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling, SFTConfig
+from psigrad.training.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "cluster.json"
 # Figures that placements must agree on, and by how much of their size; samplers' float32 log-probs differ by rounding.

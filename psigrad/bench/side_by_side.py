@@ -17,10 +17,10 @@ from typing import Any
 
 from psigrad.bench.floor import cost, floor, rates
 from psigrad.bench.inputs import build
-from psigrad.bench.provenance import provenance
 from psigrad.bench.workload import Workload
 from psigrad.errors import UserError
 from psigrad.planning.hardware import Machine
+from psigrad.training.provenance import provenance
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
 # float32 weights, ours has weights in bfloat16.

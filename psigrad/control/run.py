@@ -40,7 +40,7 @@ def run(config: ControlConfig) -> Result:
             if found is not None:
                 session.check_pins(config.run, journal, checkpoint.verify(found), pinned(config))
                 trainer.restore(found)
-            journal.folder.event("started" if found is None else "resumed", step=trainer.timesteps)
+            session.note_start(config.run, journal, found, trainer.timesteps)
             train(trainer, envs, journal)
             model = journal.folder.save_model(lambda folder: builder.save_policy(folder, trainer))
             if config.video:

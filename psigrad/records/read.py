@@ -18,11 +18,15 @@ TEXT_LIMIT = 600
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out completion, its texts cut to what a page shows; `reward` is NaN where it was not scored."""
+    """One held-out completion, its texts cut to what a page shows; `reward` is NaN where it was not scored.
+
+    `messages` are (role, text) of a conversational prompt, and empty for one that is plain text.
+    """
 
     prompt: str
     completion: str
     reward: float
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,16 +211,42 @@ def _samples(path: Path, offsets: Sequence[int]) -> dict[str, Sample]:
             stream.seek(offset)
             row = parsed(stream.readline())
             if row is not None:
-                sample = Sample(clip(_prompt(row.get("prompt", ""))), clip(row.get("completion", "")), number(row.get("reward")))
+                prompt, completion = row.get("prompt", ""), clip(row.get("completion", ""))
+                said = tuple((role, clip(text)) for role, text in messages(prompt))
+                sample = Sample(clip(prompt_text(prompt)), completion, number(row.get("reward")), said)
                 found.setdefault(str(row.get("row")), sample)
     return found
 
 
-def _prompt(prompt: Any) -> Any:
-    """Messages as lines of `role: content`."""
-    if isinstance(prompt, list):
-        return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, Mapping))
-    return prompt
+def prompt_text(prompt: Any) -> Any:
+    """Messages as lines of `role: text`; a plain prompt as it is."""
+    said = messages(prompt)
+    return "\n".join(f"{role}: {text}" for role, text in said) if said else "" if isinstance(prompt, list) else prompt
+
+
+def messages(prompt: Any) -> list[tuple[str, str]]:
+    """(role, text) of each message of a conversational prompt; nothing for a plain one."""
+    said = [m for m in prompt if isinstance(m, Mapping)] if isinstance(prompt, list) else []
+    return [(str(m.get("role") or "message"), _said(m)) for m in said]
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The text of a message: of content in parts their texts, of a call of a tool its name and arguments."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [p.get("text", f"[{p.get('type', 'part')}]") if isinstance(p, Mapping) else p for p in content]
+        content = "\n".join(map(str, parts))
+    lines = [] if content in (None, "") else [str(content)]
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if isinstance(function, Mapping):
+            lines.append(f"{function.get('name')}({_arguments(function.get('arguments'))})")
+    return "\n".join(lines)
+
+
+def _arguments(given: Any) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in given.items()) if isinstance(given, Mapping) else str(given or "")
 
 
 def _json(path: Path) -> dict[str, Any]:

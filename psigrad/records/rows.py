@@ -63,6 +63,10 @@ class EventRow(TypedDict):
     """Of started, resumed, saved, stopped: the step at that moment. Of warning: the step from which on the rule holds."""
     why_padded: NotRequired[str]
     """Of started, resumed: why batches are padded instead of packed; empty where they are packed."""
+    command: NotRequired[str]
+    """Of started, resumed: what was typed to start this process."""
+    machine: NotRequired[dict[str, Any]]
+    """Of started, resumed: processor, cores, vectors, threads, gpu where it computes, and versions of what computes."""
     reason: NotRequired[str]
     """Of checkpoint_ignored: which checkpoint was passed over, and why. Of failed: the error."""
     traceback: NotRequired[str]

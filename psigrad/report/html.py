@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
@@ -19,20 +17,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, shown, visible
-from psigrad.records.rows import figures, number
-from psigrad.records.signals import SignalNames
-from psigrad.records.warnings import RULES, Watch
+from psigrad.records.rows import number
+from psigrad.records.signals import BY_NAME, name_of
+from psigrad.records.warnings import BY_NAME as RULES
+from psigrad.records.warnings import Alert
 from psigrad.report import plots
+from psigrad.report.facts import facts, moment
+from psigrad.report.verdict import Verdict, alerts, verdict
 
-SAMPLES = 24
+SAMPLES, AT_ONCE = 24, 6
 _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig, "control": ControlConfig}
+_ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
 _VERDICTS = {1.0: "good", 0.0: "bad"}
 
 
 @dataclass(frozen=True)
 class Cell:
     """One cell: its text and its look, which the template knows: n (a number), text (as it was written, cut), whole (as it was
-    written), soft, range (an interval behind a number), key (a run's colour and name), verdict (good or bad).
+    written), said (a conversation as (role, text) pairs), soft, range (an interval behind a number), key (a run's colour and
+    name), verdict (good or bad).
     """
 
     value: Any
@@ -49,7 +52,11 @@ class Table:
     note: str = ""
     said: str = ""
     whole: bool = False
-    """As wide as the page."""
+    """As wide as the page; on a phone each row becomes a block, its cells under the head's words."""
+    shown: int = 0
+    """So many rows are shown at once, and the others on demand; 0 for all."""
+    name: str = ""
+    """What the table is called to those who cannot see it."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,13 @@ class _Parts:
     """What report.html shows, from top to bottom; what is None or empty is left out."""
 
     lines: Sequence[str]
+    verdict: Verdict | None
+    facts: Sequence[tuple[str, str]]
     headline: Table | None
     figures: Sequence[Figure]
     names: Sequence[str]
     every: Sequence[tuple[str, str]]
+    trace: str = ""
     differing: Table | None = None
     warnings: Table | None = None
     episode: str = ""
@@ -111,15 +121,18 @@ def page(runs: Sequence[RunData]) -> str:
     names = [run.name for run in runs]
     every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
     if len(runs) > 1:
-        parts = _Parts([], _compared(runs), pictures, names, every, differing=_differing(runs))
+        parts = _Parts([], None, [], _compared(runs), pictures, names, every, differing=_differing(runs))
         return rendered("report.html", f"{len(runs)} runs compared", **vars(parts))
     (run,) = runs
     parts = _Parts(
-        [_method(run), *_when(run)],
+        [_method(run)],
+        verdict(run),
+        facts(run),
         _headline(run),
         pictures,
         names,
         every,
+        trace=_trace(run),
         warnings=_warnings(run),
         episode=_episode(run),
         samples=_samples(run),
@@ -154,30 +167,24 @@ def _episode(run: RunData) -> str:
     return ""
 
 
-def _when(run: RunData) -> list[str]:
-    """When the run began, and how long its steps took."""
-    began = number(run.events[0].get("time")) if run.events else math.nan
-    seconds = round(sum(run.series("step_time")[1]))
-    spent = f"{seconds // 3600} h {seconds // 60 % 60} min" if seconds >= 3600 else f"{seconds // 60} min {seconds % 60} s"
-    return [f"begun {_moment(began)}, {spent} in steps and evaluations"] if _moment(began) else []
-
-
-def _moment(seconds: float) -> str:
-    if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+def _trace(run: RunData) -> str:
+    """Where the error was raised that ended the run, if one did."""
+    last = run.events[-1] if run.events else {}
+    return str(last.get("traceback") or "") if last.get("kind") == "failed" else ""
 
 
 def _warnings(run: RunData) -> Table | None:
     """What the rules of `psigrad.records.warnings` say of the run, those that still stand first."""
-    watch, names, rules = Watch(), SignalNames(), {rule.name: rule for rule in RULES}
-    for row in run.metrics:
-        watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
+    raised: dict[str, list[Alert]] = {}
+    for alert in alerts(run):
+        raised.setdefault(alert.rule, []).append(alert)
     rows = []
-    for alert in watch.alerts()[:12]:
-        rule = rules[alert.rule]
-        rows.append([Cell(rule.title), _number(alert.step), _number(alert.ended), Cell(rule.says, "soft")])
-    return Table(("", "from step", "to step", ""), rows) if rows else None
+    for rule, found in raised.items():
+        newest = found[0]
+        times = Cell(f"{len(found):,} times" if len(found) > 1 else "once", "soft")
+        ended = Cell("still", "n") if newest.ended is None else _number(newest.ended)
+        rows.append([Cell(RULES[rule].title), times, _number(newest.step), ended, Cell(RULES[rule].says, "soft")])
+    return Table(("", "", "last from step", "to step", ""), rows) if rows else None
 
 
 def _method(run: RunData) -> str:
@@ -220,8 +227,18 @@ def _headline(run: RunData) -> Table | None:
     for name in (key for key in ends[-1] if key.startswith("eval/") and not key.endswith(("/low", "/high"))):
         stem = name.removesuffix("/mean")
         values = [_number(row.get(name)) for row in ends]
-        rows.append([Cell(stem.removeprefix("eval/")), *values, Cell(interval(ends[-1], f"{stem}/"), "n")])
+        rows.append([Cell(_title(stem)), *values, Cell(interval(ends[-1], f"{stem}/"), "n")])
     return Table(("held-out", *(f"step {row['step']}" for row in ends), "95 % interval"), rows)
+
+
+def _title(key: str) -> str:
+    """A held-out figure in words, where it is one that is known."""
+    bare = key.removeprefix("eval/")
+    signal = BY_NAME.get(name_of(key)) or BY_NAME.get(name_of(bare))
+    if signal is None or signal.name == "held_out":
+        return bare
+    title = signal.title.removesuffix(", held out").removeprefix("Held-out ")
+    return f"{title[0].upper()}{title[1:]}" + (f", {signal.unit}" if signal.unit else "")
 
 
 def _compared(runs: Sequence[RunData]) -> Table:
@@ -264,25 +281,26 @@ def _samples(run: RunData) -> Table | None:
     rows, steps = run.compared, list(run.samples)
     if not rows:
         return None
-    head, said = ["prompt"], ""
+    head, turned = ["prompt"], ""
     for step in steps:
         head += [f"step {step}", ""]
     turns = Counter((_verdict(row[steps[0]]), _verdict(row[steps[-1]])) for row in rows)
     if len(steps) > 1 and sum(count for turn, count in turns.items() if "" not in turn) == len(rows):
         better, worse = turns["bad", "good"], turns["good", "bad"]
-        said = (
+        turned = (
             f"Of {len(rows):,} held-out prompts, {better:,} went from wrong to right and {worse:,} from right to wrong; "
             f"{turns['good', 'good']:,} were right and {turns['bad', 'bad']:,} wrong at both ends."
         )
     cells = []
     for row in rows[:SAMPLES]:
-        cells.append([Cell(row[steps[0]].prompt, "whole")])
+        said = row[steps[0]].messages
+        cells.append([Cell(said or row[steps[0]].prompt, "said" if said else "whole")])
         for sample in row.values():
             verdict = _verdict(sample)
             mark = Cell(verdict, "verdict") if verdict else _number(sample.reward)
             cells[-1] += [Cell(sample.completion, "whole"), mark]
     note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first."
-    return Table(head, cells, note, said, whole=True)
+    return Table(head, cells, note, turned, whole=True, shown=AT_ONCE)
 
 
 def _verdict(sample: Sample) -> str:
@@ -315,7 +333,7 @@ def _value(value: Any) -> str:
 def _events(run: RunData) -> Table | None:
     rows = []
     for event in run.events[-40:]:
-        rest = {k: v for k, v in event.items() if k not in ("time", "kind") and v not in ("", None)}
-        when = _moment(number(event.get("time")))
+        rest = {k: v for k, v in event.items() if k not in _ELSEWHERE and v not in ("", None)}
+        when = moment(number(event.get("time")))
         rows.append([Cell(when, "soft"), Cell(event.get("kind", "")), Cell(_value(rest) if rest else "", "text")])
     return Table((), rows) if rows else None

@@ -219,8 +219,12 @@ def _spread(axes: Any, run: RunData) -> None:
         found = [sum(reward >= edge for edge in edges) for step in group for reward in run.rewards[step]]
         shares.append([found.count(i) / len(found) for i in range(len(names))])
     layers = [(name, [share[i] for share in shares]) for i, name in enumerate(names)]
-    strengths = [0.12 + 0.58 * i / max(1, len(names) - 1) for i in range(len(names))]
-    _stack(axes, [group[len(group) // 2] for group in groups], layers, [COLOURS[0]] * len(names), strengths, _INK)
+    # from the lowest reward's colour over grey to the highest's; what is never to be seen gets no label
+    last = max(1, len(names) - 1)
+    colours = [COLOURS[1] if i < last / 2 else COLOURS[0] if i > last / 2 else GREY for i in range(len(names))]
+    strengths = [0.25 + 0.5 * abs(2 * i / last - 1) for i in range(len(names))]
+    layers = [(name if max(shares) >= 0.02 else "", shares) for name, shares in layers]
+    _stack(axes, [group[len(group) // 2] for group in groups], layers, colours, strengths, _INK)
     axes.set_ylim(0, 1)
 
 
@@ -249,7 +253,8 @@ def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
         top = [b + v for b, v in zip(bottom, values, strict=True)]
         axes.fill_between(steps, bottom, top, color=colour, alpha=strength, linewidth=0)
-        ends.append(((bottom[-1] + top[-1]) / 2, visible(name[:16]), ink or colour))
+        if name:
+            ends.append(((bottom[-1] + top[-1]) / 2, visible(name[:16]), ink or colour))
         bottom = top
     axes.set_ylim(0, max(bottom) * 1.02 or 1)
     _labels(axes, ends)

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.records.read import RunData, interval, load, shown, visible
+from psigrad.records.read import RunData, interval, load, prompt_text, shown, visible
+from psigrad.report.verdict import verdict
 
 
 def printable(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
@@ -18,13 +19,15 @@ def printable(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
     terminal's encoding lacks are escaped.
     """
     line = visible(str(text)[: width + 1]).replace("\n", "\\n").replace("\t", "\\t")
+    if "→".encode(encoding, "ignore") == b"":
+        line = line.replace("→", "->")
     line = line.encode(encoding, "backslashreplace").decode(encoding)
     dots = "…".encode(encoding, "replace").decode(encoding).replace("?", "...")
     return line if len(line) <= width else line[: width - len(dots)] + dots
 
 
 def finished(result: Any) -> None:
-    """The headline table, completions before and after, and where everything is."""
+    """The headline table, completions before and after, the verdict, and where everything is."""
     run = load(result.folder)
     if run.summary:
         final_table(run.summary)
@@ -33,6 +36,8 @@ def finished(result: Any) -> None:
         steps = [f"step {figures.get('step', 0)}" for figures in (result.before, result.after)]
         names = [name for name in result.after if name.startswith("eval/")]
         _print(["", *steps], [[n.removeprefix("eval/"), shown(result.before.get(n)), shown(result.after[n])] for n in names])
+    console = Console()
+    console.print("", Text(printable(verdict(run), 10_000, console.encoding), style="bold"), sep="\n")
     print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
 
 
@@ -47,9 +52,9 @@ def figures(values: Mapping[str, Any]) -> None:
     _print(["", "value"], [[name.removeprefix("eval/"), shown(value)] for name, value in values.items()])
 
 
-def samples(prompts: Sequence[str], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
+def samples(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
     """A few completions with their rewards."""
-    rows = list(zip(prompts, completions, map(shown, rewards), strict=True))
+    rows = list(zip(map(prompt_text, prompts), completions, map(shown, rewards), strict=True))
     _print(["prompt", "completion", "reward"], rows[:most])
 
 

@@ -28,6 +28,7 @@ from psigrad.records import checkpoint, disk, pins
 from psigrad.records.run_folder import Bystander, RunFolder
 from psigrad.training import state
 from psigrad.training.journal import Announcer, Journal, Stopped
+from psigrad.training.provenance import command, provenance
 from psigrad.training.state import Learner, Learners, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
@@ -189,8 +190,7 @@ def begin(
     if found is not None:
         check_pins(config.run, journal, checkpoint.verify(found), pinned)
     first = fresh if found is None else state.restore(found, learners)
-    why_padded = getattr(learners[0].model, "why_padded", "")
-    journal.folder.event("started" if found is None else "resumed", step=first.step, why_padded=why_padded)
+    note_start(config.run, journal, found, first.step, why_padded=getattr(learners[0].model, "why_padded", ""))
 
     def save(now: State) -> None:
         if world.rank and not world.lockstep:
@@ -202,6 +202,14 @@ def begin(
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, save)
+
+
+def note_start(run: Run, journal: Journal, found: Path | None, step: int, **noted: Any) -> None:
+    """The event that a run has begun, or goes on from the checkpoint `found`: at which step, by which command, and where."""
+    here = provenance(device(run))
+    del here["when"]  # an event has its time
+    kind = "started" if found is None else "resumed"
+    journal.folder.event(kind, step=step, command=command(), machine=here | {"threads": torch.get_num_threads()}, **noted)
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:

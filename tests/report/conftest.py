@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from browser import Visits, chromium
 
 HOSTILE = "[bold]<script>alert(1)</script></style></td>\"'&\ud800\x00\u202e<img src=http://x.y/z onerror=a>"
 
@@ -61,6 +62,19 @@ def page():
 @pytest.fixture
 def hostile():
     return HOSTILE
+
+
+@pytest.fixture(scope="session")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def visits(browser):
+    found = Visits(browser)
+    yield found
+    found.close(bases=("file://",))
 
 
 def rows(path: Path, *items: dict) -> None:

@@ -10,6 +10,7 @@ import pytest
 from psigrad import report
 from psigrad.errors import UserError
 from psigrad.records.read import load, load_all
+from psigrad.report.verdict import verdict
 
 
 def test_the_page_runs_nothing_and_fetches_nothing(run, page):
@@ -43,7 +44,105 @@ def test_long_texts_are_cut_with_a_count_and_the_page_stays_small(run, page):
 def test_the_headline_is_the_first_and_the_last_evaluation(run, page):
     table = page(report.write([run("one")]).read_text()).tables[0]
     assert table[0] == ["held-out", "step 0", "step 30", "95 % interval"]
-    assert ["exact", "0.25", "0.75", "0.65 to 0.85"] in table and ["kl", "0", "3", ""] in table
+    assert ["exact", "0.25", "0.75", "0.65 to 0.85"] in table and ["KL, nats", "0", "3", ""] in table
+
+
+def test_the_verdict_stands_on_top_with_intervals_divergence_and_warnings(run, page):
+    text = report.write([run("one")]).read_text()
+    said = "held-out exact 0.25 [0.15, 0.35] → 0.75 [0.65, 0.85]; KL to the start 3 nats per completion; 1 warning that passed"
+    assert str(verdict(load(run("two")))) == f"Learned: {said}"
+    assert text.index(said) < text.index("<table")
+
+
+@pytest.mark.parametrize(
+    ("after", "word"), [((0.39, 0.29, 0.49), "No clear change"), ((0.40, 0.30, 0.50), "Learned"), ((0.1, 0.0, 0.2), "Got worse")]
+)
+def test_it_learned_where_the_rise_is_more_than_chance(tmp_path, after, word):
+    """From 0.25 with half widths of 0.1: chance explains sqrt(0.1² + 0.1²) = 0.1414."""
+    rows = [(0, 0.25, 0.15, 0.35), (9, *after)]
+    lines = [{"step": s, "eval/m/mean": m, "eval/m/low": low, "eval/m/high": high} for s, m, low, high in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verdict(load(tmp_path)).word == word
+
+
+def test_the_verdict_of_a_run_says_how_it_ended(run):
+    folder = run("one")
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 1.7e9 + 5, "kind": "failed", "reason": "ValueError: no", "traceback": "line 7"}) + "\n")
+    assert str(verdict(load(folder))).startswith("Failed: ValueError: no; held-out exact 0.25")
+    assert "Why it failed" in report.write(folder).read_text()
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 1.7e9 + 6, "kind": "stopped", "step": 12}) + "\n")
+    assert str(verdict(load(folder))).endswith("stopped at step 12, before its end")
+    assert "Why it failed" not in report.write(folder).read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "Nothing to judge yet: no warnings"),
+        ([{"step": s, "reward": s / 10} for s in range(1, 31)], "Not evaluated: reward of training 0.2 → 2.9; no held-out rows"),
+        ([{"step": 0, "eval/a/mean": 0.5}], "Evaluated once: held-out a 0.5; no warnings"),
+        ([{"step": s, "eval/loss": 2.0 - s} for s in (0, 1)], "Trained: held-out loss 2 → 1; no warnings"),
+        ([{"step": s, "eval/a/mean": "NaN"} for s in (0, 1)], "Unknown: held-out a – → –"),
+    ],
+)
+def test_without_two_evaluations_it_says_what_there_is(tmp_path, rows, said):
+    (tmp_path / "config.json").write_text('{"recipe": "online"}')
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert str(verdict(load(tmp_path))).startswith(said)
+
+
+def test_the_page_says_when_how_long_by_what_command_and_where(run, page):
+    folder = run("one")
+    machine = {"processor": "a processor", "cores": 2, "threads": 1, "versions": {"psigrad": "9.9", "torch": "2.0"}}
+    lives = [
+        {"time": 1.7e9, "kind": "started", "step": 0, "command": "psigrad grpo --x '<b>'", "machine": machine},
+        {"time": 1.7e9 + 50, "kind": "saved", "step": 9},
+        {"time": 1.8e9, "kind": "resumed", "step": 9, "command": "psigrad grpo --x '<b>'", "machine": machine},
+        {"time": 1.8e9 + 20, "kind": "finished"},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lives))
+    text = " ".join(page(report.write(folder).read_text()).text)
+    assert "2023-11-14 22:13:20 UTC, taken up again once" in text
+    assert "1 min 10 s, of which 1 min 0 s in steps and evaluations" in text
+    assert "psigrad grpo --x '<b>'" in text and "a processor, 2 cores, 1 threads" in text and "psigrad 9.9, torch 2.0" in text
+
+
+def test_conversations_are_shown_as_messages(run, page):
+    folder = run("one")
+    parts = [{"type": "text", "text": "Look"}, {"type": "image"}]
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    prompt = [
+        {"role": "system", "content": "Be <brief>."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    with (folder / "rollouts.jsonl").open("a") as stream:
+        for step, reward in ((0, 0.0), (15, 0.0), (30, 1.0)):
+            row = {"step": step, "kind": "eval", "row": 77, "k": 0, "prompt": prompt, "completion": "x", "reward": reward}
+            stream.write(json.dumps(row) + "\n")
+    text = report.write(folder).read_text()
+    assert '<span class="role">system</span>Be &lt;brief&gt;.' in text and "{&#39;role&#39;" not in text
+    assert '<span class="role">user</span>Look\n[image]' in text and '<span class="role">assistant</span>add(a=1)' in text
+
+
+def test_on_a_phone_nothing_is_cut(run, visits):
+    address = report.write([run("a"), run("b")], run("c") / "two.html").as_uri(), report.write([run("one")]).as_uri()
+    for scheme in ("light", "dark"):
+        page = visits.page("phone", scheme)
+        for where in address:
+            page.goto(where)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    cells = page.locator("table.whole td")
+    assert all(box["x"] + box["width"] <= 390 for i in range(cells.count()) if (box := cells.nth(i).bounding_box()))
+
+
+def test_pictures_of_a_row_begin_at_one_height(run, visits):
+    page = visits.page("laptop")
+    page.goto(report.write([run("one")]).as_uri())
+    tops = page.evaluate("[...document.querySelectorAll('figure svg')].map(e => Math.round(e.getBoundingClientRect().top))")
+    assert len(tops) > 3 and len(set(tops[:3])) == 1
 
 
 def test_a_run_evaluated_once_has_one_column(tmp_path, page):

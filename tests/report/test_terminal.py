@@ -37,9 +37,15 @@ def test_no_encoding_of_the_terminal_stops_a_run_at_its_end(encoding):
     assert ("日本" in shown) == (encoding == "utf-8") and ("\\u65e5" in shown) == (encoding != "utf-8")
 
 
+def test_conversations_are_told_as_messages(capsys):
+    terminal.samples([[{"role": "user", "content": "What is 2 + 2?"}]], ["4"], [1.0])
+    assert "user: What is 2 + 2?" in capsys.readouterr().out
+
+
 def test_text_is_one_line_of_bounded_width():
     assert terminal.printable("a\nb\tc", 60) == "a\\nb\\tc"
     assert terminal.printable("x" * 1_000_000, 10) == "x" * 9 + "…" and terminal.printable("x" * 10, 10) == "x" * 10
+    assert terminal.printable("a → b", 60, "ascii") == "a -> b" and terminal.printable("a → b", 60) == "a → b"
     assert terminal.printable("é" * 20, 10, "ascii") == "\\xe9\\xe..."
 
 
@@ -50,6 +56,7 @@ def test_the_end_of_a_run_is_told_with_and_without_a_summary(run, capsys):
     terminal.finished(result)
     shown = capsys.readouterr().out
     assert "0.25" in shown and "0.75" in shown and str(folder / "model") in shown
+    assert "Learned: held-out exact 0.25 [0.15, 0.35] → 0.75 [0.65, 0.85]" in " ".join(shown.split())
     (folder / "summary.json").write_text(json.dumps({"rows": FIGURES}))
     with (folder / "rollouts.jsonl").open("ab") as stream:
         stream.write(b'{"step": 30, "kind"')

@@ -1,0 +1,114 @@
+"""Did it learn? One line for the top of the report and the end of a run in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from psigrad.records.read import RunData, kind_of, shown
+from psigrad.records.rows import figures, number
+from psigrad.records.signals import SignalNames
+from psigrad.records.warnings import BY_NAME, Alert, Watch
+
+Mood = Literal["good", "bad", "plain"]
+_ENDS = ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`word` judges; `said` gives the figures behind it."""
+
+    word: str
+    said: str
+    mood: Mood = "plain"
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.said}" if self.said else f"{self.word}."
+
+
+def verdict(run: RunData) -> Verdict:
+    """What came of a run: how it ended if not well, its held-out metric before and after with 95 % intervals, the KL to the
+    start, and the warnings.
+
+    It learned where the metric rose by more than chance explains: the rise is above the half widths of both intervals, added as
+    of independent samples, sqrt(w1^2 + w2^2). Both are of the same prompts, so this asks for more than it need.
+    """
+    word, mood, told = _judged(run)
+    end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
+    parts = [*told, *_divergence(run), _warned(alerts(run))]
+    if end.get("kind") == "failed":
+        word, mood = "Failed", "bad"
+        parts.insert(0, " ".join(str(end.get("reason") or "no reason was noted").split()))
+    elif end.get("kind") == "stopped":
+        parts.append(f"stopped at step {shown(end.get('step'))}, before its end")
+    return Verdict(word, "; ".join(filter(None, parts)), mood)
+
+
+def _judged(run: RunData) -> tuple[str, Mood, list[str]]:
+    """The word, its mood, and the figures."""
+    metric, rows = run.held_out_metric, run.evaluations
+    if metric and len(rows := [row for row in rows if f"{metric}/mean" in row]) > 1:
+        first, last = rows[0], rows[-1]
+        before, after = (number(row[f"{metric}/mean"]) for row in (first, last))
+        said = [f"held-out {metric.removeprefix('eval/')} {_with(first, metric)} → {_with(last, metric)}"]
+        chance = math.hypot(_half(first, metric), _half(last, metric))
+        if not math.isfinite(after - before):
+            return "Unknown", "bad", said
+        if math.isnan(chance):
+            return "Trained", "plain", said
+        if abs(after - before) <= chance:
+            return "No clear change", "plain", said
+        return ("Learned", "good", said) if after > before else ("Got worse", "bad", said)
+    if len(losses := [number(row["eval/loss"]) for row in run.evaluations if "eval/loss" in row]) > 1:
+        return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}"]
+    once = [f"held-out {metric.removeprefix('eval/')} {_with(row, metric)}" for row in rows if metric and f"{metric}/mean" in row]
+    for key, name in (("reward", "reward"), ("rollout/ep_rew_mean", "return"), ("loss", "loss")):
+        values = run.series(key)[1]
+        if len(values) > 1:
+            tenth = max(1, len(values) // 10)
+            ends = [sum(part) / tenth for part in (values[:tenth], values[-tenth:])]
+            said = [f"{name} of training {_short(ends[0])} → {_short(ends[1])}"]
+            return (
+                ("Evaluated once", "plain", [*once, *said]) if once else ("Not evaluated", "plain", [*said, "no held-out rows"])
+            )
+    return ("Evaluated once", "plain", once) if once else ("Nothing to judge yet", "plain", [])
+
+
+def _with(row: Mapping[str, Any], metric: str) -> str:
+    """A mean and its interval."""
+    mean, low, high = (number(row.get(f"{metric}/{part}")) for part in ("mean", "low", "high"))
+    return _short(mean) + (f" [{_short(low)}, {_short(high)}]" if math.isfinite(low + high) else "")
+
+
+def _short(value: float) -> str:
+    """Three digits: an interval knows no more."""
+    return shown(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
+
+
+def _half(row: Mapping[str, Any], metric: str) -> float:
+    """Half the width of an interval."""
+    return (number(row.get(f"{metric}/high")) - number(row.get(f"{metric}/low"))) / 2
+
+
+def _divergence(run: RunData) -> list[str]:
+    kl = number((run.evaluations or [{}])[-1].get("eval/kl"))
+    return [f"KL to the start {_short(kl)} nats per completion"] if kind_of(run.config) == "online" and math.isfinite(kl) else []
+
+
+def alerts(run: RunData) -> list[Alert]:
+    """What the rules of `psigrad.records.warnings` say of a run's figures, those that still stand first."""
+    watch, names = Watch(), SignalNames()
+    for row in run.metrics:
+        watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
+    return watch.alerts()
+
+
+def _warned(found: list[Alert]) -> str:
+    standing = list(dict.fromkeys(BY_NAME[alert.rule].title for alert in found if alert.ended is None))
+    passed = len({alert.rule for alert in found} - {alert.rule for alert in found if alert.ended is None})
+    if standing:
+        more = f" and {passed} that passed" if passed else ""
+        return f"{len(standing)} warning{'s' if len(standing) > 1 else ''}{more}: {', '.join(standing)}"
+    return f"{passed} warning{'s' if passed > 1 else ''} that passed" if passed else "no warnings"
