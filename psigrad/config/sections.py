@@ -175,6 +175,11 @@ class Placement:
     machine runs them."""
     scorer_cpus: Count = 1
     """With a cluster: CPU cores of each of those."""
+    environment_actors: CountOrZero = 0
+    """With a cluster: processes on it that play the environment or run the tools, each with `environment_workers` of its own; 0:
+    the trainer's machine does."""
+    environment_cpus: Count = 1
+    """With a cluster: CPU cores of each of those."""
 
 
 @dataclass(frozen=True)

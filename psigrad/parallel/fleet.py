@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import socket
 import statistics
 import time
@@ -21,14 +22,24 @@ from psigrad.errors import UserError, reason_of
 
 # Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
 PATIENCE, TIMES = 60.0, 5.0
-# Workers in a row that may fail to start.
-STARTS = 6
+# Workers in a row that may fail to start; seconds after which people are told that none has.
+STARTS, NOTICE = 6, 20.0
+_OURS = re.compile(r"/(psigrad|site-packages|dist-packages|lib/python3\.\d+)/|^<")
 Tell = Callable[..., None]
 Job = Callable[[Any], Any]
 """Asks a worker, an actor of Ray; the reference to its answer."""
 
 
-@dataclass
+@dataclass(eq=False)
+class Home:
+    """Where what a job needs is kept: the worker that last answered a job of this home. It gets the next one too, while it is
+    there and in time; else any other does.
+    """
+
+    worker: Any = None
+
+
+@dataclass(eq=False)
 class _Worker:
     """A worker as the driver sees it."""
 
@@ -49,7 +60,7 @@ class Fleet:
     """The workers on a cluster, as many as `count` says, and more or fewer as machines come and go.
 
     `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there. `name` is
-    what people call them.
+    what people call them. With `count` 0 there are as many as the cluster has room for beside `spare_cpus`, which others take.
     """
 
     def __init__(
@@ -62,15 +73,17 @@ class Fleet:
         count: int,
         cpus: int,
         gpus: float = 0.0,
+        spare_cpus: int = 0,
         minutes: float,
         tell: Tell,
     ) -> None:
         self.ray = _connected(address)
         self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
-        self._minutes, self._tell = minutes, tell
+        self._spare_cpus, self._minutes, self._tell = spare_cpus, minutes, tell
+        self._a = f"{'An' if name[0] in 'aeiou' else 'A'} {name}"
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(kind)
         self._workers: list[_Worker] = []
-        self._closed, self._turn, self._failed = False, 0, 0
+        self._closed, self._turn, self._failed, self._noticed = False, 0, 0, False
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
         """Jobs issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
@@ -88,11 +101,16 @@ class Fleet:
         self._turn += 1
         return Turn(self)
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Any]]:
-        """(place, answer) of each job as it is done."""
+    @property
+    def wanted(self) -> int:
+        """How many workers there are to be now."""
+        return max(1, self._count or self._room())
+
+    def run(self, jobs: Sequence[Job], homes: Sequence[Home | None] = ()) -> Iterator[tuple[int, Any]]:
+        """(place, answer) of each job as it is done; `homes` say which of them belong to a worker."""
         turn = self.begin()
-        for job in jobs:
-            turn.add(job)
+        for job, home in itertools.zip_longest(jobs, homes):
+            turn.add(job, home)
         while turn.pending:
             yield from turn.answers(1.0)
 
@@ -102,15 +120,33 @@ class Fleet:
             raise UserError(f"The {self._name}s were closed while they were at work.")
         self._tend(turn.done)
         for worker in [w for w in self._workers if w.idle]:
-            job = turn.waiting.popleft() if turn.waiting else self._late(turn.done)
-            if job is None:
-                break
-            self._issue(worker, job, turn)
+            job = self._next(worker, turn)
+            if job is None and not turn.waiting:
+                job = self._late(turn.done)
+            if job is not None:
+                self._issue(worker, job, turn)
         if any(w.starting is None for w in self._workers):
-            turn.idle_since = time.monotonic()
-        elif time.monotonic() - turn.idle_since > 60 * self._minutes:
-            raise UserError(self._why_none())
+            turn.idle_since, self._noticed = time.monotonic(), False
+        elif (waited := time.monotonic() - turn.idle_since) > 60 * self._minutes:
+            raise UserError(f"No {self._name} could start for {self._minutes:g} minutes: {self._wants()}")
+        elif waited > NOTICE and not self._noticed:
+            self._noticed = True
+            self._tell("worker_awaited", f"No {self._name} has started so far: {self._wants()}", seconds=waited)
         return list(self._answers(turn, seconds))
+
+    def _next(self, worker: _Worker, turn: Turn) -> int | None:
+        """What waits for this worker, or else for none that is there and in time."""
+        free = None
+        for job in turn.waiting:
+            home = turn.homes[job]
+            if home is None or home.worker is worker:
+                free = job
+                break
+            if free is None and (home.worker not in self._workers or self._is_late(home.worker)):
+                free = job
+        if free is not None:
+            turn.waiting.remove(free)
+        return free
 
     def _issue(self, worker: _Worker, job: int, turn: Turn) -> None:
         self.entries["issued"] += 1
@@ -128,13 +164,14 @@ class Fleet:
             try:
                 answer = self.ray.get(ref)
             except self.ray.exceptions.RayTaskError as error:
-                raise UserError(f"A {self._name} failed on the cluster ({reason_of(error.cause or error)}).") from error
+                worker.work = None
+                raise self._failure(error) from error
             except self.ray.exceptions.RayError as error:
                 self._lose(worker, error, turn)
                 continue
             if ref is worker.starting:
                 worker.starting, self._failed = None, 0
-                self._tell("worker_joined", f"A {self._name} has joined; there are {self._here()}.", workers=self._here())
+                self._tell("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
                 continue
             job, worker.work = worker.job, None
             self._seconds.append(time.monotonic() - worker.since)
@@ -142,7 +179,18 @@ class Fleet:
                 self.entries["twice"] += 1
                 continue
             turn.done.add(job)
+            if (home := turn.homes[job]) is not None:
+                home.worker = worker
             yield job, answer
+
+    def _failure(self, error: Any) -> UserError:
+        """What a worker raised, as the driver says it; the traceback goes to the run folder."""
+        if isinstance(error.cause, UserError):
+            return UserError(str(error.cause))
+        said = str(error.traceback_str)
+        text = f"{self._a} failed on the cluster ({type(error.cause).__name__}: {reason_of(error.cause)}{_place(said)})."
+        self._tell("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=said[-8000:])
+        return UserError(text)
 
     def _here(self) -> int:
         return sum(w.starting is None for w in self._workers)
@@ -162,50 +210,50 @@ class Fleet:
             self.entries["again"] += 1
             turn.waiting.appendleft(worker.job)
         reason = type(error).__name__
-        self._tell("worker_lost", f"A {self._name} was lost ({reason}); its work goes to another.", reason=reason)
+        self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason)
 
     def _late(self, done: set[int]) -> int | None:
         """A job that is overdue and only one worker has."""
-        limit = max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
-        now = time.monotonic()
         working = [w for w in self._workers if w.work is not None and w.turn == self._turn and w.job not in done]
         shared = {p for p, n in _counts(w.job for w in working).items() if n > 1}
-        late = [w for w in working if now - w.since > limit and w.job not in shared]
+        late = [w for w in working if self._is_late(w) and w.job not in shared]
         if not late:
             return None
         oldest = min(late, key=lambda w: w.since)
         self.entries["again"] += 1
-        waited = now - oldest.since
-        self._tell(
-            "worker_late", f"A {self._name} has not answered for {waited:.0f} s; another does its work too.", seconds=waited
-        )
+        waited = time.monotonic() - oldest.since
+        self._tell("worker_late", f"{self._a} has not answered for {waited:.0f} s; another does its work too.", seconds=waited)
         return oldest.job
+
+    def _is_late(self, worker: _Worker, times: float = 1.0) -> bool:
+        """Whether it owes an answer for longer than answers take, or than so many times that."""
+        limit = times * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
+        return worker.work is not None and time.monotonic() - worker.since > limit
 
     def _tend(self, done: set[int]) -> None:
         """Start workers that are wanted; end those that owe an old answer for too long."""
-        limit = 3 * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
-        for worker in [w for w in self._workers if w.work is not None and time.monotonic() - w.since > limit]:
+        for worker in [w for w in self._workers if self._is_late(w, 3.0)]:
             if worker.turn != self._turn or worker.job in done:
                 self._workers.remove(worker)
                 self.entries["lost"] += 1
                 self.ray.kill(worker.actor)
-                self._tell("worker_lost", f"A {self._name} that no longer answers was ended.", reason="no answer")
-        for _ in range(len(self._workers), max(1, self._count or self._room())):
+                self._tell("worker_lost", f"{self._a} that no longer answers was ended.", reason="no answer")
+        for _ in range(len(self._workers), self.wanted):
             actor = self._remote.remote(*self._arguments)
             self._workers.append(_Worker(actor, actor.ready.remote()))
 
     def _room(self) -> int:
-        """How many workers the cluster of now has room for."""
+        """How many workers the cluster of now has room for, beside what it keeps free."""
         resources = self.ray.cluster_resources()
-        if self._gpus:
-            return int(resources.get("GPU", 0) / self._gpus)
-        return int(resources.get("CPU", 0) / self._cpus)
+        room = int((resources.get("CPU", 0) - self._spare_cpus) / self._cpus)
+        return min(room, int(resources.get("GPU", 0) / self._gpus)) if self._gpus else room
 
-    def _why_none(self) -> str:
-        has = {name: amount for name, amount in self.ray.cluster_resources().items() if name in ("CPU", "GPU")}
+    def _wants(self) -> str:
+        asked = (self.ray.cluster_resources(), self.ray.available_resources())
+        has, free = ({name: amount for name, amount in found.items() if name in ("CPU", "GPU")} for found in asked)
         return (
-            f"No {self._name} could start for {self._minutes:g} minutes: each wants {self._cpus} CPU and {self._gpus:g} GPU, and "
-            f"the cluster has {has}. Add machines, or ask for less of them in placement."
+            f"each wants {self._cpus} CPU and {self._gpus:g} GPU, and the cluster has {has}, of which {free or 'nothing'} is "
+            "free. Add machines, or ask for less of them in placement."
         )
 
 
@@ -215,12 +263,14 @@ class Turn:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.jobs: list[Job] = []
+        self.homes: list[Home | None] = []
         self.waiting, self.done, self.idle_since = deque[int](), set[int](), time.monotonic()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Job, home: Home | None = None) -> None:
         """One more; its place is how many there were."""
         self.waiting.append(len(self.jobs))
         self.jobs.append(job)
+        self.homes.append(home)
 
     @property
     def pending(self) -> bool:
@@ -234,6 +284,12 @@ class Turn:
 
 def _counts(jobs: Iterator[int]) -> dict[int, int]:
     return {job: len(list(group)) for job, group in itertools.groupby(sorted(jobs))}
+
+
+def _place(said: str) -> str:
+    """The last line of a traceback that is neither ours nor Ray's, where it has one."""
+    lines = [(file, line) for file, line in re.findall(r'File "(.+?)", line (\d+)', said) if not _OURS.search(file)]
+    return f", {lines[-1][0]}, line {lines[-1][1]}" if lines else ""
 
 
 def _connected(address: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPSto
 from psigrad.errors import UserError
 
 T = TypeVar("T")
+P = TypeVar("P")
 # What gloo says, for which torch has no exception of its own, when another process is gone.
 _SIGNS = ("gloo", "onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "wait timeout")
 # Numbers that are summed in one message.
@@ -198,7 +199,16 @@ def mine(world: World, parts: Sequence[T]) -> list[tuple[T, float]]:
     """
     own = [(part, 1.0) for part in parts[world.rank :: world.size]]
     rounds = -(-len(parts) // world.size)
-    return own + [(parts[0], 0.0)] * (rounds - len(own)) if world.lockstep else own
+    return own + [(parts[0], 0.0)] * (rounds - len(own)) if world.lockstep and parts else own
+
+
+def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
+    """What `of` finds in each part, in their order; each rank looks at its share, and all of them get the whole.
+
+    In lockstep all ranks call it as often.
+    """
+    every = world.gathered([of(part) for part, _ in mine(world, parts)])
+    return [every[i % world.size][i // world.size] for i in range(len(parts))]
 
 
 def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:

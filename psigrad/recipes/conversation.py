@@ -8,41 +8,55 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from psigrad.config import OnlineConfig
+from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.data.dataset_rows import Row
 from psigrad.data.sources import from_rows
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.recipes import setup
+from psigrad.recipes.fleets import fleet
 from psigrad.rollout import environments
 from psigrad.rollout.environment_pool import EnvironmentPool
 from psigrad.rollout.environments import InProcess, Playing
 from psigrad.rollout.episodes import Episodes
+from psigrad.rollout.ray_environments import EnvironmentWorker, OfRankZero, RayEnvironments
 from psigrad.rollout.tools import ToolBox, schemas
 from psigrad.sandbox import enclosed
+from psigrad.training.journal import Journal
 
 # Rows of a built-in environment when no dataset was given.
 OWN_ROWS = 2000
 
 
 @contextlib.contextmanager
-def episodes_for(config: Played) -> Iterator[Episodes | None]:
+def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Episodes | None]:
     """How episodes are played; None where a completion is all there is.
 
-    psigrad's own games run in this process, a user's environments and tools in workers that can be killed.
+    psigrad's own games run in this process, a user's environments and tools in workers that can be killed, and all of them on a
+    cluster if the placement says so.
     """
     if config.environment and config.tools:
         raise UserError("Both environment and tools are given; tools are an environment of their own, so leave one of them out.")
     if not (config.environment or config.tools):
         yield None
         return
+    placement: Placement | None = getattr(config, "placement", None)
+    with contextlib.ExitStack() as stack:
+        if placement is None or not placement.environment_actors or journal is None:
+            yield Episodes(stack.enter_context(_playing(config)), config.max_turns)
+            return
+        there = None
+        if journal.world.rank == 0:
+            wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
+            make = partial(_playing, config)
+            actors = fleet(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
+            there = RayEnvironments(stack.enter_context(actors))
+        yield Episodes(OfRankZero(there, journal.world), config.max_turns)
+
+
+def _playing(config: Played) -> Playing:
     factory: Any = environments.resolve(config.environment) if config.environment else partial(ToolBox, _tools(config))
-    with _playing(config, factory) as playing:
-        yield Episodes(playing, config.max_turns)
-
-
-def _playing(config: Played, factory: Any) -> Playing:
     if config.environment and environments.is_ours(config.environment):
         return InProcess(factory)
     return EnvironmentPool(

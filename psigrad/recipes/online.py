@@ -50,7 +50,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             return done
         found = session.newest_checkpoint(journal)
         model = _policy(config, algorithm, found, journal.world, given)
-        episodes = stack.enter_context(episodes_for(config))
+        episodes = stack.enter_context(episodes_for(config, journal))
         rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
         reference = _reference(config, model, found, journal.world) if wants_reference else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from psigrad.parallel import sharded
 from psigrad.parallel.fleet import Fleet
 from psigrad.parallel.world import ALONE
 from psigrad.recipes import loading
+from psigrad.recipes.fleets import fleet
 from psigrad.rollout import samplers
 from psigrad.rollout.ray_sampler import RaySampler, RolloutWorker
 from psigrad.rollout.types import ReplicaSampler, Sampler
@@ -27,9 +29,9 @@ def sampler_of(
     """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy."""
     placement, world = config.placement, ALONE if journal is None else journal.world
     if placement.cluster and journal is not None:
-        with _fleet(config, journal) if world.rank == 0 else contextlib.nullcontext() as fleet:
+        with _samplers(config, journal) if world.rank == 0 else contextlib.nullcontext() as workers:
             yield RaySampler(
-                fleet,
+                workers,
                 lambda: weights_of(model),
                 lambda: None if model.root is not None else [p._version for p in model.trainable().values()],
                 exact=config.sampling.sampler == "embedded" and not model.why_padded,
@@ -53,24 +55,11 @@ def weights_of(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     return iter(learns.items()) if model.root is None else sharded.gathered(model, set(learns))
 
 
-@contextlib.contextmanager
-def _fleet(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Journal) -> Iterator[Fleet]:
+def _samplers(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Journal) -> contextlib.AbstractContextManager[Fleet]:
     placement = config.placement
-    fleet = Fleet(
-        RolloutWorker,
-        (partial(sampling_model, config), placement.sampler_cpus),
-        name="sampler",
-        address=placement.cluster,
-        count=placement.samplers,
-        cpus=placement.sampler_cpus,
-        gpus=placement.sampler_gpus,
-        minutes=placement.timeout_minutes,
-        tell=journal.tell,
-    )
-    try:
-        yield fleet
-    finally:
-        fleet.close()
+    arguments = (partial(sampling_model, config), placement.sampler_cpus)
+    wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
+    return fleet(placement, journal, RolloutWorker, arguments, name="sampler", **wants)
 
 
 def sampling_model(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
-from psigrad.parallel.fleet import Fleet
 from psigrad.parallel.world import ALONE, World
 from psigrad.recipes import loading, setup
+from psigrad.recipes.fleets import fleet
 from psigrad.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rewards.code import Code
@@ -71,7 +71,9 @@ def judge_for(
             make = partial(_pool, functions, weights[: len(functions)], config)
             placement: Placement | None = getattr(config, "placement", None)
             if placement is not None and placement.scorers and journal is not None and journal.world.rank == 0:
-                scorers.append(RayScorer(stack.enter_context(_scorers(placement, make, journal))))
+                wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
+                workers = fleet(placement, journal, RewardWorker, (make,), name="scorer", **wants)
+                scorers.append(RayScorer(stack.enter_context(workers)))
             else:
                 scorers.append(stack.enter_context(make()))
         scorers += [_reward_model(path, config, tokenizer, names) for path in paths]
@@ -92,29 +94,6 @@ def _pool(functions: Sequence[Reward], weights: Sequence[float], config: Scored)
         memory_gb=config.worker_memory_gb,
         variables=config.worker_env,
     )
-
-
-@contextlib.contextmanager
-def _scorers(placement: Placement, make: Callable[[], RewardPool], journal: Journal) -> Iterator[Fleet]:
-    """Processes on the cluster that score."""
-    if not placement.cluster:
-        raise UserError(
-            "placement.scorers runs reward functions on a Ray cluster and none was named; give --cluster, or leave it 0."
-        )
-    fleet = Fleet(
-        RewardWorker,
-        (make,),
-        name="scorer",
-        address=placement.cluster,
-        count=placement.scorers,
-        cpus=placement.scorer_cpus,
-        minutes=placement.timeout_minutes,
-        tell=journal.tell,
-    )
-    try:
-        yield fleet
-    finally:
-        fleet.close()
 
 
 def _unsafe(function: Any) -> bool:

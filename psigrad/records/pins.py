@@ -50,6 +50,7 @@ MAY_CHANGE = frozenset(
             f"placement.{name}"
             for name in ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "scorers", "scorer_cpus")
         ),
+        *("placement.environment_actors", "placement.environment_cpus"),
     )
 )
 # Settings that say how long a run is. `run.extend` lets them grow.

@@ -68,11 +68,15 @@ class EnvironmentPool(Playing):
         while self._seats:
             self._seats.pop().worker.kill()
 
-    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Observation | Fault | None]:
+    def clear(self) -> None:
         """See `Playing`."""
         self._history = {}
-        found = self._answers([_Ask(number, "reset", row) for number, row in enumerate(rows)])
-        return [found[n] for n in range(len(rows))]  # type: ignore[misc]
+
+    def open(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Observation | Fault | None]:
+        """See `Playing`."""
+        for number in rows:
+            self._history.pop(number, None)
+        return self._answers([_Ask(number, "reset", row) for number, row in rows.items()])  # type: ignore[return-value]
 
     def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
         """See `Playing`."""

@@ -56,9 +56,19 @@ class Fault:
 class Playing(ABC):
     """Many episodes under way at once, by number. Use as a context manager, or `close()`."""
 
-    @abstractmethod
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Observation | Fault | None]:
         """New episodes 0, 1, … on these rows, in place of those before; what each `reset` said."""
+        self.clear()
+        said = self.open(dict(enumerate(rows)))
+        return [said[number] for number in range(len(rows))]
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Give up all episodes."""
+
+    @abstractmethod
+    def open(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Observation | Fault | None]:
+        """Episodes of these numbers on these rows, anew where there is one; what each `reset` said."""
 
     @abstractmethod
     def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
@@ -83,12 +93,16 @@ class InProcess(Playing):
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
-        self._episodes: list[Environment] = []
+        self._episodes: dict[int, Environment] = {}
 
-    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Observation | Fault | None]:
+    def clear(self) -> None:
         """See `Playing`."""
-        self._episodes = [self._factory() for _ in rows]
-        return [opened(episode, row) for episode, row in zip(self._episodes, rows, strict=True)]
+        self._episodes = {}
+
+    def open(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Observation | Fault | None]:
+        """See `Playing`."""
+        self._episodes |= {number: self._factory() for number in rows}
+        return {number: opened(self._episodes[number], row) for number, row in rows.items()}
 
     def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
         """See `Playing`."""

@@ -13,7 +13,7 @@ from psigrad import seeds
 from psigrad.intervals import mean_interval, pass_at_k
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
-from psigrad.parallel.world import ALONE, World
+from psigrad.parallel.world import ALONE, World, each_once
 from psigrad.records.rows import rollout_row
 from psigrad.rewards import Scorer
 from psigrad.rollout.episodes import Episodes
@@ -75,19 +75,22 @@ class Evaluator:
 
     @torch.no_grad()
     def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
-        """Exact KL of each completion to the reference, in nats."""
-        values: list[float] = []
+        """Exact KL of each completion to the reference, in nats; each process of the world computes its share."""
         rows = [t for t in trajectories if t.completion.ids]
         size = max(1, self.micro_batch_tokens // max((len(t.prompt_ids) + len(t.completion.ids) for t in rows), default=1))
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
+
+        def of(part: list[Trajectory]) -> list[float]:
             inputs = Groups([t.prompt_ids for t in part], [[t.completion.ids] for t in part])
             kl = model.evaluate(inputs, temperature=self.params.temperature or 1.0, kl_to=self.reference).kl
             assert kl is not None
+            found = []
             for row, t in zip(kl, part, strict=True):
                 own = row[: len(t.mask)][torch.tensor(t.mask, device=row.device)] if t.mask else row
-                values.append(float(own.sum()))
-        return values
+                found.append(float(own.sum()))
+            return found
+
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return [value for found in each_once(self.world, parts, of) for value in found]
 
 
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _evaluate(run: Offline, state: State) -> None:
     if run.held_out is not None:
         clock = run.journal.clock()
         with clock("time/eval"), torch.no_grad():
-            figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens)
+            figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens, run.journal.world)
         run.journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})
         run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
     if run.generated is not None:

@@ -16,6 +16,8 @@ from ranks import ROOT, SUPPORT
 from tiny_jobs import make_job
 
 pytestmark = pytest.mark.cluster
+# By default Ray's workers have a niceness of 15, so beside other programs they get next to nothing of a processor.
+PATIENT = {"RAY_worker_niceness": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +28,14 @@ def job(tmp_path_factory) -> Path:
 def start(job: Path, out: Path, *, size: int = 1, **settings) -> subprocess.Popen:
     """The driver of a run; with `size` above 1 rank 0 of as many that train together, started by torchrun."""
     path = os.pathsep.join([str(ROOT), str(SUPPORT)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **PATIENT}
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={size}"] if size > 1 else []
     command = [sys.executable, *launcher, str(SUPPORT / "cluster_runs.py"), str(job), str(out), json.dumps(settings)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
-def finish(run: subprocess.Popen, status: int = 0, seconds: float = 240) -> str:
+def finish(run: subprocess.Popen, status: int = 0, seconds: float = 400) -> str:
     try:
         said = run.communicate(timeout=seconds)[0]
     finally:
@@ -85,7 +87,7 @@ def steps_done(folder: Path) -> int:
     return max((row["step"] for row in rows), default=0)
 
 
-def until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
+def until(condition, run: subprocess.Popen, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert run.poll() is None, run.communicate()[0][-4000:]
@@ -93,21 +95,38 @@ def until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-def samplers(run: subprocess.Popen) -> list[psutil.Process]:
-    """The worker processes; a driver's own cluster is in its process tree."""
-    return [p for p in psutil.Process(run.pid).children(recursive=True) if "RolloutWorker" in " ".join(p.cmdline())]
+def workers(run: subprocess.Popen, kind: str = "RolloutWorker") -> list[psutil.Process]:
+    """The worker processes of a kind; a driver's own cluster is in its process tree."""
+    return [p for p in psutil.Process(run.pid).children(recursive=True) if kind in " ".join(p.cmdline())]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_rewards_on_the_cluster_are_those_of_the_trainers_machine(job, whole, tmp_path, lag):
     run = start(job, tmp_path / "run", lag=lag, steps=30, samplers=1, scorers=1)
     until(lambda: steps_done(tmp_path / "run") >= 4, run)
-    scorers = [p for p in psutil.Process(run.pid).children(recursive=True) if "RewardWorker" in " ".join(p.cmdline())]
+    scorers = workers(run, "RewardWorker")
     assert len(scorers) == 1
     scorers[0].kill()
     assert "A scorer was lost" in finish(run)
     same(tmp_path / "run", whole(lag, 30))
     assert kinds(tmp_path / "run").count("worker_lost") == 1
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_environments_on_the_cluster_play_as_on_the_trainers_machine(job, tmp_path, lag):
+    here = train(job, tmp_path / "here", kind="episodes", lag=lag, steps=30, samplers=1)
+    there = tmp_path / "there"
+    run = start(job, there, kind="episodes", lag=lag, steps=30, samplers=1, environment_actors=2, cpus=3)
+    for step in (3, 9):
+        until(lambda step=step: steps_done(there) >= step, run)
+        actors = workers(run, "EnvironmentWorker")
+        below = actors[0].children(recursive=True)
+        actors[0].kill()
+        psutil.wait_procs(below, 10)
+        assert not any(child.is_running() for child in below), "the environment's own processes end with it"
+    assert "An environment actor was lost" in finish(run)
+    same(there, here)
+    assert kinds(there).count("worker_lost") >= 2
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -134,7 +153,7 @@ def test_a_killed_worker_costs_nothing_but_time(job, whole, tmp_path, lag):
     run = start(job, tmp_path / "run", lag=lag, steps=30)
     for step in (3, 9):
         until(lambda step=step: steps_done(tmp_path / "run") >= step, run)
-        samplers(run)[0].kill()
+        workers(run)[0].kill()
     finish(run)
     same(tmp_path / "run", whole(lag, 30))
     assert kinds(tmp_path / "run").count("worker_lost") >= 2
@@ -147,7 +166,7 @@ def test_a_killed_worker_costs_nothing_but_time(job, whole, tmp_path, lag):
 def test_a_worker_that_stands_still_is_passed_by(job, whole, tmp_path):
     run = start(job, tmp_path / "run", lag=2, steps=30, patience=2.0)
     until(lambda: steps_done(tmp_path / "run") >= 3, run)
-    samplers(run)[0].suspend()
+    workers(run)[0].suspend()
     finish(run)
     same(tmp_path / "run", whole(2, 30))
     assert "worker_late" in kinds(tmp_path / "run")
@@ -204,3 +223,5 @@ def test_mistakes_are_one_sentence(job, tmp_path):
     assert "There is no Ray cluster at '127.0.0.1:1'" in said
     said = finish(start(job, tmp_path / "two", sampler_gpus=1.0, timeout_minutes=0.1), status=1)
     assert "each wants 1 CPU and 1 GPU" in said and "less of them in placement" in said
+    said = finish(start(job, tmp_path / "three", cluster="", environment_actors=1, kind="episodes"), status=1)
+    assert "environment actors on a Ray cluster and none was named" in said

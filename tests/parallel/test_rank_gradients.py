@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,36 @@ def test_wrong_ways_to_share_a_step_are_seen(models, found, tmp_path, control):
         assert (control == "layers unseen" and "rank 0 ended" in str(error)) or "without gradient" in str(error)
         return
     assert apart > 1e-3
+
+
+@pytest.fixture(scope="module")
+def held_out(models, tmp_path_factory):
+    """held_out(size, sharded, control): what the ranks found on held-out rows."""
+    folder, done = tmp_path_factory.mktemp("held-out"), {}
+
+    def of(size: int, sharded: bool, control: str = "") -> dict:
+        key = (size, sharded, control)
+        if key not in done:
+            out = folder / f"{size}-{sharded}-{control.replace(' ', '_')}"
+            ranks.run(size, "rank_gradients", "held_out", models, out, control, lockstep=sharded)
+            done[key] = json.loads(Path(f"{out}-held-out.json").read_text())
+        return done[key]
+
+    return of
+
+
+@pytest.mark.parametrize(("size", "sharded"), [(2, False), pytest.param(4, False, marks=pytest.mark.long), (2, True)])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward"])
+def test_held_out_rows_are_shared_and_the_figures_those_of_one_process(held_out, name, size, sharded):
+    one, several = held_out(1, False)[name], held_out(size, sharded)[name]
+    assert all(figures == several["figures"][0] for figures in several["figures"])
+    assert several["figures"][0] == pytest.approx(one["figures"][0], rel=2e-5, abs=1e-6)
+    # a prompt that two rows share may be read on both ranks; in lockstep a rank with a part less reads one again
+    most = (1.3 if sharded else 1.1) * one["tokens"][0]
+    assert sum(several["tokens"]) < most and max(several["tokens"]) < most / size * 1.25
+
+
+def test_a_share_taken_for_the_whole_is_seen(held_out):
+    one, wrong = held_out(1, False), held_out(2, False, "own share")
+    assert wrong["sft"]["figures"][0] != pytest.approx(one["sft"]["figures"][0], rel=2e-5, abs=1e-6)
+    assert wrong["dpo"]["figures"][0] == pytest.approx(one["dpo"]["figures"][0], rel=2e-5, abs=1e-6)

@@ -18,8 +18,13 @@ from psigrad.recipes import api
 def main(job: str, out: str, given: str) -> None:
     settings = json.loads(given)
     fleet.PATIENCE = settings.pop("patience", fleet.PATIENCE)
+    if cpus := settings.pop("cpus", 0):
+        import ray
+
+        ray.init(num_cpus=cpus, include_dashboard=False, logging_level="ERROR")
     lag, steps, tokens = settings.pop("lag", 0), settings.pop("steps", 6), settings.pop("tokens", 12)
-    made = tiny_jobs.online_config(Path(job), Path(out), max_steps=steps)
+    kind = {"completions": tiny_jobs.online_config, "episodes": tiny_jobs.episodes_config}[settings.pop("kind", "completions")]
+    made = kind(Path(job), Path(out), max_steps=steps)
     placement = Placement(**{"cluster": "auto", "samplers": 2, "parcel_prompts": 1, "timeout_minutes": 1.0, **settings})
     sampling = Sampling(max_completion_length=tokens, max_decode_batch=8)
     optim = replace(made.optim, learning_rate=1e-3)

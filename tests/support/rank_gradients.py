@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from psigrad.config.algorithms import resolve
 from psigrad.data.pairs import Answer, Judged, Pair
 from psigrad.data.templates import Example
 from psigrad.models import language_model, scalar_model, tiny
+from psigrad.models.backbone import Pretrained
 from psigrad.models.lora import Lora
 from psigrad.objective.preference_catalog import DPO, KTO
 from psigrad.objective.reward_model import BradleyTerry
@@ -29,6 +31,7 @@ from psigrad.training.collate import micro_batches, to_batch
 from psigrad.training.forward import log_probs, values
 from psigrad.training.online_run import ValueModel
 from psigrad.training.tally import Tally
+from psigrad.training.tasks import sft_task
 from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask
 from psigrad.training.tasks.reward_task import RewardTask
 from psigrad.training.tasks.sft_task import SFTTask
@@ -217,6 +220,31 @@ def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[
         batch = to_batch(groups_of(seed=1))
         after = values(model, batch, BUDGET, world=world) if case.scalar else log_probs(model, batch, BUDGET, 1.0, world=world)
     return found | {"after a step": after}
+
+
+def held_out(world: World, folder: str, out: str, control: str = "") -> None:
+    """Write `out`-held-out.json: of each offline case its figures, and the tokens of each rank's forward passes."""
+    read: list[int] = []
+    forward = Pretrained.forward
+
+    def counting(self, input_ids, *arguments, **named):
+        read.append(input_ids.numel())
+        return forward(self, input_ids, *arguments, **named)
+
+    Pretrained.forward = counting
+    if control == "own share":  # the usual mistake: a rank takes what it has for the whole
+        sft_task.each_once = lambda world, parts, of: [of(part) for part, _ in mine(world, parts)]
+    found = {}
+    for name in ("sft", "dpo", "kto", "reward"):
+        model, _ = load(CASES[name], Path(folder), world)
+        groups = groups_of(prompts=14)
+        task = CASES[name].losses.args[0](model, [t for group in groups for t in group], groups)
+        read.clear()
+        with torch.no_grad():
+            figures = task.held_out(BUDGET, world)
+        found[name] = {"figures": world.gathered(figures), "tokens": world.gathered(sum(read))}
+    if world.rank == 0:
+        Path(f"{out}-held-out.json").write_text(json.dumps(found))
 
 
 def main(world: World, folder: str, out: str, names: str, control: str = "") -> None:

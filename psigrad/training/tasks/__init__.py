@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from psigrad.objective import Loss
+from psigrad.parallel.world import ALONE, World
 
 __all__ = ["Share", "Task"]
 
@@ -36,6 +37,8 @@ class Task(Protocol):
         """
         ...
 
-    def held_out(self, budget: int) -> dict[str, float]:
-        """Figures over all rows, to be called without gradient."""
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Figures over all rows, to be called without gradient. Each process of the world computes its share of the passes, and
+        all of them get the whole.
+        """
         ...

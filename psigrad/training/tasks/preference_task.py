@@ -17,9 +17,9 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups, Ids
 from psigrad.objective import Loss
 from psigrad.objective.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
-from psigrad.parallel.world import ALONE, World, mine
+from psigrad.parallel.world import ALONE, World, each_once, mine
 from psigrad.training.tasks import Share
-from psigrad.training.tasks.sft_task import summed
+from psigrad.training.tasks.sft_task import summed, terms_of
 
 
 def answer_logps(
@@ -103,18 +103,19 @@ class PreferenceTask:
     def _loss(self, rows: Sequence[int], total: int, targets: int) -> Loss:
         return self.loss.loss(self.evaluated(rows), total, targets)
 
-    def held_out(self, budget: int) -> dict[str, float]:
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all pairs; accuracy with its 95 % interval."""
         targets = sum(sum(p.chosen.mask) for p in self.pairs)
-        figures: dict[str, float] = {}
-        hits: list[float] = []
-        for part in pack_by_tokens([p.tokens for p in self.pairs], budget):
-            evaluated = self.evaluated(part)
-            for name, term in self.loss.loss(evaluated, len(self), targets).terms.items():
-                figures[name] = figures.get(name, 0.0) + float(term)
-            hits += self.loss.correct(evaluated).tolist()
-        low, high = mean_interval(hits)
-        return {**figures, "rewards/accuracies/low": low, "rewards/accuracies/high": high}
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
+        found = each_once(world, parts, partial(self._judged, targets))
+        low, high = mean_interval([hit for _, hits in found for hit in hits])
+        return {**summed(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
+
+    def _judged(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
+        """The terms of the loss on these rows, and whether each pair is told apart."""
+        evaluated = self.evaluated(rows)
+        terms = self.loss.loss(evaluated, len(self), targets).terms
+        return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
 
 
 @dataclass(frozen=True)
@@ -140,20 +141,27 @@ class KTOTask:
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """See `Task`. The KL estimate is of the whole step: a pass without gradient over mismatched answers comes first."""
+        return self._shares(rows, budget, ALONE, ranks)
+
+    def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
         desirable = sum(self.rows[i].desirable for i in rows)
-        z = self._z(rows, budget)
-        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks)
+        z = self._z(rows, budget, world)
+        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks or world.size)
         return [partial(self._loss, [rows[k] for k in part], z, len(rows), desirable) for part in parts]
 
     @torch.no_grad()
-    def _z(self, rows: Sequence[int], budget: int) -> Tensor:
+    def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
         """z of the step from every row's prompt with the answer of `mismatched`."""
         others = [mismatched(self.rows, i) for i in rows]
         sizes = [len(self.rows[i].prompt) + len(a.ids) for i, a in zip(rows, others, strict=True)]
-        logps = torch.zeros(len(rows))
-        for part in pack_by_tokens(sizes, budget):
-            logp, _ = answer_logps(self.model, [self.rows[rows[k]].prompt for k in part], [[others[k]] for k in part])
-            logps[part] = logp.float().cpu()
+        logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, world.size)
+
+        def of(part: list[int]) -> list[float]:
+            prompts = [self.rows[rows[k]].prompt for k in part]
+            return answer_logps(self.model, prompts, [[others[k]] for k in part])[0].float().tolist()
+
+        for part, found in zip(parts, each_once(world, parts, of), strict=True):
+            logps[part] = torch.tensor(found)
         return kl_of_mismatched(logps, torch.tensor([self.reference[i][1] for i in rows])).to(self.model.device)
 
     def _loss(self, rows: Sequence[int], z: Tensor, total: int, desirable: int) -> Loss:
@@ -163,9 +171,9 @@ class KTOTask:
         good = torch.tensor([r.desirable for r in picked], device=logp.device)
         return self.loss.loss(Labelled(logp, ref, good, z), total, desirable)
 
-    def held_out(self, budget: int) -> dict[str, float]:
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all rows."""
-        return summed(self.shares(range(len(self)), budget))
+        return summed(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
 def mismatched(rows: Sequence[Judged], i: int) -> Answer:

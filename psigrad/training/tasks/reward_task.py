@@ -17,8 +17,9 @@ from psigrad.models.scalar_model import ScalarModel
 from psigrad.objective import Loss
 from psigrad.objective.preference_loss import correct
 from psigrad.objective.reward_model import BradleyTerry, calibration, process_loss
+from psigrad.parallel.world import ALONE, World, each_once
 from psigrad.training.tasks import Share
-from psigrad.training.tasks.sft_task import summed
+from psigrad.training.tasks.sft_task import summed, terms_of
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,28 @@ class RewardTask:
         return self.model.scores(Groups([p.prompt for p in picked], [[p.chosen.ids, p.rejected.ids] for p in picked])).view(-1, 2)
 
     def _loss(self, rows: Sequence[int], total: int) -> Loss:
-        scores = self.scores(rows)
+        return self._loss_of(self.scores(rows), rows, total)
+
+    def _loss_of(self, scores: Tensor, rows: Sequence[int], total: int) -> Loss:
         margins = [self.pairs[i].margin for i in rows]
         margin = None if all(m is None for m in margins) else torch.tensor([m or 0.0 for m in margins]).to(scores)
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
-    def held_out(self, budget: int) -> dict[str, float]:
+    def _judged(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
+        """The terms of the loss on these rows, and by how much each chosen answer leads."""
+        scores = self.scores(rows)
+        loss = self._loss_of(scores, rows, len(self))
+        lead = scores.double()
+        return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss, accuracy with its 95 % interval, and how well σ(r_w − r_l) is calibrated."""
         lead = torch.zeros(len(self), dtype=torch.float64)
-        figures: dict[str, float] = {}
-        for part in pack_by_tokens([p.tokens for p in self.pairs], budget):
-            for name, term in self._loss(part, len(self)).terms.items():
-                figures[name] = figures.get(name, 0.0) + float(term)
-            scores = self.scores(part).double().cpu()
-            lead[part] = scores[:, 0] - scores[:, 1]
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
+        found = each_once(world, parts, self._judged)
+        figures = summed(terms for terms, _ in found)
+        for part, (_, own) in zip(parts, found, strict=True):
+            lead[part] = torch.tensor(own, dtype=torch.float64)
         bounds = mean_interval(correct(lead, torch.zeros_like(lead)).tolist())
         curve = calibration(lead)
         bins = {f"calibration/{low:.2f}-{low + 0.05:.2f}": a for low, a in zip(curve.lower, curve.accuracy, strict=True)}
@@ -94,9 +103,9 @@ class ProcessRewardTask:
         labels = torch.tensor([label for s in picked for label in s.labels]).to(logits)
         return process_loss(logits, labels, total)
 
-    def held_out(self, budget: int) -> dict[str, float]:
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and accuracy over the steps of all solutions."""
-        return summed(self.shares(range(len(self)), budget))
+        return summed(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:

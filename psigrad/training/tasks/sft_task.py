@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from psigrad.data.templates import Example
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Rows
 from psigrad.objective import Loss
+from psigrad.parallel.world import ALONE, World, each_once
 from psigrad.training.tasks import Share
 
 
@@ -47,15 +48,20 @@ class SFTTask:
         figures = {"loss": value, "entropy": stats.entropy.sum() / targets, "mean_token_accuracy": stats.hit.sum() / targets}
         return Loss(value, {name: figure.detach() for name, figure in figures.items()})
 
-    def held_out(self, budget: int) -> dict[str, float]:
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss, entropy and accuracy on the target tokens of all examples."""
-        return summed(self.shares(range(len(self)), budget))
+        return summed(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
 
 
-def summed(shares: Sequence[Share]) -> dict[str, float]:
-    """The terms of all shares, added up."""
+def terms_of(share: Share) -> dict[str, float]:
+    """The terms of one share of a loss."""
+    return {name: float(term) for name, term in share().terms.items()}
+
+
+def summed(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The terms of several shares, added up."""
     total: dict[str, float] = {}
-    for share in shares:
-        for name, term in share().terms.items():
-            total[name] = total.get(name, 0.0) + float(term)
+    for own in terms:
+        for name, term in own.items():
+            total[name] = total.get(name, 0.0) + term
     return total

@@ -1,0 +1,81 @@
+"""The same run started by `--processes 2`, by torchrun and by Ray Train: the same bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import ROOT, SUPPORT
+from test_fleet import PATIENT, same
+from tiny_jobs import make_job
+
+pytestmark = pytest.mark.cluster
+
+
+def run(*command: str) -> str:
+    """What a command said, which must end well."""
+    path = os.pathsep.join([str(ROOT), str(SUPPORT)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **PATIENT}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> dict:
+    folder = make_job(tmp_path_factory.mktemp("job"))
+    return {
+        "model": {"path": str(folder / "base")},
+        "data": {"dataset": str(folder / "train.jsonl"), "eval_dataset": str(folder / "held_out.jsonl")},
+        "optim": {"learning_rate": 1e-3},
+        "sampling": {"max_completion_length": 4},
+        "evaluation": {"eval_prompts": 4, "eval_steps": 2, "eval_kl": True},
+        "reward": ["tiny_rewards:early_letters"],
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "run": {"max_steps": 4, "threads": 1, "progress": False, "report": False},
+    }
+
+
+def written(settings: dict, out: Path) -> Path:
+    """run.yaml with this run folder."""
+    file = out.parent / "run.yaml"
+    file.write_text(yaml.safe_dump({**settings, "run": {**settings["run"], "output_dir": str(out)}}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def by_itself(settings, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("processes") / "run"
+    run("-m", "psigrad", "grpo", "--config", str(written(settings, out)), "--processes", "2")
+    return out
+
+
+def test_torchrun(settings, by_itself, tmp_path):
+    file = written(settings, tmp_path / "run")
+    run("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "psigrad", "grpo", "--config", str(file))
+    same(tmp_path / "run", by_itself)
+
+
+def test_the_documented_ray_train_script(settings, by_itself, tmp_path):
+    file = written(settings, tmp_path / "run")
+    (block,) = [
+        code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/scale.md").read_text(), re.S) if "ray.train" in code
+    ]
+    here = block.replace("/shared/run.yaml", str(file)).replace("use_gpu=True", "use_gpu=False")
+    assert here.count(str(file)) == 1 and "use_gpu=False" in here
+    script = tmp_path / "train.py"
+    script.write_text(f"import ray\nray.init(num_cpus=2, include_dashboard=False)\n{here}")
+    run(str(script))
+    same(tmp_path / "run", by_itself)
+
+
+def test_one_process_is_not_two(settings, by_itself, tmp_path):
+    """Negative control: the comparison sees another number of processes."""
+    run("-m", "psigrad", "grpo", "--config", str(written(settings, tmp_path / "run")))
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() != (by_itself / "metrics.jsonl").read_bytes()
