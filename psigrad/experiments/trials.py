@@ -25,7 +25,7 @@ from psigrad.config.methods import declaration
 from psigrad.control import run as control
 from psigrad.errors import UserError
 from psigrad.experiments import drawing
-from psigrad.experiments.declarations import TrialSettings
+from psigrad.experiments.declarations import PretrainedSettings, TrialSettings
 from psigrad.intervals import Interval, over_seeds
 from psigrad.recipes import api, demo, sft
 from psigrad.records.rows import figures
@@ -136,7 +136,9 @@ def at_rate(config: Any, rate: float) -> Any:
     return replace(config, optim=replace(config.optim, learning_rate=rate))
 
 
-def finished(s: TrialSettings, name: str, trials: Sequence[Trial]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+def finished(
+    s: TrialSettings | PretrainedSettings, name: str, trials: Sequence[Trial]
+) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """The metrics of each run, by (arm, seed). What an earlier call has finished is read; what it began goes on.
 
     Raises `UserError` where a run failed; the others are not lost.
@@ -161,7 +163,7 @@ def finished(s: TrialSettings, name: str, trials: Sequence[Trial]) -> dict[tuple
     return {key: _rows(own) for key, own in places.items()}
 
 
-def place(s: TrialSettings, name: str, arm: str, seed: int) -> Path:
+def place(s: TrialSettings | PretrainedSettings, name: str, arm: str, seed: int) -> Path:
     """The folder of a run."""
     return Path(s.out) / "runs" / name / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in arm)}-{seed}"
 

@@ -74,8 +74,7 @@ def _in_a_sentence(source: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
-        advice = " (pip install gguf)" if isinstance(error, ImportError) else ""
-        raise UserError(f"The model {str(source)!r} cannot be converted: {reason_of(error)}{advice}.") from error
+        raise UserError(f"The model {str(source)!r} cannot be converted: {reason_of(error)}.") from error
 
 
 def _from_gguf(file: Path, folder: Path) -> None:

@@ -77,14 +77,19 @@ def _sampled(config: EvalConfig | SampleConfig, scored: bool, model: LanguageMod
         return _measured(chosen, judge, truth, rows)
 
 
-def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> float:
-    """Mean exact KL(model‖reference) of the completions found, in nats per completion."""
+def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | EvalConfig) -> list[float]:
+    """Exact KL(model‖reference) of each of the completions found, in nats."""
     pair = [
         loading.load_model(replace(config.model, path=path, lora_rank=0, adapter="merge"), config.run, None)
         for path in (model, reference)
     ]
     evaluator = Evaluator([], None, "", setup.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])
-    values = evaluator.kl(pair[0], found.trajectories)
+    return evaluator.kl(pair[0], found.trajectories)
+
+
+def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> float:
+    """Mean exact KL(model‖reference) of the completions found, in nats per completion."""
+    values = kls_to(model, reference, found, config)
     return sum(values) / max(1, len(values))
 
 

