@@ -12,12 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from clusters import PATIENT, same
 from ranks import ROOT, SUPPORT
 from tiny_jobs import make_job
 
 pytestmark = pytest.mark.cluster
-# By default Ray's workers have a niceness of 15, so beside other programs they get next to nothing of a processor.
-PATIENT = {"RAY_worker_niceness": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +60,6 @@ def whole(job, tmp_path_factory):
         return done[lag, steps]
 
     return of
-
-
-def same(one: Path, other: Path) -> None:
-    for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def events(folder: Path) -> list[dict]:

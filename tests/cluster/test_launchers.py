@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from clusters import PATIENT, same
 from ranks import ROOT, SUPPORT
-from test_fleet import PATIENT, same
 from tiny_jobs import make_job
 
 pytestmark = pytest.mark.cluster
