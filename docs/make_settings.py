@@ -20,6 +20,8 @@ from psigrad.config import (
     SFTConfig,
     other_names,
 )
+from psigrad.config.methods import declared
+from psigrad.config.shortcuts import SHORTCUTS, leads_to
 
 PAGE = Path(__file__).parent / "settings.md"
 RECIPES = {
@@ -51,6 +53,12 @@ A setting that does not exist is refused with the nearest name that does. A valu
 with what was expected.
 """
 
+PARTS = """## Parts of the method
+
+Every part of a method can be set by its place in `algorithm` or `loss`; `psigrad explain NAME` shows them. The usual ones have
+names and flags of their own. Where a name leads depends on the method, whose help shows its default; a method that lacks the part
+refuses it.
+"""
 OTHERS = """## Names of TRL, verl and others
 
 Flags, overrides, YAML files and `psigrad.train` take these names too. In YAML no sections are needed: `learning_rate: 1e-5` at
@@ -92,8 +100,18 @@ def _others() -> str:
         for name, values in other_names.VALUES.items()
         for value, new in values.items()
     ]
+    places = {
+        name: sorted(
+            {f"`{'algorithm' if d.online else 'loss'}.{place}`" for m, d in declared().items() for place, _ in leads_to(name, m)}
+        )
+        for name in SHORTCUTS
+    }
     return "\n".join(
         [
+            PARTS,
+            *_table(
+                "name", "stands for | meaning", [f"| `{n}` | {', '.join(places[n])} | {s.help} |" for n, s in SHORTCUTS.items()]
+            ),
             OTHERS,
             *_table("name", "setting", [f"| `{theirs}` | `{ours}` |" for theirs, ours in other_names.SAME.items()]),
             *_table("name and value", "setting", meant),
@@ -104,7 +122,7 @@ def _others() -> str:
 
 
 def _table(left: str, right: str, rows: list[str]) -> list[str]:
-    return [f"| {left} | {right} |", "|---|---|", *rows, ""]
+    return [f"| {left} | {right} |", "|---|" + "---|" * len(right.split("|")), *rows, ""]
 
 
 def _written(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, 
 
 from psigrad.cli import other_flags
 from psigrad.cli.common import flag_of
-from psigrad.config import PlanConfig
+from psigrad.config import PlanConfig, shortcuts
 from psigrad.config.load import load, read_value
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError, nearest
@@ -39,7 +39,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     Flags beat overrides, overrides beat the file, the file beats `defaults`, those beat the class's own. Prints help and exits on
     --help. Raises `UserError` on anything unknown, with the nearest known name.
     """
-    parser = _parser(cls, command)
+    parser = _parser(cls, command, defaults or {})
     # taken out first: a flag with several values would swallow an override that follows it
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
     flags, others = other_flags.divided(cls, [text for text in arguments if not _OVERRIDE.match(text)], _switches(parser))
@@ -48,7 +48,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     given = vars(known)
     config = given.pop("config")
     types = {name: hint for name, hint, _ in _fields(cls)}
-    values = {name: _typed(value, types[name]) for name, value in given.items() if value is not None}
+    values = {name: _typed(value, types.get(name)) for name, value in given.items() if value is not None}
     return load(cls, config, overrides, {**values, **others}, defaults)
 
 
@@ -181,7 +181,7 @@ def _of(instance: Any) -> list[tuple[str, Any, Any]]:
     return [(f.name, hints[f.name], getattr(instance, f.name)) for f in dataclasses.fields(instance)]
 
 
-def _parser(cls: type[Any], command: str) -> _Parser:
+def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any] | None = None) -> _Parser:
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
@@ -191,8 +191,31 @@ def _parser(cls: type[Any], command: str) -> _Parser:
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    _add_shortcuts(parser, cls, (defaults or {}).get("loss") or (defaults or {}).get("algorithm", "grpo"))
     _add_flags(parser, cls, command)
     return parser
+
+
+def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any) -> None:
+    """A flag for every part of the algorithm that has a name; those that this method lacks are refused with a sentence."""
+    known = shortcuts.shortcuts_of(cls)
+    group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
+    for name, short in known.items():
+        places = shortcuts.leads_to(name, method)
+        text: str = argparse.SUPPRESS
+        if places:
+            now = ", ".join(
+                dict.fromkeys(
+                    "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value).lower()
+                    for _, value in places
+                )
+            )
+            text = f"{short.help} (default {now})".replace("%", "%%")
+        flag = "--" + name.replace("_", "-")
+        if short.switch:
+            group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            group.add_argument(flag, dest=name, metavar=name.upper(), help=text)
 
 
 def _add_flags(parser: _Parser, cls: type[Any], command: str) -> None:

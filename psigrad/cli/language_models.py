@@ -153,7 +153,9 @@ def compare(arguments: list[str]) -> int:
     from psigrad.config import OnlineConfig
 
     methods, given, rest = flags.listed(arguments, "--seeds", "--pairs")
-    config = flags.parse(OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest)
+    config = flags.parse(
+        OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
+    )
     from psigrad.experiments import comparison as compare
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)

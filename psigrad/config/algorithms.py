@@ -175,7 +175,8 @@ def _part(slot: str, value: Any, current: Any) -> Any:
         found = _named(slot, value)
         return _built(found, {}) if isinstance(found, type) else found
     if isinstance(value, Mapping):
-        parameters = {key: _inner(key, item) for key, item in value.items() if key != "part"}
+        inside = None if "part" in value else current
+        parameters = {key: _inner(key, item, inside) for key, item in value.items() if key != "part"}
         if "part" in value:
             return _built(_named(slot, value["part"]), parameters)
         if is_dataclass(current) and not isinstance(current, type):
@@ -194,8 +195,9 @@ def _part(slot: str, value: Any, current: Any) -> Any:
 _INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
-def _inner(name: str, value: Any) -> Any:
-    return value if name not in _INNER or value is None else _part(_INNER[name], value, None)
+def _inner(name: str, value: Any, outer: Any) -> Any:
+    """A parameter of `outer`; where it is a part itself, a mapping changes parameters of the one that is there."""
+    return value if name not in _INNER or value is None else _part(_INNER[name], value, getattr(outer, name, None))
 
 
 def _named(slot: str, name: str) -> Any:

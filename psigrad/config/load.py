@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -16,7 +17,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from psigrad.config import other_names
-from psigrad.config.other_names import Given
+from psigrad.config.nested import Given, put
 from psigrad.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ def load(
     in_file = read_file(path) if path else {}
     hints = dict(_hints(cls))
     values, given = other_names.divided(cls, in_file, str(path))
-    values = {**{name: value for name, value in (defaults or {}).items() if name not in values}, **values}
+    preset = {f.name: f.default for f in dataclasses.fields(cls) if f.name in ("algorithm", "loss")}  # type: ignore[arg-type]
+    values = {**preset, **{name: value for name, value in (defaults or {}).items() if name not in values}, **values}
     for override in overrides:
         name, sign, text = override.partition("=")
         if not sign:
@@ -61,7 +63,7 @@ def load(
         given.append(Given(name, read_value(text, hints.get(name)), f"override {override!r}"))
     given += [Given(other_names.ours(cls, name), value, f"--{name}") for name, value in (flags or {}).items()]
     for name, value, source in other_names.translated(cls, values, given):
-        put(values, name, value, source)
+        put(values, name, deepcopy(value) if isinstance(value, dict) else value, source)
     return _build(cls, values, str(path) if path else "")
 
 
@@ -130,19 +132,6 @@ def read_value(text: str, hint: Any = None) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
         return text
-
-
-def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
-    """Set `a.b.c`, making the mappings on the way; a preset's name on the way becomes {preset: name}."""
-    *parents, leaf = name.split(".")
-    for parent in parents:
-        inner = values.setdefault(parent, {})
-        if isinstance(inner, str) and parent in ("algorithm", "loss"):
-            inner = values[parent] = {"preset": inner}
-        if not isinstance(inner, dict):
-            raise UserError(f"The {source} goes into {parent!r}, which is {inner!r} and has no fields.")
-        values = inner
-    values[leaf] = value
 
 
 @cache

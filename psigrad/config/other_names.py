@@ -10,8 +10,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
+from psigrad.config.nested import Given
+from psigrad.config.shortcuts import SHORTCUTS, placed, shortcuts_of
 from psigrad.errors import UserError
 
 # The same setting under another name.
@@ -55,6 +57,21 @@ SAME = {
     "trainer.default_local_dir": "run.output_dir",
     "trainer.n_gpus_per_node": "placement.processes",
     "n_timesteps": "total_timesteps",
+    # parts of the algorithm (shortcuts.py)
+    **dict.fromkeys(("kl_coef", "init_kl_coef", "actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"), "beta"),
+    **dict.fromkeys(("cliprange", "clip_range", "actor_rollout_ref.actor.clip_ratio"), "epsilon"),
+    "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
+    **dict.fromkeys(("entropy_coef", "entropy_coeff", "actor_rollout_ref.actor.entropy_coeff"), "ent_coef"),
+    **dict.fromkeys(("lam", "lambd", "algorithm.lam"), "gae_lambda"),
+    "algorithm.gamma": "gamma",
+    "value_clip": "cliprange_value",
+    "critic.cliprange_value": "cliprange_value",
+    "algorithm.norm_adv_by_std_in_grpo": "scale_rewards",
+    **dict.fromkeys(("loss_agg_mode", "actor_rollout_ref.actor.loss_agg_mode"), "aggregate"),
+    "algorithm.filter_groups.enable": "dynamic_sampling",
+    "algorithm.filter_groups.metric": "filter_metric",
+    "simpo_gamma": "margin",
+    **dict.fromkeys(("cpo_alpha", "rpo_alpha"), "sft_weight"),
 }
 
 # Values that mean something of ours: name -> value -> our settings. Names of ours are here for values of others.
@@ -82,6 +99,10 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "trainer.nnodes": {1: {}},
     "algorithm.use_kl_in_reward": {False: {}},
     "actor_rollout_ref.actor.use_kl_loss": {True: {}, False: {"algorithm.kl": None}},
+    "actor_rollout_ref.actor.kl_loss_type": {
+        **{name: {"kl_estimator": "k3"} for name in ("low_var_kl", "k3")},
+        **{name: {"kl_estimator": "k2"} for name in ("mse", "k2")},
+    },
     "run.max_steps": {-1: {"run.max_steps": 0}},
     "run.report_to": {"none": {"run.report_to": ()}},
     "sampling.top_k": {-1: {"sampling.top_k": 0}},
@@ -125,10 +146,6 @@ _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
 _METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
 INSTEAD = {
-    "beta": "the weight of the KL term is algorithm.kl.coefficient=0.04, and of a preference loss loss.beta=0.1",
-    "epsilon": "the clip is algorithm.surrogate.low=0.2 algorithm.surrogate.high=0.2",
-    "epsilon_high": "the upper clip is algorithm.surrogate.high=0.28",
-    "scale_rewards": "the standardisation is part of Ψ: algorithm.psi.std=false leaves the standard deviation out",
     **dict.fromkeys(("loss_type", "algorithm.adv_estimator"), _METHOD),
     "train_batch_size": "prompts of a step are prompts_per_step, rows of one are batch_size",
     **dict.fromkeys(
@@ -176,25 +193,17 @@ INSTEAD = {
 }
 
 
-class Given(NamedTuple):
-    """One setting as it was given: its name, its value, and where, for error messages."""
-
-    name: str
-    value: Any
-    source: str
-
-
 def ours(cls: Any, name: str) -> str:
     """Our dotted name of a setting of class `cls`: "lr" -> "optim.learning_rate"; an unknown one stays as it is."""
     known = _names(cls)
-    if name in SAME and known.get(name, name) == name and SAME[name] in known.values():
+    if name in SAME and known.get(name, name) == name and SAME[name] in {*known.values(), *shortcuts_of(cls)}:
         return SAME[name]
     return known.get(name, name)
 
 
 def is_known(name: str) -> bool:
     """Whether something can be said to a name that is none of ours."""
-    return any(name in table for table in (SAME, VALUES, NEEDLESS, BATCH, _FUNCTION, INSTEAD))
+    return any(name in table for table in (SAME, VALUES, NEEDLESS, BATCH, _FUNCTION, INSTEAD, SHORTCUTS))
 
 
 def answer(name: str) -> str:
@@ -237,7 +246,7 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
 
     `values` are settings that rank below `given`. Raises `UserError` for what means something else here, all of it at once.
     """
-    known, found, weak, others, wrong = set(_names(cls).values()), [], [], {}, []
+    known, found, weak, others, wrong = {*_names(cls).values(), *shortcuts_of(cls)}, [], [], {}, []
     for one in given:
         meant = VALUES.get(one.name, {}) if one.name != "optim" or isinstance(one.value, str) else {}
         value = one.value[0] if isinstance(one.value, list | tuple) and len(one.value) == 1 else one.value
@@ -261,7 +270,7 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
 
     said = {g.name for g in found}
     found += [g for g in weak if g.name not in said and not _stated(values, g.name)]
-    return [*found, *_function(others), *_batches(known, said, others, number)]
+    return [*placed(cls, values, found), *_function(others), *_batches(known, said, others, number)]
 
 
 def _answers(names: Sequence[str]) -> str:
@@ -339,7 +348,7 @@ def _names(cls: Any, prefix: str = "") -> dict[str, str]:
 
 def _has(known: set[str], name: str) -> bool:
     """Whether a setting is ours: by its own name, or as a field of a mapping such as `algorithm`."""
-    return name in known or (name.partition(".")[0] in ("algorithm", "loss") and name.partition(".")[0] in known)
+    return name in known or (name.startswith(("algorithm.", "loss.")) and name.partition(".")[0] in known and not is_known(name))
 
 
 def _stated(values: Mapping[str, Any], name: str) -> bool:

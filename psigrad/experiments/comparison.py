@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,9 @@ def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) ->
         # the method's own defaults where the comparison says nothing else; the samples of a step are equal for all
         usual = OnlineConfig()
         own = {n: v for n, v in found.defaults.items() if n != "num_generations" and getattr(config, n) == getattr(usual, n)}
-        return replace(config, **{**own, "algorithm": method}, run=where)
+        changes = config.algorithm if isinstance(config.algorithm, Mapping) else {}
+        algorithm: Any = {**changes, "preset": method} if set(changes) - {"preset"} else method
+        return replace(config, **{**own, "algorithm": algorithm}, run=where)
     samples = config.prompts_per_step * config.num_generations
     return PreferenceConfig(
         model=config.model,

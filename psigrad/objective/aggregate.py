@@ -58,7 +58,7 @@ class fixed_length:
     Source: Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2; TRL loss_type "dr_grpo", where n is max_completion_length.
     """
 
-    n: int
+    n: int = 1024
     """The constant; the longest completion allowed is the usual choice. It only scales the gradient."""
 
     def __post_init__(self) -> None:

@@ -126,7 +126,7 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):
         return algorithm
-    named = isinstance(spec, str) or (isinstance(spec, Mapping) and "aggregate" not in spec)
+    named = isinstance(spec, str) or (isinstance(spec, Mapping) and spec.get("aggregate", "fixed_length") == "fixed_length")
     if named and isinstance(algorithm.aggregate, fixed_length):
         return replace(algorithm, aggregate=fixed_length(config.sampling.max_completion_length))
     return algorithm
