@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -63,7 +62,7 @@ def load(
         given.append(Given(name, read_value(text, hints.get(name)), f"override {override!r}"))
     given += [Given(other_names.ours(cls, name), value, f"--{name}") for name, value in (flags or {}).items()]
     for name, value, source in other_names.translated(cls, values, given):
-        put(values, name, deepcopy(value) if isinstance(value, dict) else value, source)
+        put(values, name, value, source)
     return _build(cls, values, str(path) if path else "")
 
 

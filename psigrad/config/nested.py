@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from psigrad.errors import UserError
@@ -30,4 +31,4 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
         if not isinstance(inner, dict):
             raise UserError(f"The {source} goes into {parent!r}, which is {inner!r} and has no fields.")
         values = inner
-    values[leaf] = value
+    values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's own stays as it is

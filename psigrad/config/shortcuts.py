@@ -10,7 +10,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple, get_type_hints
 
 from psigrad.config import declared_parts
-from psigrad.config.declared_parts import Part
+from psigrad.config.declared_parts import DeclaredPart
 from psigrad.config.nested import Given, put
 from psigrad.errors import UserError
 
@@ -22,9 +22,9 @@ class Shortcut(NamedTuple):
 
     what: str
     help: str
-    places: Callable[[Part], Found]
+    places: Callable[[DeclaredPart], Found]
     """Method -> (dotted place, value now) of each setting that it stands for; none where the method has no such part."""
-    written: Callable[[Part, str, Any], Any] = lambda root, place, value: value
+    written: Callable[[DeclaredPart, str, Any], Any] = lambda root, place, value: value
     """Method, place, value given -> value of that setting."""
     switch: bool = False
     """Whether it is yes or no."""
@@ -89,10 +89,10 @@ def _lacking(name: str, short: Shortcut, spec: Any) -> str:
     return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
 
 
-def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Found]:
+def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[DeclaredPart], Found]:
     """Finds the parameter of every such part, in these slots or in all."""
 
-    def places(root: Part) -> Found:
+    def places(root: DeclaredPart) -> Found:
         return [
             (f"{place}.{field}", part.parameters.get(field))
             for place, part in declared_parts.found(root)
@@ -102,26 +102,26 @@ def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[
     return places
 
 
-def _either(*finders: Callable[[Part], Found]) -> Callable[[Part], Found]:
+def _either(*finders: Callable[[DeclaredPart], Found]) -> Callable[[DeclaredPart], Found]:
     return lambda root: [place for find in finders for place in find(root)]
 
 
-def _may_have(slot: str, field: str) -> Callable[[Part], Found]:
+def _may_have(slot: str, field: str) -> Callable[[DeclaredPart], Found]:
     """The parameter of a slot that every policy gradient may fill."""
 
-    def places(root: Part) -> Found:
+    def places(root: DeclaredPart) -> Found:
         if root.name != "PolicyGradient":
             return []
         part = root.parameters.get(slot)
-        return [(f"{slot}.{field}", part.parameters.get(field) if isinstance(part, Part) else 0.0)]
+        return [(f"{slot}.{field}", part.parameters.get(field) if isinstance(part, DeclaredPart) else 0.0)]
 
     return places
 
 
-def _preference(*fields: str) -> Callable[[Part], Found]:
+def _preference(*fields: str) -> Callable[[DeclaredPart], Found]:
     """A number of a preference loss, or of online DPO's loss."""
 
-    def places(root: Part) -> Found:
+    def places(root: DeclaredPart) -> Found:
         if root.name == "OnlinePreference":
             return [(f"loss.{place}", value) for place, value in places(root.parameters["loss"])]
         known = root.name in ("Preference", "KahnemanTversky")
@@ -130,10 +130,10 @@ def _preference(*fields: str) -> Callable[[Part], Found]:
     return places
 
 
-def _slot(slot: str) -> Callable[[Part], Found]:
-    def places(root: Part) -> Found:
+def _slot(slot: str) -> Callable[[DeclaredPart], Found]:
+    def places(root: DeclaredPart) -> Found:
         part = root.parameters.get(slot)
-        return [(slot, part.name if isinstance(part, Part) else None)] if root.name == "PolicyGradient" else []
+        return [(slot, part.name if isinstance(part, DeclaredPart) else None)] if root.name == "PolicyGradient" else []
 
     return places
 
@@ -141,7 +141,7 @@ def _slot(slot: str) -> Callable[[Part], Found]:
 _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
-def _standardised(root: Part) -> Found:
+def _standardised(root: DeclaredPart) -> Found:
     """The psi that compares a group, and by which standard deviation it divides."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
@@ -150,7 +150,7 @@ def _standardised(root: Part) -> Found:
     ]
 
 
-def _by_std(root: Part, place: str, value: Any) -> Any:
+def _by_std(root: DeclaredPart, place: str, value: Any) -> Any:
     meant = {True: "group", False: "none", "True": "group", "False": "none"}.get(value, value)
     part = dict(declared_parts.found(root))[place].name
     part = "group_mean" if part == "group_mean_batch_std" else part
@@ -171,18 +171,18 @@ _AGGREGATES = {
 _RATIOS = {"sequence_token": "sequence"}
 
 
-def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Found], Callable[[Part, str, Any], Any]]:
+def _filter(part: str, field: str = "") -> tuple[Callable[[DeclaredPart], Found], Callable[[DeclaredPart, str, Any], Any]]:
     """A filter that is put beside those that are there, or taken out; with a parameter, which may be null."""
 
-    def names(root: Part) -> list[Part]:
-        return [item for item in root.parameters.get("keep") or () if isinstance(item, Part)]
+    def names(root: DeclaredPart) -> list[DeclaredPart]:
+        return [item for item in root.parameters.get("keep") or () if isinstance(item, DeclaredPart)]
 
-    def places(root: Part) -> Found:
+    def places(root: DeclaredPart) -> Found:
         mine = [item for item in names(root) if item.name == part]
         now = bool(mine) if not field else mine[0].parameters.get(field) if mine else None
         return [("keep", now)] if root.name == "PolicyGradient" else []
 
-    def written(root: Part, place: str, value: Any) -> Any:
+    def written(root: DeclaredPart, place: str, value: Any) -> Any:
         wanted = value is not None if field else value
         mine = {"part": part, **({field: value} if field else {})}
         kept = [mine if item.name == part else {"part": item.name, **item.parameters} for item in names(root)]

@@ -40,7 +40,7 @@ def seen(value):
 def read(value):
     if isinstance(value, tuple):
         return tuple(map(read, value))
-    if isinstance(value, declared_parts.Part):
+    if isinstance(value, declared_parts.DeclaredPart):
         return value.name, {name: read(inner) for name, inner in value.parameters.items() if name != "name"}
     return value
 
