@@ -19,7 +19,7 @@ from rich.text import Text
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, RewardConfig, Run
 from psigrad.experiments import claim_dpo, drawing, trials
 from psigrad.experiments.declarations import LoopholeSettings
-from psigrad.experiments.trials import ClaimVerdict, Trial, Verdict
+from psigrad.experiments.trials import ClaimVerdict, Trial
 from psigrad.intervals import Interval, over_seeds, wilson
 from psigrad.recipes import reward
 
@@ -177,14 +177,9 @@ def _rate(part: int, whole: int) -> tuple[float, float, float]:
 
 
 def _bound(claim: str, count: str, rate: tuple[float, float, float], bound: float, *, above: bool = False) -> ClaimVerdict:
-    """A rate against a bound: by its interval."""
-    share, low, high = rate
-    verdict: Verdict = "undecided"
-    if above:
-        verdict = "holds" if low >= bound else "does not hold" if high < bound else "undecided"
-    else:
-        verdict = "holds" if high <= bound else "does not hold" if low > bound else "undecided"
-    return ClaimVerdict(claim, f"{count}; share", verdict, Interval(share, low, high))
+    """A rate against a bound."""
+    share = Interval(*rate)
+    return ClaimVerdict(claim, f"{count}; share", trials.against(share, bound, above=above), share)
 
 
 def _curve(

@@ -37,8 +37,7 @@ SLACK = 0.01
 def check(s: MethodsSettings) -> None:
     """Refuse settings that make no sense."""
     trials.check(s)
-    if not s.rates or min(s.rates) <= 0:
-        raise UserError(f"rates are {s.rates}; give at least one learning rate above 0.")
+    trials.check_rates(s.rates)
     if not 0 < s.level <= 1:
         raise UserError(f"level is {s.level}; give an accuracy between 0 and 1.")
 

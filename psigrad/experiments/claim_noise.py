@@ -2,6 +2,9 @@
 
 The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.3): RAFT degrades more than RLOO with noise
 in the reward and with a larger β. RAFT ranks by the reward alone here, and its KL is a term of the loss.
+
+Every method makes one pass over each batch. The learning rate of each arm (a method at a noise or a β) is tuned by the same
+budget: one run for each rate, on a seed of its own, by the accuracy without noise.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.experiments import trials
-from psigrad.experiments.declarations import TrialSettings
+from psigrad.experiments.declarations import NoiseSettings
 from psigrad.experiments.trials import Arm, ClaimVerdict, Trial, TrialResult
 
 METHODS = ("RAFT", "RLOO", "PPO")
 NOISES = {"0": "exact", "0.5": "psigrad.experiments.noisy:half", "1": "psigrad.experiments.noisy:whole"}
 BETAS = (0.1, 0.5)
 
-check = trials.check
+
+def check(s: NoiseSettings) -> None:
+    """Refuse settings that make no sense."""
+    trials.check(s)
+    trials.check_rates(s.rates)
 
 
 def algorithm(method: str, beta: float) -> Any:
@@ -30,26 +37,35 @@ def algorithm(method: str, beta: float) -> Any:
     return {"preset": method.lower(), "kl": kl if beta else None}
 
 
-def run(s: TrialSettings) -> TrialResult:
+def run(s: NoiseSettings) -> TrialResult:
     """Every method at every noise, and at every β without noise."""
     where = trials.files(s)
-    arms = {f"{m}, noise {n}": (m, 0.0, reward) for m in METHODS for n, reward in NOISES.items()}
-    arms |= {f"{m}, β {beta:g}": (m, beta, "exact") for m in METHODS for beta in BETAS}
-    jobs = []
-    for name, (method, beta, reward) in arms.items():
-        passes = 4 if method == "PPO" else 1
-        config = trials.online(s, where, algorithm(method, beta), reward=(reward,), num_iterations=passes)
-        jobs += [Trial(name, seed, method.lower(), config) for seed in range(s.seeds)]
-    rows = trials.finished(s, "noise", jobs)
+    configs = {}
+    for method in METHODS:
+        for n, reward in NOISES.items():
+            configs[f"{method}, noise {n}"] = (method.lower(), trials.online(s, where, algorithm(method, 0.0), reward=(reward,)))
+        for beta in BETAS:
+            configs[f"{method}, β {beta:g}"] = (
+                method.lower(),
+                trials.online(s, where, algorithm(method, beta), reward=("exact",)),
+            )
+    rates = trials.tuned(s, "noise", configs, s.rates, trials.area)
+    jobs = [
+        Trial(f"{arm} at {rates[arm]:g}", seed, method, trials.at_rate(config, rates[arm]))
+        for seed in range(s.seeds)  # the first seeds are whole before the next begin
+        for arm, (method, config) in configs.items()
+    ]
+    found = trials.finished(s, "noise", jobs)
+    rows = {(arm, seed): found[f"{arm} at {rates[arm]:g}", seed] for arm in configs for seed in range(s.seeds)}
     figures = {"area": trials.area, "at the end": trials.last}
-    made = {name: trials.summed(name, range(s.seeds), rows, figures) for name in arms}
+    made = {arm: trials.with_figure(trials.summed(arm, range(s.seeds), rows, figures), "rate", rates[arm]) for arm in configs}
     findings = [
         worse(f"RAFT loses more than {other} by noise {noise}", made, other, f"noise {noise}")
         for noise in ("0.5", "1")
         for other in ("RLOO", "PPO")
     ]
     findings += [worse(f"RAFT loses more than RLOO by β {beta:g}", made, "RLOO", f"β {beta:g}") for beta in BETAS]
-    return TrialResult(s, tuple(made.values()), tuple(findings))
+    return TrialResult(s, tuple(made.values()), tuple(findings), trials.spent(s, "noise"))
 
 
 def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
@@ -68,6 +84,8 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
         result,
         "noise: standard deviation of what is added to a reward of 0 or 1",
         "area: mean held-out accuracy over the run, by the reward without noise",
+        *[f"rate: the best of {', '.join(f'{r:g}' for r in result.settings.rates)} on another seed, for each row"]
+        * ("rate" in result.arms[0].figures),
     )
 
 

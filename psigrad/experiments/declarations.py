@@ -141,6 +141,44 @@ class MethodsSettings(TrialSettings):
 
 
 @dataclass(frozen=True)
+class NoiseSettings(TrialSettings):
+    """As other trials; the learning rate of each method at each noise and each β is tuned."""
+
+    steps: int = 60
+    """Steps of each run."""
+    prompts: int = 8
+    """Prompts of a step."""
+    held_out: int = 200
+    """Held-out words that accuracy is measured on."""
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    """Learning rates that each arm tries on a seed of its own; the one with the greatest area under its curve is taken."""
+
+
+@dataclass(frozen=True)
+class LengthSettings(TrialSettings):
+    """As other trials, and the size of the tree."""
+
+    steps: int = 60
+    """Steps of each run."""
+    learning_rate: float = 5e-4
+    """Of all runs."""
+    held_out: int = 200
+    """Held-out words that accuracy is measured on."""
+    longest: int = 6
+    """Tokens of the longest completion of the tree, 3 to 8."""
+
+
+@dataclass(frozen=True)
+class DifficultySettings(TrialSettings):
+    """As other trials, for both forms of the experiment."""
+
+    steps: int = 60
+    """Steps of each run."""
+    learning_rate: float = 5e-4
+    """Of all runs."""
+
+
+@dataclass(frozen=True)
 class LambdaSettings(TrialSettings):
     """As other trials, and steps on CartPole."""
 
@@ -203,6 +241,20 @@ class PretrainedSettings:
 
 
 @dataclass(frozen=True)
+class AlarmSettings(TrialSettings):
+    """As other trials; `seeds` runs of each of three honest methods, a third of them at each of three learning rates."""
+
+    seeds: int = 80
+    """Runs of each method."""
+    steps: int = 60
+    """Steps of each run."""
+    prompts: int = 8
+    """Prompts of a step."""
+    held_out: int = 200
+    """Held-out words that accuracy is measured on."""
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """The shape of the work, and where the figures go."""
 
@@ -255,15 +307,18 @@ EXPERIMENTS = {
         Experiment("lag", "what asynchronous sampling buys on many devices (simulated)", LagSettings),
         Experiment("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", MethodsSettings, "claim_methods"),
         Experiment("lambda", "PPO's λ on a language task and on CartPole", LambdaSettings, "claim_lambda"),
-        Experiment("noise", "RAFT, RLOO and PPO under noise in the reward and under β", TrialSettings, "claim_noise"),
+        Experiment("noise", "RAFT, RLOO and PPO under noise in the reward and under β", NoiseSettings, "claim_noise"),
         Experiment("memory", "memory and seconds of RLOO, GRPO and PPO, measured and planned", MemorySettings, "claim_memory"),
         Experiment("action_space", "how few tokens hold the probability, and where", SpaceSettings, "claim_space"),
+        Experiment("length", "GRPO's length bias, exact and over training, against Dr. GRPO", LengthSettings, "claim_length"),
+        Experiment("difficulty", "how GRPO and Dr. GRPO weigh easy and hard prompts", DifficultySettings, "claim_difficulty"),
         Experiment("clip_higher", "entropy and pass@k with a higher upper clip", TrialSettings, "claim_clip"),
         Experiment("dynamic_sampling", "updates and samples with groups without signal replaced", TrialSettings, "claim_groups"),
         Experiment(
             "loopholes", "rewards that a policy exploits, and what the warnings notice", LoopholeSettings, "claim_loopholes"
         ),
         Experiment("pretrained", "RLVR, SFT, DPO and distillation of a real model", PretrainedSettings, "claim_pretrained"),
+        Experiment("false_alarms", "how often the warnings speak of honest runs", AlarmSettings, "claim_alarms"),
         Experiment("dpo", "margins and log-probs of DPO and its kin, against online methods", TrialSettings, "claim_dpo"),
     )
 }

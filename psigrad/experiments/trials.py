@@ -81,6 +81,8 @@ class TrialResult:
     settings: Any
     arms: tuple[Arm, ...]
     findings: tuple[ClaimVerdict, ...]
+    core_minutes: float = 0.0
+    """Processor time of its runs, tuning included; 0 where it was not measured."""
 
 
 def check(s: TrialSettings) -> None:
@@ -90,6 +92,12 @@ def check(s: TrialSettings) -> None:
             raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
     if s.generations < 2:
         raise UserError(f"generations is {s.generations}; groups need at least 2 completions of a prompt.")
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    """Refuse learning rates that cannot be tried."""
+    if not rates or min(rates) <= 0:
+        raise UserError(f"rates are {rates}; give at least one learning rate above 0.")
 
 
 def files(s: TrialSettings) -> dict[str, Path]:
@@ -155,10 +163,10 @@ def finished(
         for job in as_completed(jobs):
             trial = jobs[job]
             try:
-                job.result()
+                seconds = job.result()
             except UserError as error:
                 raise UserError(f"The run of {trial.arm}, seed {trial.seed}, failed: {error}") from error
-            _mark(places[trial.arm, trial.seed]).write_text(json.dumps(_identity(trial)))
+            _mark(places[trial.arm, trial.seed]).write_text(json.dumps({"trial": _identity(trial), "cpu_seconds": seconds}))
             advance(note=f"{trial.arm} seed {trial.seed}")
     return {key: _rows(own) for key, own in places.items()}
 
@@ -184,17 +192,25 @@ def _mark(place: Path) -> Path:
 def _done(place: Path, trial: Trial) -> bool:
     if not _mark(place).exists():
         return False
-    if json.loads(_mark(place).read_text()) != _identity(trial):
+    if json.loads(_mark(place).read_text())["trial"] != _identity(trial):
         raise UserError(f"{place} holds a run with other settings; give another --out, or remove that folder.")
     return True
 
 
-def _run(method: str, settings: dict[str, Any]) -> None:
-    """One run, in a process that serves several of them one after the other."""
+def spent(s: TrialSettings, name: str) -> float:
+    """Minutes of processor time that the finished runs of an experiment took, those of its tuning included."""
+    marks = [mark for part in (name, f"{name}-tuning") for mark in (Path(s.out) / "runs" / part).glob("*/trial.json")]
+    return math.fsum(json.loads(mark.read_text())["cpu_seconds"] for mark in marks) / 60
+
+
+def _run(method: str, settings: dict[str, Any]) -> float:
+    """One run, in a process that serves several of them one after the other; its processor time in seconds."""
+    before = sum(os.times()[:4])  # of the workers that score, too, once they have ended
     if method == "control":
         control.run(load(ControlConfig, flags=settings))
     else:
         api.run(load(declaration(method).settings, flags=settings))
+    return sum(os.times()[:4]) - before
 
 
 def _quiet(log: Path) -> None:
@@ -207,6 +223,12 @@ def _quiet(log: Path) -> None:
 
 def _rows(place: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "train") -> Iterator[dict[str, Any]]:
+    """The completions that a run was trained on, or (`eval`) measured by."""
+    with (place(s, name, arm, seed) / "rollouts.jsonl").open() as lines:
+        yield from (row for row in map(json.loads, lines) if row["kind"] == kind)
 
 
 def warned(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | None:
@@ -294,6 +316,15 @@ def paired(claim: str, test: str, first: Sequence[float], second: Sequence[float
     if len(first) > 1:
         verdict = "holds" if difference.low > least else "does not hold" if difference.high <= least else "undecided"
     return ClaimVerdict(claim, test, verdict, difference)
+
+
+def against(found: Interval, bound: float, *, above: bool) -> Verdict:
+    """Whether a figure is at least (`above`) or at most a bound, by its interval."""
+    if found.low >= bound:
+        return "holds" if above else "does not hold"
+    if found.high <= bound:
+        return "does not hold" if above else "holds"
+    return "undecided"
 
 
 def arms_table(title: str, arms: Sequence[Arm], form: str) -> Table:

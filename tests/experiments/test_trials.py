@@ -10,9 +10,10 @@ import pytest
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad.experiments import claim_groups, claim_loopholes, claim_methods, claim_space, flawed, noisy, trials
+from psigrad.experiments import claim_alarms, claim_groups, claim_loopholes, claim_methods, claim_space, flawed, noisy, trials
 from psigrad.experiments import declarations as experiment
-from psigrad.experiments.declarations import LoopholeSettings, MethodsSettings, SpaceSettings, TrialSettings
+from psigrad.experiments.declarations import LoopholeSettings, MethodsSettings, NoiseSettings, SpaceSettings, TrialSettings
+from psigrad.intervals import Interval
 
 SMALL = ["--steps", "3", "--sft-steps", "20", "--words", "300", "--held-out", "20", "--processes", "1"]
 ROWS = [
@@ -113,14 +114,62 @@ def test_runs_are_run_once(folder, capsys, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["methods", "lambda", "noise", "clip_higher", "dpo", "action_space", "loopholes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("methods", "lambda", "noise", "length", "difficulty", "clip_higher", "dpo"),
+        *("action_space", "loopholes", "false_alarms"),
+    ],
+)
 def test_the_quick_form_of_every_claim(name, folder, capsys):
     more = {
         "lambda": ["--timesteps", "2000"],
         "methods": ["--rates", "1e-3"],
+        "noise": ["--rates", "1e-3"],
         "loopholes": ["--steps", "20", "--sft-steps", "200"],
     }
     assert "holds" in quick(name, folder, capsys, "--seeds", "2", *more.get(name, []))
+
+
+@pytest.mark.long
+def test_the_quick_form_of_memory(tmp_path, capsys):
+    small = "--hidden 64 --layers 1 --vocabulary 256 --prompts 2 --generations 2 --completion-tokens 8 --steps 1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        assert cli.main(["experiment", "memory", *small.split(), "--out", str(tmp_path)]) == 0
+    printed, found = capsys.readouterr().out, json.loads((tmp_path / "memory.json").read_text())
+    assert "…" not in printed and "RLOO takes less memory" in printed
+    assert [row["name"] for row in found["rows"]] == ["RLOO", "GRPO", "PPO, 1 pass", "PPO, 4 passes"]
+    assert all(row["peak_mb"] > 50 and row["seconds"] > 0 and row["predicted_mb"] > 50 for row in found["rows"])
+    assert found["faster"]["PPO, 4 passes"] > 1 and (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bound_is_held_by_the_far_end_of_the_interval():
+    assert trials.against(Interval(0.02, 0.01, 0.04), 0.05, above=False) == "holds"
+    assert trials.against(Interval(0.02, 0.01, 0.06), 0.05, above=False) == "undecided"
+    assert trials.against(Interval(0.2, 0.1, 0.3), 0.05, above=False) == "does not hold"
+    assert trials.against(Interval(1.0, 0.94, 1.0), 0.9, above=True) == "holds"
+    assert trials.against(Interval(0.9, 0.8, 1.0), 0.9, above=True) == "undecided"
+
+
+def test_alarms_are_counted_by_run():
+    """Held-out accuracy falls for many evaluations while the reward rises: told; a run that only learns: not."""
+    worse = [
+        {"step": t, "reward": 0.3 + t / 100, "eval/exact/mean": 0.9 - t / 50, "eval/exact/low": 0.85 - t / 50} for t in range(30)
+    ]
+    better = [{**row, "eval/exact/mean": 0.3 + row["step"] / 50} for row in worse]
+    found = claim_alarms.row("honest RLOO", 1e-3, [better, worse, better, better])
+    assert (found.runs, found.alarms, found.by_rule["apart"], found.by_rule["longer"]) == (4, 1, 1, 0)
+    assert found.share.mean == 0.25 and found.share.low == pytest.approx(0.0456, abs=1e-4)
+    (verdict,) = claim_alarms.verdicts([found])
+    assert verdict.test == "1 of 4 runs; share" and verdict.verdict == "undecided"
+
+
+def test_the_time_of_finished_runs_is_added_up(tmp_path):
+    for name, seconds in (("noise/a-0", 30.0), ("noise-tuning/a-1000", 60.0), ("methods/a-0", 600.0)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "trial.json").write_text(json.dumps({"trial": {}, "cpu_seconds": seconds}))
+    assert trials.spent(TrialSettings(out=str(tmp_path)), "noise") == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +178,7 @@ def test_the_quick_form_of_every_claim(name, folder, capsys):
         ("noise", TrialSettings(seeds=0), "seeds is 0"),
         ("noise", TrialSettings(generations=1), "at least 2 completions"),
         ("methods", MethodsSettings(rates=()), "at least one learning rate"),
+        ("noise", NoiseSettings(rates=(0.0,)), "at least one learning rate above 0"),
         ("methods", MethodsSettings(level=0.0), "between 0 and 1"),
         ("action_space", SpaceSettings(model="x"), "belong together"),
         ("loopholes", LoopholeSettings(processes=0), "processes is 0"),
