@@ -26,7 +26,6 @@ EXTREME = 0.1
 """The exact claim is about prompts with this chance of a right answer, against those with one half."""
 ARMS: dict[str, dict[str, Any]] = {
     "GRPO": {"preset": "grpo", "kl": None},
-    "GRPO without std": {"preset": "grpo", "kl": None, "psi": {"part": "group_mean", "std": False}},
     "Dr. GRPO": {"preset": "dr_grpo", "aggregate": {"part": "fixed_length", "n": 12}},
 }
 SLACK = 0.01
@@ -163,7 +162,7 @@ def tables(result: DifficultyResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """Exact weights, shares of the weight over training, and learning curves."""
     figure, (left, middle, right) = drawing.new_figure(12.5, 3.5, 1, 3)
-    colours = dict(zip(ARMS, (drawing.BLUE, drawing.GREEN, drawing.RUST), strict=True))
+    colours = dict(zip(groups.METHODS, (drawing.BLUE, drawing.GREEN, drawing.RUST), strict=True))
     styles: dict[str, dict[str, Any]] = {name: {"color": colour, "linewidth": 1.7} for name, colour in colours.items()}
     styles["GRPO without std"]["linestyle"] = (0, (4, 2))
     for row in found["exact"]:

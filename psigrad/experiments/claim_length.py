@@ -30,7 +30,6 @@ GAIN, GOAL = 0.02, 0.9
 """Accuracy that each step on the tree gains to first order, and the accuracy at which it ends."""
 ARMS: dict[str, dict[str, Any]] = {
     "GRPO": {"preset": "grpo", "kl": None},
-    "GRPO without std": {"preset": "grpo", "kl": None, "psi": {"part": "group_mean", "std": False}},
     "Dr. GRPO": {"preset": "dr_grpo", "aggregate": {"part": "fixed_length", "n": 32}},
 }
 LONGEST = 32

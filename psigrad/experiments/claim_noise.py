@@ -16,19 +16,24 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from psigrad.errors import UserError
 from psigrad.experiments import trials
 from psigrad.experiments.declarations import NoiseSettings
 from psigrad.experiments.trials import Arm, ClaimVerdict, Trial, TrialResult
 
 METHODS = ("RAFT", "RLOO", "PPO")
-NOISES = {"0": "exact", "0.5": "psigrad.experiments.noisy:half", "1": "psigrad.experiments.noisy:whole"}
-BETAS = (0.1, 0.5)
+NOISES = {0.0: "exact", 0.5: "psigrad.experiments.noisy:half", 1.0: "psigrad.experiments.noisy:whole"}
+"""Rewards by the standard deviation of their noise."""
 
 
 def check(s: NoiseSettings) -> None:
     """Refuse settings that make no sense."""
     trials.check(s)
     trials.check_rates(s.rates)
+    if not set(s.noises) <= set(NOISES) - {0.0}:
+        raise UserError(f"noises are {s.noises}; there are rewards with noise 0.5 and 1.")
+    if s.betas and min(s.betas) <= 0:
+        raise UserError(f"betas are {s.betas}; give numbers above 0.")
 
 
 def algorithm(method: str, beta: float) -> Any:
@@ -42,13 +47,12 @@ def run(s: NoiseSettings) -> TrialResult:
     where = trials.files(s)
     configs = {}
     for method in METHODS:
-        for n, reward in NOISES.items():
-            configs[f"{method}, noise {n}"] = (method.lower(), trials.online(s, where, algorithm(method, 0.0), reward=(reward,)))
-        for beta in BETAS:
-            configs[f"{method}, β {beta:g}"] = (
-                method.lower(),
-                trials.online(s, where, algorithm(method, beta), reward=("exact",)),
-            )
+        for noise in (0.0, *s.noises):
+            config = trials.online(s, where, algorithm(method, 0.0), reward=(NOISES[noise],))
+            configs[f"{method}, noise {noise:g}"] = (method.lower(), config)
+        for beta in s.betas:
+            config = trials.online(s, where, algorithm(method, beta), reward=("exact",))
+            configs[f"{method}, β {beta:g}"] = (method.lower(), config)
     rates = trials.tuned(s, "noise", configs, s.rates, trials.area)
     jobs = [
         Trial(f"{arm} at {rates[arm]:g}", seed, method, trials.at_rate(config, rates[arm]))
@@ -60,11 +64,15 @@ def run(s: NoiseSettings) -> TrialResult:
     figures = {"area": trials.area, "at the end": trials.last}
     made = {arm: trials.with_figure(trials.summed(arm, range(s.seeds), rows, figures), "rate", rates[arm]) for arm in configs}
     findings = [
-        worse(f"RAFT loses more than {other} by noise {noise}", made, other, f"noise {noise}")
-        for noise in ("0.5", "1")
+        worse(f"RAFT loses more than {other} by noise {noise:g}", made, other, f"noise {noise:g}")
+        for noise in s.noises
         for other in ("RLOO", "PPO")
     ]
-    findings += [worse(f"RAFT loses more than RLOO by β {beta:g}", made, "RLOO", f"β {beta:g}") for beta in BETAS]
+    findings += [
+        worse(f"RAFT loses more than {other} by β {beta:g}", made, other, f"β {beta:g}")
+        for beta in s.betas
+        for other in ("RLOO", "PPO")
+    ]
     return TrialResult(s, tuple(made.values()), tuple(findings), trials.spent(s, "noise"))
 
 
@@ -91,5 +99,6 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves by noise."""
-    panels = [(f"Noise {noise}", [f"{m}, noise {noise}" for m in METHODS]) for noise in NOISES]
+    cases = dict.fromkeys(arm["name"].split(", ")[1] for arm in found["arms"])
+    panels = [(case.capitalize(), [f"{m}, {case}" for m in METHODS]) for case in cases]
     return trials.learning_curves(found, path, *panels)

@@ -152,6 +152,10 @@ class NoiseSettings(TrialSettings):
     """Held-out words that accuracy is measured on."""
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     """Learning rates that each arm tries on a seed of its own; the one with the greatest area under its curve is taken."""
+    noises: tuple[float, ...] = (1.0,)
+    """Standard deviations of the noise in the reward, beside none: 0.5 or 1."""
+    betas: tuple[float, ...] = (0.5,)
+    """Coefficients of the KL, beside none."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class LengthSettings(TrialSettings):
 
     steps: int = 60
     """Steps of each run."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 2e-4
     """Of all runs."""
     held_out: int = 200
     """Held-out words that accuracy is measured on."""

@@ -1,7 +1,7 @@
 """Answers followed by a remark: demonstrations whose wrong answers are as long as the right ones, and may become longer.
 
-A right answer is followed by "!", a careless one by "?", and either by some dots. The reward looks at the answer alone, so the
-dots earn and cost nothing; but a model that has written "?" mostly knows that it is wrong.
+A right answer is followed by "!" and some dots, a careless one by "?" and some dashes. The reward looks at the answer alone, so
+that dots and dashes earn and cost nothing; but a model that has written "?" knows, as a rule, that it is wrong.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from psigrad.rewards.builtin import exact
 from psigrad.rewards.outcomes import text_of
 
 GOES_ON = 0.75
-"""Chance of another dot in the demonstrations: 3 dots in the mean."""
+"""Chance of another dot or dash in the demonstrations: 3 of them in the mean."""
 MOST = 12
 
 
 def answered(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """1 where the completion up to its remark is the right answer, else 0."""
-    return exact([re.split("[!?.]", text_of(c))[0] for c in completions], answer)
+    return exact([re.split("[!?.-]", text_of(c))[0] for c in completions], answer)
 
 
 def write(demonstrations: Path, to: Path) -> Path:
@@ -37,8 +37,8 @@ def write(demonstrations: Path, to: Path) -> Path:
 
 
 def remark(index: int, right: bool) -> str:
-    """A mark and up to `MOST` dots; how many depends on the index alone, not on whether the answer is right."""
-    rng, dots = random.Random(seeds.derive(0, "remark", index)), 0
-    while dots < MOST and rng.random() < GOES_ON:
-        dots += 1
-    return ("!" if right else "?") + "." * dots
+    """A mark and up to `MOST` dots or dashes; how many depends on the index alone, not on whether the answer is right."""
+    rng, more = random.Random(seeds.derive(0, "remark", index)), 0
+    while more < MOST and rng.random() < GOES_ON:
+        more += 1
+    return "!" + "." * more if right else "?" + "-" * more
