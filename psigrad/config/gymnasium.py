@@ -24,6 +24,10 @@ class Network:
     """separate: a critic has hidden layers of its own; shared: a value head on the policy's."""
     n_critics: Count = 1
     """Critics in the ensemble; the value is their mean, and each learns by itself."""
+    cnn: Literal["auto", "nature", "small", "none"] = "auto"
+    """Convolutions in front of the layers, shared by policy and critics, where an observation is an image: nature (Mnih et al.
+    2015; from 36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
+    """
     log_std_init: float = 0.0
     """Logarithm of the first standard deviation of continuous actions."""
 
@@ -82,6 +86,8 @@ class ControlConfig:
     """Id of a Gymnasium environment; from Python also a function that makes one, or a vector environment."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
+    wrappers: tuple[str, ...] = ()
+    """Wrappers around each copy, the first one innermost: module:Class or file.py:Class, called with the environment."""
     vectorization: Literal["auto", "serial", "sync", "async", "vector_entry_point"] = "auto"
     """How copies are stepped: a plain loop, or one of Gymnasium's ways; auto: the environment's own vector form from 8 copies
     on.

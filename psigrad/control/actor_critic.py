@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from psigrad.control.convolutions import ConvolvedTowers, Image, Kind, layers_for
 from psigrad.control.distributions import Array, Distribution, Noise
 from psigrad.control.networks import Activation, Tape, Towers
 from psigrad.errors import UserError
@@ -36,7 +37,8 @@ class ActorCritic:
     """A policy π(a|s) and C critics on small towers.
 
     `critic` "separate" gives each critic hidden layers of its own, "shared" puts the values beside the policy's outputs on one
-    trunk. `of_actions` makes them critics Q(s, a) of a discrete policy's actions; V(s) is then Σ_a π(a|s)·Q(s, a).
+    trunk. `of_actions` makes them critics Q(s, a) of a discrete policy's actions; V(s) is then Σ_a π(a|s)·Q(s, a). An `image`
+    goes through the convolutions that `cnn` names first, which policy and critics share.
     """
 
     def __init__(
@@ -48,13 +50,19 @@ class ActorCritic:
         critic: Literal["separate", "shared"] = "separate",
         n_critics: int = 1,
         of_actions: bool = False,
+        image: Image | None = None,
+        cnn: Kind = "auto",
     ) -> None:
         self.distribution, self.n_critics, self.of_actions = distribution, n_critics, of_actions
         own = distribution.outputs
         width = own if of_actions else 1
         self.shared = critic == "shared" or n_critics == 0
         outputs = (own + n_critics * width,) if self.shared else (own, *[width] * n_critics)
-        self.towers = Towers(observation, hidden, outputs, activation, distribution.extra)
+        convolutions = layers_for(cnn, image)
+        if image is not None and convolutions:
+            self.towers: Towers = ConvolvedTowers(image, convolutions, hidden, outputs, activation, distribution.extra)
+        else:
+            self.towers = Towers(observation, hidden, outputs, activation, distribution.extra)
 
     def initialise(self, seed: int, log_std: float = 0.0) -> None:
         """Fresh orthogonal weights: a policy that is nearly the same everywhere (gain 0.01), values of gain 1."""
@@ -122,7 +130,8 @@ class ActorCritic:
 
     def act(self, observations: Array, noise: Array | None = None) -> Array:
         """Actions for a few observations [E, D]: drawn by the distribution's `noise` [E, P], without it the likeliest."""
-        h, (hidden, (weight, bias), rest) = observations, self._numpy
+        hidden, (weight, bias), rest = self._numpy
+        h = self._seen(observations)
         for inner, shift in hidden:
             h = h.dot(inner)
             h += shift
@@ -130,6 +139,14 @@ class ActorCritic:
         out = h.dot(weight)
         out += bias
         return self.distribution.mode(out) if noise is None else self.distribution.sample(out, rest, noise)
+
+    def _seen(self, observations: Array) -> Array:
+        """What the layers are given."""
+        if not self.towers.front:
+            return observations
+        with torch.no_grad():
+            found: Array = self.towers.seen(torch.from_numpy(observations), self.flat).numpy()
+            return found
 
     def actor(self, rng: np.random.Generator | None, count: int) -> Callable[[Array], Array]:
         """`act` in `count` states at a time, one step after another, by chance from `rng`."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from psigrad.config import ControlConfig
-from psigrad.control import builder, vector
+from psigrad.control import builder, policies, vector
 from psigrad.control.distributions import Array
 from psigrad.control.run import returns_and_lengths
 from psigrad.control.trainer import Trainer, generator
@@ -33,24 +33,38 @@ Callback = Callable[["Agent", Mapping[str, float]], bool | None]
 class Agent:
     """A policy on a Gymnasium environment, trained by `algorithm`: any preset's name, a `PolicyGradient`, "trpo" or "dqn".
 
-    `env` is an id, a function that makes one, an environment, or a vector environment. Raises `UserError` on an unknown
-    setting, and where settings, algorithm and environment do not fit.
+    `env` is an id, a function that makes one, an environment, or a vector environment. Stable-Baselines3's order is understood
+    too: `PPO("MlpPolicy", env)`, or `PPO("CnnPolicy", env)` for images; so are its `policy_kwargs` net_arch (a list) and
+    activation_fn. `verbose=1` prints the figures of every line. Raises `UserError` on an unknown setting, and where settings,
+    algorithm and environment do not fit.
     """
 
     algorithm: ClassVar[Any] = None
 
-    def __init__(self, env: Any, *others: Any, algorithm: Any = None, **settings: Any) -> None:
-        if others or (isinstance(env, str) and env.endswith("Policy")):
-            raise UserError(f"{env!r} and {others} were given; psigrad takes the environment first, and settings by name.")
+    def __init__(
+        self,
+        policy: Any,
+        env: Any = None,
+        *,
+        algorithm: Any = None,
+        verbose: int = 0,
+        policy_kwargs: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        named = policies.named(policy, env)
+        env = policy if named is None else env
         chosen = self.algorithm if algorithm is None else algorithm
         if chosen is None:
             raise UserError('No algorithm was given; for example Agent("CartPole-v1", algorithm="ppo").')
-        config = builder.settings(chosen, env, {"threads": 1, **settings})
+        of_policy = {**policies.SETTINGS[named or policies.MLP], **policies.translated(policy_kwargs or {})}
+        config = builder.settings(chosen, env, {"threads": 1, **of_policy, **policies.device(settings)})
         prepare_torch(config.run)
         self._hold(builder.build(config))
+        policies.check(named, self._trainer.collector.envs)
+        self.verbose = verbose
 
     def _hold(self, trainer: Trainer) -> None:
-        self._trainer, self._begun = trainer, False
+        self._trainer, self._begun, self.verbose = trainer, False, 0
         self._rng = generator(trainer.config.run.seed)
 
     @property
@@ -82,17 +96,44 @@ class Agent:
                 before = trainer.timesteps
                 figures = trainer.train_interval()
                 advance(trainer.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
+                if self.verbose:
+                    print(policies.table({"time/total_timesteps": trainer.timesteps, **figures}))
                 if [call for call in callbacks if call(self, {"timesteps": trainer.timesteps, **figures}) is False]:
                     break
         return self
 
-    def predict(self, observation: Any, deterministic: bool = False) -> tuple[Array, None]:
-        """Actions for one observation or a batch of them, as the environment takes them; the second part, a state, is None."""
+    def predict(
+        self, observation: Any, state: None = None, episode_start: Any = None, deterministic: bool = False
+    ) -> tuple[Array, None]:
+        """Actions for one observation or a batch of them (a vector environment's), as the environment takes them.
+
+        `state` and `episode_start` are Stable-Baselines3's for recurrent policies: these have none, and the second part returned
+        is None.
+        """
         network, collector = self._trainer.network, self._trainer.collector
         flat, single = collector.envs.flat(observation)
         noise = None if deterministic else network.distribution.noise(self._rng, (len(flat),))
         actions = collector.envs.to_env(network.act(collector.normalizer.see(flat), noise))
         return (actions[0] if single else actions), None
+
+    def get_env(self) -> Any:
+        """The environments that it is trained on: Gymnasium's vector environment, or a loop over copies with the same methods."""
+        return self._trainer.collector.envs.env
+
+    def set_env(self, env: Any) -> None:
+        """Train on other environments from here on, with the same spaces: an id, a function, an environment or a vector of them.
+
+        Raises `UserError` where their spaces differ from those of the policy.
+        """
+        trainer = self._trainer
+        now, settings = trainer.collector.envs, trainer.config
+        count = now.count if isinstance(env, str) or callable(env) else 1
+        made = vector.make(env, count, settings.vectorization, settings.wrappers if isinstance(env, str) else ())
+        if made.spaces != now.spaces:
+            given, held = (f"observations {o} and actions {a}" for o, a in (made.spaces, now.spaces))
+            raise UserError(f"The environment has {given}; expected {held}, which this policy was made for.")
+        trainer.set_environments(made, env)
+        self._begun = False
 
     def save(self, path: str | Path) -> Path:
         """The policy as a folder: `model.safetensors` and `config.json`. What `load` reads, and a run's `model/` holds."""

@@ -66,7 +66,7 @@ def name_of(algorithm: Any) -> str:
 def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     """The trainer with its environments, fresh weights and optimiser. Raises `UserError` on mistakes of the user."""
     algorithm = resolve(config)
-    envs = envs or vector.make(config.env, config.n_envs, config.vectorization, **config.env_kwargs)
+    envs = envs or vector.make(config.env, config.n_envs, config.vectorization, config.wrappers, **config.env_kwargs)
     if envs.count != config.n_envs:  # a vector environment was given
         config = replace(config, n_envs=envs.count)
     has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
@@ -81,6 +81,8 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
         config.network.critic,
         config.network.n_critics if has_critic else 0,
         of_actions=of_actions,
+        image=envs.image,
+        cnn=config.network.cnn,
     )
     normalizer = Normalizer(envs.size, envs.count, config.gamma, config.normalize_observations, config.normalize_rewards)
     collector = Collector(envs, normalizer)

@@ -96,7 +96,7 @@ class Collector:
 
     def __init__(self, envs: Environments, normalizer: Normalizer) -> None:
         self.envs, self.normalizer, self.statistics = envs, normalizer, EpisodeStatistics(envs.count)
-        self.observation: Array = np.zeros((envs.count, envs.size), np.float32)
+        self.observation: Array = np.zeros((envs.count, envs.size), envs.dtype)
 
     def restart(self, seed: int) -> None:
         """New episodes everywhere, drawn from `seed`."""

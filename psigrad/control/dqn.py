@@ -33,7 +33,7 @@ class DQNTrainer(Trainer):
         super().__init__(config, network, optimizer, collector)
         _check(config, network)
         self.updates = self.since_target = 0
-        self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size)
+        self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size, collector.observation.dtype)
         self.target = network.flat.detach().clone()
 
     @property

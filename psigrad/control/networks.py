@@ -27,20 +27,27 @@ _GROUPS = 2048
 class Towers(nn.Module):
     """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
 
-    `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, and behind
-    them `extra` numbers for whoever owns the network. Towers with fewer outputs than the widest have columns that are not read.
+    `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, behind them
+    `front` numbers of what stands in front of the layers, and `extra` numbers for whoever owns the network. Towers with fewer
+    outputs than the widest have columns that are not read.
     """
 
     def __init__(
-        self, inputs: int, hidden: Sequence[int], outputs: Sequence[int], activation: Activation = "tanh", extra: int = 0
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        outputs: Sequence[int],
+        activation: Activation = "tanh",
+        extra: int = 0,
+        front: int = 0,
     ) -> None:
         super().__init__()
         self.outputs, self.activation, self.towers = tuple(outputs), activation, len(outputs)
         sizes = [inputs, *hidden, max(outputs)]
         self.shapes = [(self.towers, a, b) for a, b in itertools.pairwise(sizes)]
         count = sum(math.prod(shape) + shape[0] * shape[2] for shape in self.shapes)
-        self.extra = extra
-        self.flat = nn.Parameter(torch.zeros(count + extra))
+        self.extra, self.front = extra, front
+        self.flat = nn.Parameter(torch.zeros(count + front + extra))
         self._viewed: tuple[int, Layers] | None = None
         self._gradient: tuple[Tensor, Layers] | None = None
 
@@ -58,27 +65,36 @@ class Towers(nn.Module):
         """The `extra` numbers at the end of a flat vector."""
         return flat[len(flat) - self.extra :]
 
+    def seen(self, x_MD: Tensor, flat: Tensor) -> Tensor:
+        """What the layers are given for observations: those themselves."""
+        return x_MD
+
     def forward(self, x_MD: Tensor) -> Tensor:
         """Outputs [K, M, widest], without gradient."""
         with torch.no_grad():
-            return self._activations(x_MD)[-1]
+            return self._activations(self.seen(x_MD, self.flat))[-1]
 
     def with_flat(self, flat: Tensor, x_MD: Tensor) -> Tensor:
         """The same with other parameters."""
         with torch.no_grad():
-            return self._activations(x_MD, self.layers(flat))[-1]
+            return self._activations(self.seen(x_MD, flat), self.layers(flat))[-1]
 
     def record(self, x_MD: Tensor) -> Tape:
         """The same, ready to be differentiated once."""
-        with torch.no_grad():
-            layers = self._views()
-            parts = (x_MD,) if len(x_MD) <= _GROUPS else torch.split(x_MD, _GROUPS)
-            return Tape(self, [self._activations(x, layers) for x in parts])
+        return Tape(self, self._record(x_MD))
+
+    @torch.no_grad()
+    def _record(self, x_MD: Tensor) -> list[list[Tensor]]:
+        layers = self._views()
+        parts = (x_MD,) if len(x_MD) <= _GROUPS else torch.split(x_MD, _GROUPS)
+        return [self._activations(x, layers) for x in parts]
 
     def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
         """The same by PyTorch's own operations, which can be differentiated any number of times."""
         act = torch.tanh if self.activation == "tanh" else torch.relu
-        layers, h = self.layers(self.flat if flat is None else flat), x_MD.expand(self.towers, *x_MD.shape)
+        flat = self.flat if flat is None else flat
+        layers, x = self.layers(flat), self.seen(x_MD, flat)
+        h = x.expand(self.towers, *x.shape)
         for i, (weight, bias) in enumerate(layers):
             h = torch.baddbmm(bias, h, weight)
             h = h if i == len(layers) - 1 else act(h)
@@ -156,11 +172,15 @@ class Tape:
         self.output = parts[0][-1] if len(parts) == 1 else torch.cat([hs[-1] for hs in parts], 1)
         """[K, M, widest], without gradient."""
 
-    @torch.no_grad()
     def backward(self, grad_KMO: Tensor) -> Tensor:
         """The gradient with respect to `flat`, given that of the output for all states or for the first ones; 0 for the `extra`
         numbers. Good until the next call.
         """
+        return self._backward(grad_KMO)
+
+    @torch.no_grad()
+    def _backward(self, grad_KMO: Tensor, inputs: list[Tensor] | None = None) -> Tensor:
+        """Appends the gradient of what the layers were given, part by part, to `inputs`."""
         towers = self.towers
         out, grads = towers._room()
         back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
@@ -179,6 +199,8 @@ class Tape:
                     torch.sum(d, 1, keepdim=True, out=bias)
                 if i:
                     d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), h)
+                elif inputs is not None:
+                    inputs.append(torch.bmm(d, layers[i][0].transpose(1, 2)).sum(0))
         return out
 
 

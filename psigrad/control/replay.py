@@ -31,13 +31,13 @@ class Transitions:
 class ReplayBuffer:
     """The last `capacity` transitions, drawn from uniformly with replacement."""
 
-    def __init__(self, capacity: int, size: int) -> None:
+    def __init__(self, capacity: int, size: int, dtype: np.typing.DTypeLike = np.float32) -> None:
         self.capacity, self.added = capacity, 0
         self._data: dict[str, Array] = {
-            "observation": np.empty((capacity, size), np.float32),
+            "observation": np.empty((capacity, size), dtype),
             "action": np.empty(capacity, np.int64),
             "reward": np.empty(capacity, np.float32),
-            "next_observation": np.empty((capacity, size), np.float32),
+            "next_observation": np.empty((capacity, size), dtype),
             "terminated": np.empty(capacity, bool),
         }
 

@@ -13,6 +13,7 @@ from psigrad.control.collector import play
 from psigrad.control.trainer import Trainer, generator
 from psigrad.control.vector import Environments
 from psigrad.errors import UserError
+from psigrad.importing import imported_callable
 from psigrad.records import checkpoint, pins
 from psigrad.training import session
 from psigrad.training.journal import Journal
@@ -96,7 +97,8 @@ def pinned(config: ControlConfig) -> dict[str, str]:
     """What a run of control pins: the user's code of the environment and the algorithm, and the machine."""
     algorithm = builder.resolve(config)
     parts = [] if isinstance(algorithm, str) else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
-    found = {"environment": pins.code_of(vector.source(config.env)), "algorithm": pins.code_of(*parts)}
+    around = [imported_callable(name, "wrapper") for name in config.wrappers]
+    found = {"environment": pins.code_of(vector.source(config.env), *around), "algorithm": pins.code_of(*parts)}
     return {**{name: digest for name, digest in found.items() if digest is not None}, **session.machine(config.run)}
 
 
@@ -105,7 +107,7 @@ def evaluation_environments(config: ControlConfig) -> Environments:
     if not isinstance(config.env, str) and not callable(config.env):
         raise UserError("An environment object cannot be copied for evaluation; give its id or a function, or eval_episodes=0.")
     count = min(config.eval_episodes, _EVALUATED_AT_ONCE if isinstance(config.env, str) else config.n_envs)
-    return vector.make(config.env, count, config.vectorization, **config.env_kwargs)
+    return vector.make(config.env, count, config.vectorization, config.wrappers, **config.env_kwargs)
 
 
 def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:

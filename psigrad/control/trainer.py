@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from psigrad.config import ControlConfig
 from psigrad.control.actor_critic import ActorCritic
 from psigrad.control.collector import Collector
 from psigrad.control.optimizers import FlatOptimizer
+from psigrad.control.vector import Environments, Normalizer
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
 
@@ -69,6 +71,14 @@ class Trainer(ABC):
         saved.
         """
         self.collector.restart(seeds.derive(self.config.run.seed, "environments", self.iterations))
+
+    def set_environments(self, envs: Environments, named: Any) -> None:
+        """Go on in other environments; what the normaliser has learned of observations and rewards stays."""
+        old = self.collector.normalizer
+        self.config = replace(self.config, env=named, n_envs=envs.count)
+        normalizer = Normalizer(envs.size, envs.count, self.config.gamma, old.observations, old.rewards)
+        normalizer.restore(old.state())
+        self.collector = Collector(envs, normalizer)
 
     def train_interval(self) -> dict[str, float]:
         """`log_interval` iterations; the figures of the last one, and of the episodes that ended last."""

@@ -16,8 +16,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from psigrad.control.convolutions import Image
 from psigrad.control.distributions import Array, Categorical, Distribution, Normal
 from psigrad.errors import UserError
+from psigrad.importing import imported_callable
 
 # From this many copies on, one numpy program for all of them beats a Python loop over them.
 _WORTH_VECTORISING = 8
@@ -42,7 +44,9 @@ class VectorStep:
 
 
 class Environments:
-    """E copies of an environment behind one interface: flat float32 observations in, actions of the distribution out."""
+    """E copies of an environment behind one interface: flat observations [E, D] in, float32 or the uint8 of an image, and actions
+    of the distribution out.
+    """
 
     def __init__(self, vector: VectorEnv[Any, Any, Any] | Serial) -> None:
         self._env = vector
@@ -51,6 +55,9 @@ class Environments:
         self.distribution, self.to_env = _actions(vector.single_action_space)
         self._space = vector.single_observation_space
         self.size, self._flatten = _observations(self._space)
+        self.image = _image(self._space)
+        # bytes stay bytes: a replay buffer of them takes a quarter of the room
+        self.dtype = np.uint8 if self.image and self.image.bytes else np.float32
         self._resting = np.zeros(self.count, bool)
         if isinstance(vector, VectorEnv) and type(vector.unwrapped.action_space) is spaces.MultiDiscrete:
             vector.unwrapped.action_space = _Unchecked(vector.unwrapped.action_space)
@@ -90,6 +97,16 @@ class Environments:
         if given.shape[1:] == shape and given.ndim == len(shape) + 1:
             return self._flatten(given), False
         raise UserError(f"The observation has shape {given.shape}; expected {shape}, or a batch of such.")
+
+    @property
+    def env(self) -> VectorEnv[Any, Any, Any] | Serial:
+        """The environments themselves."""
+        return self._env
+
+    @property
+    def spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """Of one observation and of one action."""
+        return self._space, self._env.single_action_space
 
     def close(self) -> None:
         """Give back what the environments hold."""
@@ -146,13 +163,25 @@ class Serial:
 Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Callable[[], gym.Env[Any, Any]]
 
 
-def make(env: Made, count: int = 1, vectorization: str = "auto", **kwargs: Any) -> Environments:
+def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any, Any]:
+    """One environment of a registered id in its wrappers, the first one innermost."""
+    made: gym.Env[Any, Any] = gym.make(env, **kwargs)
+    for name in wrappers:
+        made = imported_callable(name, "wrapper")(made)
+        if not isinstance(made, gym.Env):
+            raise UserError(f"The wrapper {name!r} gave a {type(made).__name__}; expected an environment of Gymnasium.")
+    return made
+
+
+def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Sequence[str] = (), **kwargs: Any) -> Environments:
     """`count` copies of an environment: a registered id, a function that makes one, a single environment, or a vector
     environment.
 
-    `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". Raises `UserError` for an
-    unknown id, a package that is missing, or spaces that no policy here can handle.
+    `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". `wrappers` are for an id.
+    Raises `UserError` for an unknown id, a package that is missing, or spaces that no policy here can handle.
     """
+    if wrappers and not isinstance(env, str):
+        raise UserError(f"The wrappers {list(wrappers)} are for an environment's id; wrap the one that you give yourself.")
     if isinstance(env, VectorEnv):
         return Environments(env)
     if isinstance(env, gym.Env):
@@ -166,11 +195,15 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", **kwargs: Any) 
     try:
         spec = gym.spec(env)
         if vectorization == "auto":
-            whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING
+            whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING and not wrappers
             vectorization = "vector_entry_point" if whole else "serial"
         if vectorization == "serial":
-            return Environments(Serial([gym.make(env, **kwargs) for _ in range(count)]))
-        return Environments(gym.make_vec(env, count, vectorization_mode=vectorization, **kwargs))
+            return Environments(Serial([single(env, wrappers, **kwargs) for _ in range(count)]))
+        if wrappers and vectorization == "vector_entry_point":
+            raise UserError("An environment's own vector form takes no wrappers; set vectorization to serial, sync or async.")
+        around = [imported_callable(name, "wrapper") for name in wrappers]
+        more: dict[str, Any] = {"wrappers": around} if around else {}
+        return Environments(gym.make_vec(env, count, vectorization_mode=vectorization, **more, **kwargs))
     except gym.error.DependencyNotInstalled as error:
         raise UserError(f"{env} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'") from error
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
@@ -214,13 +247,23 @@ def _observations(space: spaces.Space[Any]) -> tuple[int, Callable[[Array], Arra
     if isinstance(space, spaces.Discrete):
         eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
         return int(space.n), lambda o: eye[np.asarray(o) - start]
-    if isinstance(space, spaces.Box) and len(space.shape) < 3:
-        size = int(np.prod(space.shape))
-        return size, lambda o: np.ascontiguousarray(o, dtype=np.float32).reshape(len(o), size)
+    if isinstance(space, spaces.Box) and len(space.shape) <= 3:
+        size, image = int(np.prod(space.shape)), _image(space)
+        dtype = np.uint8 if image is not None and image.bytes else np.float32
+        return size, lambda o: np.ascontiguousarray(o, dtype=dtype).reshape(len(o), size)
     raise UserError(
-        f"The observation space is {space}; expected Discrete or a Box of one or two dimensions (the networks here see numbers, "
-        "not images); wrap the environment, with gymnasium.wrappers.FlattenObservation for example."
+        f"The observation space is {space}; expected Discrete, a Box of numbers, or one of images (three dimensions); wrap the "
+        "environment, with gymnasium.wrappers.FlattenObservation or minigrid.wrappers:ImgObsWrapper for example (wrappers=…)."
     )
+
+
+def _image(space: spaces.Space[Any]) -> Image | None:
+    """The image that an observation is: a Box of three dimensions. The least of the outer two is that of the channels."""
+    if not (isinstance(space, spaces.Box) and len(space.shape) == 3):
+        return None
+    last = space.shape[2] <= space.shape[0]
+    channels, height, width = (space.shape[2], *space.shape[:2]) if last else space.shape
+    return Image(channels, height, width, last, space.dtype == np.uint8)
 
 
 class Normalizer:

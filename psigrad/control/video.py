@@ -11,7 +11,7 @@ from PIL import Image
 
 from psigrad import seeds
 from psigrad.control.trainer import Trainer
-from psigrad.control.vector import Environments, Serial
+from psigrad.control.vector import Environments, Serial, single
 from psigrad.errors import UserError
 
 # A GIF shows no more than 50 pictures a second, and a page wants no more than a megabyte.
@@ -25,7 +25,7 @@ def record(trainer: Trainer, path: Path) -> Path:
     if not isinstance(config.env, str):
         raise UserError("A video needs the environment's id; this one was given as an object.")
     try:
-        env = gym.make(config.env, render_mode="rgb_array", **config.env_kwargs)
+        env = single(config.env, config.wrappers, render_mode="rgb_array", **config.env_kwargs)
         frames = _frames(env, trainer)
     except gym.error.Error as error:
         message = str(error).strip().rstrip(".")

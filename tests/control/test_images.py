@@ -1,0 +1,188 @@
+"""Convolutions in front of the network: against PyTorch's own layers, and learning on a world that is an image."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from psigrad.control import DQN, PPO, TRPO, evaluate_policy, networks, vector
+from psigrad.control.actor_critic import ActorCritic
+from psigrad.control.convolutions import LAYERS, ConvolvedTowers, Image, layers_for
+from psigrad.control.distributions import Categorical
+from psigrad.errors import UserError
+
+PIXELS = Image(3, 7, 6, channels_last=True, bytes=True)
+CHANNELS_FIRST = Image(3, 7, 6, channels_last=False, bytes=True)
+
+
+def towers(image=PIXELS, extra=0, activation="tanh"):
+    made = ConvolvedTowers(image, LAYERS["small"], (5,), (3, 1), activation, extra).double()
+    made.initialise(0, [1.0, 1.0])
+    return made
+
+
+def images(count, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (count, 7, 6, 3), np.uint8))
+
+
+def by_modules(made, x_MHWC):
+    """The same by `nn.Conv2d` and `nn.Linear`."""
+    named = made.named()
+    h = x_MHWC.permute(0, 3, 1, 2).double() / 255
+    for i, layer in enumerate(LAYERS["small"]):
+        module = nn.Conv2d(h.shape[1], layer.channels, layer.kernel, layer.stride).double()
+        module.load_state_dict({"weight": named[f"cnn.{i}.weight"], "bias": named[f"cnn.{i}.bias"]})
+        h = torch.relu(module(h))
+    h = h.flatten(1)
+    outs = []
+    for k in range(2):
+        inner = torch.tanh(nn.functional.linear(h, named[f"{k}.0.weight"], named[f"{k}.0.bias"]))
+        outs.append(nn.functional.linear(inner, named[f"{k}.1.weight"], named[f"{k}.1.bias"]))
+    return outs
+
+
+def test_features_are_those_of_pytorchs_modules_whichever_way_the_channels_lie():
+    made, x = towers(), images(4)
+    policy, value = by_modules(made, x)
+    for found in (made(x.flatten(1)), made.plain(x.flatten(1)), made.record(x.flatten(1)).output):
+        torch.testing.assert_close(found[0], policy)
+        torch.testing.assert_close(found[1, :, :1], value)
+    first = towers(CHANNELS_FIRST)
+    first.load_state_dict(made.state_dict())
+    torch.testing.assert_close(first(x.permute(0, 3, 1, 2).flatten(1)), made(x.flatten(1)))
+    assert not torch.allclose(first(x.flatten(1)), made(x.flatten(1)))  # rows taken for channels
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+@pytest.mark.parametrize("together", [3, 100])
+def test_the_gradient_is_autograds_for_all_states_and_for_the_first_ones(extra, together, monkeypatch):
+    monkeypatch.setattr(networks, "_GROUPS", together)
+    made, x = towers(extra=extra), images(8).flatten(1)
+    for states in (8, 5):
+        weight = torch.randn(2, states, 3).double()
+        made.flat.grad = None
+        (made.plain(x[:states]) * weight).sum().backward()
+        torch.testing.assert_close(made.record(x).backward(weight), made.flat.grad)
+        assert made.flat.grad[-made.front - extra : len(made.flat) - extra].abs().max() > 0
+
+
+def test_bytes_and_their_fractions_are_one_image_and_acting_sees_what_training_sees():
+    network = ActorCritic(126, Categorical(3), (5,), image=PIXELS)
+    network.initialise(0)
+    x = images(4).flatten(1)
+    torch.testing.assert_close(network(x).policy, network(x.float() / 255).policy)
+    with torch.no_grad():
+        network.flat[: len(network.flat) // 4] *= 50  # a policy that prefers something
+    assert network.act(x.numpy()).tolist() == network(x).policy.argmax(-1).tolist()
+
+
+def test_weights_come_back_from_the_disk(tmp_path):
+    one, other = (ActorCritic(126, Categorical(3), (5,), image=PIXELS) for _ in range(2))
+    one.initialise(3)
+    one.save(tmp_path)
+    other.load(tmp_path)
+    x = images(4).flatten(1)
+    assert torch.equal(one(x).policy, other(x).policy) and torch.equal(one(x).values, other(x).values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "image", "expected"),
+    [
+        ("auto", Image(4, 84, 84, False, True), LAYERS["nature"]),
+        ("auto", PIXELS, LAYERS["small"]),
+        ("none", PIXELS, ()),
+        ("auto", None, ()),
+    ],
+)
+def test_the_layers_fit_the_image(kind, image, expected):
+    assert layers_for(kind, image) == expected
+
+
+@pytest.mark.parametrize(("kind", "image", "words"), [("nature", PIXELS, "7 × 6"), ("small", None, "no images")])
+def test_layers_that_do_not_fit_are_refused(kind, image, words):
+    with pytest.raises(UserError, match=words):
+        layers_for(kind, image)
+
+
+class Corner(gym.Env):
+    """A dot on 5 × 5 pixels that has to walk into the marked corner, whichever of the four it is, within 12 steps.
+
+    An optimal walk from anywhere takes at most 8 steps and earns 1 less a twentieth for each.
+    """
+
+    observation_space = spaces.Box(0, 255, (5, 5, 2), np.uint8)
+    action_space = spaces.Discrete(4)
+    metadata = {"render_modes": []}  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.goal = tuple(int(x) for x in self.np_random.choice([0, 4], 2))
+        self.at, self.taken = self.goal, 0
+        while self.at == self.goal:
+            self.at = tuple(int(x) for x in self.np_random.integers(0, 5, 2))
+        self.best = 1 - 0.05 * sum(abs(a - b) for a, b in zip(self.at, self.goal, strict=True))
+        return self._seen(), {}
+
+    def step(self, action):
+        move = [(-1, 0), (1, 0), (0, -1), (0, 1)][int(action)]
+        self.at = tuple(int(np.clip(a + m, 0, 4)) for a, m in zip(self.at, move, strict=True))
+        self.taken += 1
+        there = self.at == self.goal
+        return self._seen(), float(there) - 0.05, there, self.taken == 12, {}
+
+    def _seen(self):
+        picture = np.zeros((5, 5, 2), np.uint8)
+        picture[(*self.at, 0)], picture[(*self.goal, 1)] = 255, 255
+        return picture
+
+
+def optimum():
+    env = Corner()
+    env.reset(seed=0)
+    return np.mean([(env.reset()[0], env.best)[1] for _ in range(4000)])
+
+
+def test_ppo_finds_the_marked_corner_by_looking():
+    agent = PPO(
+        "CnnPolicy",
+        Corner,
+        n_envs=8,
+        n_steps=64,
+        batch_size=128,
+        n_epochs=4,
+        learning_rate=1e-3,
+        policy_kwargs={"net_arch": [64]},
+    )
+    before, _ = evaluate_policy(agent, n_eval_episodes=200)
+    agent.learn(16_000)
+    after, _ = evaluate_policy(agent, n_eval_episodes=200)
+    assert before < 0 and after > optimum() - 0.08
+
+
+@pytest.mark.long
+def test_dqn_keeps_bytes_and_learns_from_them():
+    settings = {"buffer_size": 5000, "learning_starts": 200, "train_freq": 16, "gradient_steps": 8, "target_update_interval": 200}
+    agent = DQN("CnnPolicy", Corner, n_envs=4, batch_size=64, learning_rate=1e-3, gamma=0.9, exploration_fraction=0.5, **settings)
+    assert agent._trainer.replay._data["observation"].dtype == np.uint8
+    agent.learn(12_000)
+    after, _ = evaluate_policy(agent, n_eval_episodes=200)
+    assert after > optimum() - 0.15
+
+
+def test_trpo_and_a_normaliser_take_images_too():
+    agent = TRPO(Corner, n_envs=4, n_steps=64, batch_size=64, normalize_observations=True).learn(1024)
+    before = agent.get_env().reset(seed=0)[0]
+    assert agent.predict(before)[0].shape == (4,)
+
+
+def test_a_wrapper_is_put_around_each_copy_and_bad_ones_are_named():
+    envs = vector.make("CartPole-v1", 16, wrappers=("gymnasium.wrappers:FlattenObservation",))
+    assert isinstance(envs.env, vector.Serial) and type(envs.env.envs[0]).__name__ == "FlattenObservation"
+    with pytest.raises(UserError, match="expected an environment of Gymnasium"):
+        vector.make("CartPole-v1", 1, wrappers=("builtins:id",))
+    with pytest.raises(UserError, match="wrap the one that you give"):
+        vector.make(Corner, 1, wrappers=("gymnasium.wrappers:FlattenObservation",))
