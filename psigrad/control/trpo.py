@@ -85,5 +85,5 @@ class TRPOTrainer(OnPolicyTrainer):
                 losses = [algorithm.critic(v, value_old[part], returns[part]).mean() for v in recorded.output.values]
                 loss = algorithm.critic.coefficient * torch.stack(losses).mean()
                 self.optimizer.step(recorded.backward(loss), rate)
-                error += float(loss) / minibatches
+                error += float(loss.detach()) / minibatches
         return error

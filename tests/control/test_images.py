@@ -186,3 +186,45 @@ def test_a_wrapper_is_put_around_each_copy_and_bad_ones_are_named():
         vector.make("CartPole-v1", 1, wrappers=("builtins:id",))
     with pytest.raises(UserError, match="wrap the one that you give"):
         vector.make(Corner, 1, wrappers=("gymnasium.wrappers:FlattenObservation",))
+
+
+def test_stable_baselines3s_way_of_naming_a_policy_is_the_same_agent(capsys):
+    torch.manual_seed(0)
+    kinds = {"net_arch": [16], "activation_fn": nn.ReLU}
+    theirs = PPO("MlpPolicy", "CartPole-v1", n_steps=32, n_envs=2, verbose=1, policy_kwargs=kinds, device="cpu")
+    ours = PPO("CartPole-v1", n_steps=32, n_envs=2, net_arch=(16,), activation="relu")
+    assert theirs.settings == ours.settings
+    theirs.learn(64)
+    assert "total_timesteps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "words"),
+    [
+        (("CnnPolicy", "CartPole-v1"), {}, "needs images"),
+        (("MultiInputPolicy", "CartPole-v1"), {}, "MlpPolicy or CnnPolicy"),
+        (("MlpPolicy",), {}, "No environment"),
+        (("CartPole-v1", "Acrobot-v1"), {}, "Two environments"),
+        (("MlpPolicy", "CartPole-v1"), {"policy_kwargs": {"ortho_init": False}}, "ortho_init=False"),
+        (("MlpPolicy", "CartPole-v1"), {"policy_kwargs": {"net_arch": {"pi": [8], "vf": [9]}}}, "same for policy and critic"),
+        (("MlpPolicy", "CartPole-v1"), {"device": "cuda"}, "runs on the CPU"),
+    ],
+)
+def test_what_has_no_equal_is_refused_by_name(given, named, words):
+    with pytest.raises(UserError, match=words):
+        PPO(*given, **named)
+
+
+def test_environments_are_exchanged_for_others_with_the_same_spaces_only():
+    agent = PPO(Corner, n_envs=2, n_steps=16).learn(32)
+    first, weights = agent.get_env(), agent._trainer.network.flat.clone()
+    agent.set_env(Corner)
+    assert agent.get_env() is not first and torch.equal(agent._trainer.network.flat, weights)
+    observation = np.stack([Corner().reset(seed=i)[0] for i in range(5)])
+    actions, state = agent.predict(observation, deterministic=True)
+    singles = [int(agent.predict(one, deterministic=True)[0]) for one in observation]
+    assert actions.tolist() == singles and state is None
+    agent.learn(32)
+    assert agent.num_timesteps == 64
+    with pytest.raises(UserError, match="which this policy was made for"):
+        agent.set_env("CartPole-v1")
