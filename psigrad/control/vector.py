@@ -7,6 +7,7 @@ Here all three give the same `Step`: what followed the action, whether the episo
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +194,7 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
     if callable(env):
         return Environments(Serial([env() for _ in range(count)]))
     try:
-        spec = gym.spec(env)
+        spec = spec_of(env)
         if vectorization == "auto":
             whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING and not wrappers
             vectorization = "vector_entry_point" if whole else "serial"
@@ -213,10 +214,18 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
         ) from error
 
 
+def spec_of(env: str) -> gym.envs.registration.EnvSpec:
+    """What is registered under an id; "module:id" imports the module that registers it first, as `gymnasium.make` does."""
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return gym.spec(name)
+
+
 def source(env: Made) -> Any:
     """The class or function behind an environment, whose code a run pins."""
     if isinstance(env, str):
-        entry = gym.spec(env).entry_point
+        entry = spec_of(env).entry_point
         return gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return type(env.unwrapped) if isinstance(env, gym.Env) else env
 

@@ -119,14 +119,15 @@ def test_what_cannot_be_handled_is_said_in_a_sentence():
     class Picture(Counter):
         def __init__(self):
             super().__init__()
-            self.observation_space = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+            self.observation_space = spaces.Dict({"image": spaces.Box(0, 255, (8, 8, 3), np.uint8)})
 
     class Many(Counter):
         def __init__(self):
             super().__init__()
             self.action_space = spaces.MultiDiscrete([2, 2])
 
-    for make, said in ((Picture, "images"), (Many, "MultiDiscrete"), ("NoSuch-v1", "NoSuch"), ("CartPole-v1", "gravitation")):
+    said_of = {Picture: "ImgObsWrapper", Many: "MultiDiscrete", "NoSuch-v1": "NoSuch", "no_module:A-v1": "no_module"}
+    for make, said in (said_of | {"CartPole-v1": "gravitation"}).items():
         kwargs = {"gravitation": 3} if make == "CartPole-v1" else {}
         with pytest.raises(UserError, match=said):
             vector.make(make, 1, **kwargs)
