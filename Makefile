@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo demo-real test lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench lint types docs size install clean
+.PHONY: help demo demo-real test lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own"
 	@echo "make test-vllm  the tests of the vLLM sampler, in an environment of their own (GB of packages)"
+	@echo "make test-lm-eval  the tests of lm-eval's tasks on psigrad's models, in an environment of their own"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
@@ -107,6 +108,17 @@ $(VLLM_VENV)/.installed: pyproject.toml
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm --durations 5
+
+# lm-eval brings thirty packages along that nothing else needs.
+LM_EVAL_VENV ?= .venv-lm-eval
+$(LM_EVAL_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(LM_EVAL_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt lm-eval==0.4.13
+	@touch $(LM_EVAL_VENV)/.installed
+
+test-lm-eval: $(LM_EVAL_VENV)/.installed
+	PYTHONPATH=. $(LM_EVAL_VENV)/bin/python -m pytest -m lm_eval tests/lm_eval
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py

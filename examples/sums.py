@@ -16,13 +16,14 @@ from psigrad.intervals import mean_interval
 from psigrad.models import language_model
 from psigrad.models.converted import plain_folder
 from psigrad.recipes import likelihood, sums
+from psigrad.records.read import prompt_text
 
 
 def answers(folder: Path, step: int) -> list[tuple[str, str]]:
     """The first held-out questions with what was answered at that step."""
     rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     shown = [row for row in rows if row["kind"] == "eval" and row["step"] == step][:5]
-    return [(str(row["prompt"])[-60:].strip(), row["completion"]) for row in shown]
+    return [(prompt_text(row["prompt"]), row["completion"]) for row in shown]
 
 
 def main(folder: Path, steps: int = 70) -> None:

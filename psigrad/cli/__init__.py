@@ -49,6 +49,7 @@ GROUPS = {
         "pairs": Command("pairs out of rankings or ratings, ties left out and counted", language.pairs),
         "tasks": Command("names of the procedural tasks of reasoning-gym", worlds.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
+        "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", language.lm_eval),
         "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", language.plan),
         "bench": Command("training steps of a model, timed by phase, beside TRL where it is installed", language.bench),
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),

@@ -191,6 +191,22 @@ def evaluate(arguments: list[str]) -> int:
     return 0
 
 
+def lm_eval(arguments: list[str]) -> int:
+    """Print what lm-eval's tasks say of a model, and of the one that it is compared with."""
+    from psigrad.cli import flags
+    from psigrad.config import LmEvalConfig
+
+    config = flags.parse(LmEvalConfig, "lm-eval", arguments)
+    try:
+        from psigrad.recipes import harness
+    except ImportError as error:
+        raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
+    from psigrad.report import terminal
+
+    terminal.compared(harness.run(config).metrics)
+    return 0
+
+
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
     from psigrad.cli import flags

@@ -8,7 +8,7 @@ from __future__ import annotations
 from psigrad.config.gymnasium import ControlConfig, Dqn, Network, Trpo
 from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.sections import Data, Evaluation, Model, Optim, Placement, Reward, Run, Sampling
-from psigrad.config.tooling import BenchConfig, PlanConfig
+from psigrad.config.tooling import BenchConfig, LmEvalConfig, PlanConfig
 
 __all__ = [
     "BenchConfig",
@@ -17,6 +17,7 @@ __all__ = [
     "Dqn",
     "EvalConfig",
     "Evaluation",
+    "LmEvalConfig",
     "Model",
     "Network",
     "OnlineConfig",

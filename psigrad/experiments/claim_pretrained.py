@@ -9,7 +9,7 @@ arXiv:2405.08448); a teacher hands on what it learnt for a fraction of the sampl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,8 @@ class TrainedModel:
     name: str
     samples: int
     """Completions of the policy that its training drew."""
-    steps: tuple[int, ...]
-    curve: tuple[Interval, ...]
-    """Share of right answers to held-out sums at each of `steps`, one answer to each."""
     accuracy: Interval
-    """The same at the end, several answers to each; over sums."""
+    """Share of right answers to held-out sums; over sums."""
     kl: Interval
     """Exact KL(model‖start) of an answer, in nats; over sums."""
     everyday: Interval
@@ -112,17 +109,17 @@ def run(s: PretrainedSettings) -> PretrainedResult:
         SFT: Trial(SFT, s.seed, "sft", _sft(s, usual, folder / "data")),
         DPO: Trial(DPO, s.seed, "dpo", _dpo(s, usual, folder / "data")),
     }
-    rows = trials.finished(s, NAME, list(jobs.values()))
+    trials.finished(s, NAME, list(jobs.values()))
     teacher = str(trials.place(s, NAME, RLVR, s.seed) / "model")
     pupil = replace(usual, algorithm="distill", reference=teacher, num_generations=1)
-    rows |= trials.finished(s, NAME, [Trial(DISTILLED, s.seed, "distill", pupil)])
+    trials.finished(s, NAME, [Trial(DISTILLED, s.seed, "distill", pupil)])
     drawn = s.steps * s.prompts
     samples = {START: 0, RLVR: drawn * s.generations, SFT: 0, DPO: drawn * s.generations, DISTILLED: drawn}
     found = {START: _measured(s, base, base, held_out, folder / "measured" / START)}
     for name in (RLVR, SFT, DPO, DISTILLED):
         place = trials.place(s, NAME, name, s.seed)
         found[name] = _measured(s, str(place / "model"), base, held_out, place)
-    outcomes = tuple(_outcome(name, samples[name], rows.get((name, s.seed), ()), found) for name in found)
+    outcomes = tuple(_outcome(name, samples[name], found) for name in found)
     return PretrainedResult(s, outcomes, tuple(_findings(found)))
 
 
@@ -137,25 +134,20 @@ def _usual(s: PretrainedSettings, base: str, train: Path, held_out: Path) -> Onl
         prompts_per_step=s.prompts,
         num_generations=s.generations,
         sampling=SAMPLING,
-        evaluation=Evaluation(eval_prompts=s.held_out, eval_steps=max(1, s.steps // 5)),
+        evaluation=Evaluation(eval_prompts=0),
     )
 
 
 def _sft(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> SFTConfig:
     """The sums written out, as many as RLVR has prompts."""
-    paths = []
-    for given in (usual.data.dataset, usual.data.eval_dataset):
-        rows = [json.loads(line) for line in Path(given).read_text().splitlines()]
-        path = folder / f"{Path(given).stem}-written.jsonl"
-        sample.write_jsonl(path, [{**row, "completion": [{"role": "assistant", "content": row["sum"]}]} for row in rows])
-        paths.append(str(path))
+    rows = [json.loads(line) for line in Path(usual.data.dataset).read_text().splitlines()]
+    written = folder / "written.jsonl"
+    sample.write_jsonl(written, [{**row, "completion": [{"role": "assistant", "content": row["sum"]}]} for row in rows])
     return SFTConfig(
         model=usual.model,
-        data=Data(dataset=paths[0], eval_dataset=paths[1]),
+        data=Data(dataset=str(written)),
         optim=usual.optim,
         run=usual.run,
-        reward=usual.reward,
-        sampling=usual.sampling,
         evaluation=usual.evaluation,
         batch_size=s.prompts,
     )
@@ -181,26 +173,12 @@ def _dpo(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> Preference
         written.path.rename(pairs)
     return PreferenceConfig(
         model=usual.model,
-        data=Data(dataset=str(pairs), eval_dataset=str(_answered(usual, folder))),
+        data=Data(dataset=str(pairs)),
         optim=Optim(learning_rate=s.dpo_learning_rate),
         run=usual.run,
-        reward=usual.reward,
-        sampling=usual.sampling,
         evaluation=usual.evaluation,
         batch_size=s.prompts,
     )
-
-
-def _answered(usual: OnlineConfig, folder: Path) -> Path:
-    """The held-out sums, right against one too many."""
-    path = folder / "held_out-pairs.jsonl"
-    rows = [json.loads(line) for line in Path(usual.data.eval_dataset).read_text().splitlines()]
-    said = lambda text: [{"role": "assistant", "content": text}]  # noqa: E731
-    for row in rows:
-        wrong = f"{row['sum'].split('=')[0]}= {int(row['answer']) + 1}"
-        row |= {"chosen": said(row["sum"]), "rejected": said(wrong)}
-    sample.write_jsonl(path, rows)
-    return path
 
 
 def _measured(s: PretrainedSettings, model: str, base: str, held_out: Path, place: Path) -> _Measured:
@@ -236,17 +214,11 @@ def _measured(s: PretrainedSettings, model: str, base: str, held_out: Path, plac
     return found
 
 
-def _outcome(name: str, samples: int, rows: Sequence[Mapping[str, Any]], found: Mapping[str, _Measured]) -> TrainedModel:
+def _outcome(name: str, samples: int, found: Mapping[str, _Measured]) -> TrainedModel:
     own, start = found[name], found[START]
-    key = "eval/numeric"
-    points = [
-        (row["step"], Interval(*(row[f"{key}/{k}"] for k in ("mean", "low", "high")))) for row in rows if f"{key}/mean" in row
-    ]
     return TrainedModel(
         name,
         samples,
-        tuple(step for step, _ in points),
-        tuple(point for _, point in points),
         over_seeds(own.accuracy),
         over_seeds(own.kl),
         Interval(sum(own.right) / len(own.right), *mean_interval(own.right)),
@@ -309,21 +281,18 @@ def tables(result: PretrainedResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Accuracy over steps; and how far each model is from the start, against what it knows of other things."""
+    """What each model can; and how far it is from the start, against what it knows of other things."""
     figure, (left, right) = drawing.new_figure(9.5, 3.6, 1, 2)
-    for one, colour in zip(found["outcomes"], (drawing.INK, *COLOURS), strict=False):
-        if one["steps"]:
-            mean, low, high = zip(*one["curve"], strict=True)
-            left.fill_between(one["steps"], low, high, color=colour, alpha=0.13, linewidth=0)
-            left.plot(one["steps"], mean, color=colour, linewidth=1.7, label=one["name"])
+    for place, (one, colour) in enumerate(zip(found["outcomes"], (drawing.INK, *COLOURS), strict=False)):
+        mean, low, high = one["accuracy"]
+        left.bar([place], [mean], 0.6, yerr=[[mean - low], [high - mean]], color=colour, error_kw={"linewidth": 1.2})
         (x, *_), (y, low, high) = one["kl"], one["likelihood"]
         right.errorbar([x], [y], [[y - low], [high - y]], color=colour, marker="o", markersize=5, linewidth=1.4)
         right.annotate(one["name"], (x, y), textcoords="offset points", xytext=(6, 5), fontsize=8, color=colour)
-    drawing.tidy(left, "Right answers to held-out sums", grid="y")
+    drawing.tidy(left, "Share of right answers to held-out sums", grid="y")
     drawing.tidy(right, "Everyday sentences: change of log p (nats)", grid="y")
-    left.set_xlabel("steps", color=drawing.INK, fontsize=9)
+    left.set_xticks(range(len(found["outcomes"])), [one["name"] for one in found["outcomes"]])
     left.set_ylim(0, 1)
-    left.legend(fontsize=8, frameon=False)
     right.set_xlabel("KL to the start, nats per answer", color=drawing.INK, fontsize=9)
     right.margins(x=0.2)
     return drawing.save(figure, path)

@@ -232,8 +232,8 @@ class PretrainedSettings:
     """Of DPO."""
     held_out: int = 200
     """Held-out sums, at most 200; intervals are over them."""
-    completions: int = 4
-    """Answers to each of them in the last measurement."""
+    completions: int = 2
+    """Answers to each of them."""
     seed: int = 0
     """Of all runs."""
     processes: int = 2

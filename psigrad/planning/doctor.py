@@ -24,6 +24,7 @@ from psigrad.sandbox import tier_of_this_machine
 EXTRAS = {
     "cluster": "ray",
     "control": "Box2D",
+    "lm-eval": "lm_eval",
     "postgres": "psycopg",
     "studio": "fastapi",
     "tensorboard": "tensorboard",

@@ -70,6 +70,23 @@ def samples_table(run: RunData | str | Path, console: Console | None = None, mos
         _print(["prompt", *(head for step in steps for head in (f"step {step}", ""))], cells, console)
 
 
+def compared(metrics: Iterable[Any]) -> None:
+    """Metrics of tasks with 95 % intervals: of a model, and where there is a baseline its own and the difference."""
+    found = list(metrics)
+    columns = ["model", *(["baseline", "difference"] if any(one.baseline is not None for one in found) else [])]
+    spans = lambda one: [getattr(one, name) for name in columns]  # noqa: E731
+    cells = [
+        [
+            one.task,
+            one.metric,
+            str(one.documents),
+            *("" if x is None else f"{x[0]:.4g} [{x[1]:.4g}, {x[2]:.4g}]" for x in spans(one)),
+        ]
+        for one in found
+    ]
+    _print(["task", "metric", "documents", *columns], cells)
+
+
 def _print(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:
     console = console or Console()
     table = Table(*head)
