@@ -9,6 +9,7 @@ from typing import Any
 from psigrad.config import Placement
 from psigrad.errors import UserError
 from psigrad.parallel.fleet import Fleet
+from psigrad.parallel.worker_logs import kept
 from psigrad.training.journal import Journal
 
 
@@ -25,6 +26,7 @@ def fleet(
     gpus: float = 0.0,
 ) -> Iterator[Fleet]:
     """`count` workers of a kind, for the length of the block; 0: as many as there is room for beside those that were counted.
+    What they print goes to the terminal and to workers.log of the run folder.
 
     Raises `UserError` where no cluster is named.
     """
@@ -44,6 +46,7 @@ def fleet(
         tell=journal.tell,
     )
     try:
-        yield made
+        with kept(kind.__name__, journal.folder.path / "workers.log"):
+            yield made
     finally:
         made.close()

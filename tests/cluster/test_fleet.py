@@ -212,6 +212,34 @@ def test_a_lost_head_ends_the_run_which_then_goes_on(job, whole, tmp_path, clust
     assert "checkpoints" in os.listdir(tmp_path / "run")
 
 
+def line_of(what: str) -> int:
+    """The line of faulty_user.py that raises."""
+    lines = (SUPPORT / "faulty_user.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if f"# line of {what}" in line)
+
+
+def test_what_users_code_prints_and_raises_on_workers_reaches_the_driver(job, tmp_path):
+    file, out = SUPPORT / "faulty_user.py", tmp_path / "run"
+    own = {"reward": [f"{file}:reward"], "environment": f"{file}:Environment", "max_unscored": 1.0}
+    placed = {"samplers": 1, "scorers": 1, "environment_actors": 1, "cpus": 3}
+    said = finish(start(job, out, kind="episodes", steps=4, config=own, **placed))
+    reasons = {row["reason"] for row in map(json.loads, (out / "rollouts.jsonl").read_text().splitlines()) if row.get("reason")}
+    assert f"reward raised ValueError: an odd answer (faulty_user.py, line {line_of('reward')})" in reasons
+    assert f"the environment raised KeyError: 'the board' (faulty_user.py, line {line_of('environment')})" in reasons
+    log = (out / "workers.log").read_text()
+    for kind, words in (("RewardWorker", "the reward speaks"), ("EnvironmentWorker", "the environment speaks")):
+        assert f"({kind} pid=" in said and words in said
+        assert any(f" {kind} " in line and words in line for line in log.splitlines()), log
+
+
+def test_a_sampler_that_raises_ends_the_run_with_its_file_and_line(job, tmp_path):
+    file, out = SUPPORT / "faulty_user.py", tmp_path / "run"
+    said = finish(start(job, out, sampler=f"{file}:Sampler", samplers=1), status=1)
+    assert f"A sampler failed on the cluster (RuntimeError: no more tokens, {file}, line {line_of('sampler')})." in said
+    (failed,) = [event for event in events(out) if event["kind"] == "worker_failed"]
+    assert "raise RuntimeError" in failed["traceback"] and "the sampler speaks" in (out / "workers.log").read_text()
+
+
 def test_mistakes_are_one_sentence(job, tmp_path):
     said = finish(start(job, tmp_path / "run", cluster="127.0.0.1:1"), status=1)
     assert "There is no Ray cluster at '127.0.0.1:1'" in said

@@ -23,12 +23,13 @@ def main(job: str, out: str, given: str) -> None:
 
         ray.init(num_cpus=cpus, include_dashboard=False, logging_level="ERROR")
     lag, steps, tokens = settings.pop("lag", 0), settings.pop("steps", 6), settings.pop("tokens", 12)
+    own = settings.pop("config", {})
     kind = {"completions": tiny_jobs.online_config, "episodes": tiny_jobs.episodes_config}[settings.pop("kind", "completions")]
     made = kind(Path(job), Path(out), max_steps=steps)
+    sampling = Sampling(max_completion_length=tokens, max_decode_batch=8, sampler=settings.pop("sampler", "embedded"))
     placement = Placement(**{"cluster": "auto", "samplers": 2, "parcel_prompts": 1, "timeout_minutes": 1.0, **settings})
-    sampling = Sampling(max_completion_length=tokens, max_decode_batch=8)
     optim = replace(made.optim, learning_rate=1e-3)
-    api.run(replace(made, placement=placement, lag=lag, sampling=sampling, optim=optim, num_minibatches=1))
+    api.run(replace(made, placement=placement, lag=lag, sampling=sampling, optim=optim, num_minibatches=1, **own))
 
 
 if __name__ == "__main__":
