@@ -15,6 +15,7 @@ import pytest
 from clusters import PATIENT, same
 from ranks import ROOT, SUPPORT
 from tiny_jobs import make_job
+from two_machines import Machines
 
 pytestmark = pytest.mark.cluster
 
@@ -200,6 +201,30 @@ def test_machines_come_and_go(job, whole, tmp_path, request):
     found = events(tmp_path / "run")
     assert any(event["kind"] == "worker_lost" for event in found)
     assert joined(tmp_path / "run") >= 2
+
+
+@pytest.fixture
+def machines(tmp_path):
+    made = Machines(tmp_path, {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1", **PATIENT})
+    yield made
+    made.close()
+
+
+def test_a_machine_that_is_cut_off_is_passed_by_and_may_come_back(job, whole, tmp_path, machines):
+    machines.join()
+    out = tmp_path / "run"
+    run = start(job, out, lag=2, steps=400, cluster=machines.address, samplers=2, patience=2.0, timeout_minutes=4.0)
+    until(lambda: steps_done(out) >= 3 and joined(out) >= 2, run)
+    machines.cut()
+    until(lambda: "worker_late" in kinds(out), run)  # the parcel that it had is another's
+    before = steps_done(out)
+    until(lambda: steps_done(out) >= before + 5, run)
+    until(lambda: "worker_lost" in kinds(out), run)
+    machines.mend()
+    machines.join()
+    until(lambda: kinds(out).count("worker_joined") >= 3, run)
+    finish(run)
+    same(out, whole(2, 400))
 
 
 def test_a_lost_head_ends_the_run_which_then_goes_on(job, whole, tmp_path, cluster):

@@ -1,0 +1,69 @@
+"""Two machines on this one: networks with a cable between them that can be cut. Needs root, if only of a user namespace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE, THERE, PORT = "10.77.0.1", "10.77.0.2", 6399
+# A lost machine is noticed within seconds, not half a minute.
+QUICK = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--object-store-memory=100000000"]
+
+
+def ip(*arguments: str, inside: int = 0) -> None:
+    """`ip …`, here or in the network of a process."""
+    where = ["nsenter", f"--target={inside}", "--net"] if inside else []
+    subprocess.run([*where, "ip", *arguments], check=True)
+
+
+class Machines:
+    """A Ray cluster whose head is here; `join()` adds the other machine, `cut()` and `mend()` are the cable's."""
+
+    address = f"{HERE}:{PORT}"
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.environment = folder, {**os.environ, **environment, **QUICK}
+        # the other network lives as long as this process
+        self.other = subprocess.Popen(["unshare", "--net", "sleep", "100000"])
+        self.nodes: list[subprocess.Popen] = []
+        time.sleep(0.5)
+        ip("link", "add", "here", "type", "veth", "peer", "name", "there")
+        ip("link", "set", "there", "netns", str(self.other.pid))
+        ip("addr", "add", f"{HERE}/24", "dev", "here")
+        ip("link", "set", "here", "up")
+        ip("link", "set", "lo", "up", inside=self.other.pid)
+        ip("addr", "add", f"{THERE}/24", "dev", "there", inside=self.other.pid)
+        ip("link", "set", "there", "up", inside=self.other.pid)
+        self._start(
+            [*RAY, "--head", f"--port={PORT}", f"--node-ip-address={HERE}", "--include-dashboard=false", f"--temp-dir={folder}/h"]
+        )
+
+    def join(self) -> None:
+        """Ray on the other machine; after a cut it has to be started again."""
+        inside = ["nsenter", f"--target={self.other.pid}", "--net"]
+        self._start([*inside, *RAY, f"--address={self.address}", f"--node-ip-address={THERE}"])
+
+    def _start(self, command: list[str]) -> None:
+        log = (self.folder / f"node-{len(self.nodes)}.log").open("wb")
+        self.nodes.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True))
+
+    def cut(self) -> None:
+        """Nothing passes any more, in either direction."""
+        ip("link", "set", "here", "down")
+
+    def mend(self) -> None:
+        """The cable is whole again."""
+        ip("link", "set", "here", "up")
+
+    def close(self) -> None:
+        """End all of it."""
+        for node in self.nodes:
+            os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+        self.other.kill()
+        self.other.wait()
