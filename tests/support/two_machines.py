@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,9 +40,17 @@ class Machines:
         ip("link", "set", "lo", "up", inside=self.other.pid)
         ip("addr", "add", f"{THERE}/24", "dev", "there", inside=self.other.pid)
         ip("link", "set", "there", "up", inside=self.other.pid)
-        self._start(
-            [*RAY, "--head", f"--port={PORT}", f"--node-ip-address={HERE}", "--include-dashboard=false", f"--temp-dir={folder}/h"]
-        )
+        self._start([*RAY, "--head", f"--port={PORT}", f"--node-ip-address={HERE}", "--include-dashboard=false"])
+        self._until_it_answers()
+
+    def _until_it_answers(self) -> None:
+        end = time.monotonic() + 240
+        while True:
+            try:
+                return socket.create_connection((HERE, PORT), timeout=5.0).close()
+            except OSError:
+                assert self.nodes[0].poll() is None and time.monotonic() < end, (self.folder / "node-0.log").read_text()[-3000:]
+                time.sleep(0.5)
 
     def join(self) -> None:
         """Ray on the other machine; after a cut it has to be started again."""
