@@ -27,7 +27,7 @@ def main(job: str, out: str, given: str) -> None:
     kind = {"completions": tiny_jobs.online_config, "episodes": tiny_jobs.episodes_config}[settings.pop("kind", "completions")]
     made = kind(Path(job), Path(out), max_steps=steps)
     sampling = Sampling(max_completion_length=tokens, max_decode_batch=8, sampler=settings.pop("sampler", "embedded"))
-    placement = Placement(**{"cluster": "auto", "samplers": 2, "parcel_prompts": 1, "timeout_minutes": 1.0, **settings})
+    placement = Placement(**{"cluster": "auto", "samplers": 2, "parcel_prompts": 1, "timeout_minutes": 5.0, **settings})
     optim = replace(made.optim, learning_rate=1e-3)
     api.run(replace(made, placement=placement, lag=lag, sampling=sampling, optim=optim, num_minibatches=1, **own))
 
