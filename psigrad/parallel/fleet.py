@@ -13,6 +13,7 @@ import re
 import socket
 import statistics
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -311,6 +312,11 @@ def _connected(address: str) -> Any:
     try:
         ray.init(address=address, **settings)
     except ConnectionError as error:
+        if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
+            raise UserError(
+                f"The Ray cluster at {address!r} wants its token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token "
+                "or RAY_AUTH_TOKEN, as on the machine that started it."
+            ) from error
         if address != "auto":
             raise UserError(
                 f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`."

@@ -221,7 +221,6 @@ def test_a_machine_that_is_cut_off_is_passed_by_and_may_come_back(job, whole, tm
     until(lambda: steps_done(out) >= before + 5, run)
     until(lambda: "worker_lost" in kinds(out), run)
     machines.mend()
-    machines.join()
     until(lambda: kinds(out).count("worker_joined") >= 3, run)
     finish(run)
     same(out, whole(2, 400))

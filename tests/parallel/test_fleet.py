@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -137,3 +138,31 @@ def test_what_a_worker_raises_is_told_with_its_place(ray):
     said = "\n".join(f'File "{file}", line {line}, in f' for file, line in files)
     assert run(Raised(KeyError("x"), said)) == "A worker failed on the cluster (KeyError: 'x', /home/me/mine.py, line 7)."
     assert told[-1] == ("worker_failed", {"traceback": said})
+
+
+@pytest.mark.parametrize("address", ["auto", "ray-head"])
+def test_a_cluster_that_wants_a_token_is_no_missing_cluster(monkeypatch, address):
+    """By default Ray makes a token for the first cluster of its own on a machine, and wants it of those started later."""
+
+    def init(**settings):
+        assert settings.get("address"), "no cluster of its own is started beside the one that is there"
+        raise ConnectionError("Failed to connect") from RuntimeError("RPC error: InvalidAuthToken: missing")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    with pytest.raises(UserError, match="set RAY_AUTH_MODE=token"):
+        fleets._connected(address)
+
+
+def test_without_a_cluster_auto_starts_one(monkeypatch):
+    begun = []
+
+    def init(**settings):
+        begun.append(settings.get("address"))
+        if settings.get("address"):
+            raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    fleets._connected("auto")
+    assert begun == ["auto", None]
+    with pytest.raises(UserError, match="There is no Ray cluster at 'ray-head'"):
+        fleets._connected("ray-head")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 HERE, THERE, PORT = "10.77.0.1", "10.77.0.2", 6399
-# A lost machine is noticed within seconds, not half a minute.
-QUICK = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+# A lost machine is noticed sooner than after half a minute, and not where one is only slow.
+QUICK = {"RAY_health_check_period_ms": "2000", "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "3"}
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--object-store-memory=100000000"]
 
 
@@ -23,12 +25,17 @@ def ip(*arguments: str, inside: int = 0) -> None:
 
 
 class Machines:
-    """A Ray cluster whose head is here; `join()` adds the other machine, `cut()` and `mend()` are the cable's."""
+    """A Ray cluster whose head is here; `join()` adds the other machine, `cut()` and `mend()` are the cable's. Ray is started
+    again on a machine where it has ended, as it does when it was given up, or where the start took longer than it waits.
+    """
 
     address = f"{HERE}:{PORT}"
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self.folder, self.environment = folder, {**os.environ, **environment, **QUICK}
+        # no token, which an earlier cluster of this machine may have left
+        self.folder, self.environment = folder, {**os.environ, "RAY_AUTH_MODE": "disabled", **environment, **QUICK}
+        # short, since sockets lie in it; and of its own, so that "auto" does not look for this cluster later
+        self.place = tempfile.mkdtemp(prefix="ray-")
         # the other network lives as long as this process
         self.other = subprocess.Popen(["unshare", "--net", "sleep", "100000"])
         self.nodes: list[subprocess.Popen] = []
@@ -40,7 +47,16 @@ class Machines:
         ip("link", "set", "lo", "up", inside=self.other.pid)
         ip("addr", "add", f"{THERE}/24", "dev", "there", inside=self.other.pid)
         ip("link", "set", "there", "up", inside=self.other.pid)
-        self._start([*RAY, "--head", f"--port={PORT}", f"--node-ip-address={HERE}", "--include-dashboard=false"])
+        self._start(
+            [
+                *RAY,
+                "--head",
+                f"--port={PORT}",
+                f"--node-ip-address={HERE}",
+                "--include-dashboard=false",
+                f"--temp-dir={self.place}",
+            ]
+        )
         self._until_it_answers()
 
     def _until_it_answers(self) -> None:
@@ -49,17 +65,18 @@ class Machines:
             try:
                 return socket.create_connection((HERE, PORT), timeout=5.0).close()
             except OSError:
-                assert self.nodes[0].poll() is None and time.monotonic() < end, (self.folder / "node-0.log").read_text()[-3000:]
+                assert time.monotonic() < end, (self.folder / "node-0.log").read_text()[-3000:]
                 time.sleep(0.5)
 
     def join(self) -> None:
-        """Ray on the other machine; after a cut it has to be started again."""
+        """Ray on the other machine."""
         inside = ["nsenter", f"--target={self.other.pid}", "--net"]
         self._start([*inside, *RAY, f"--address={self.address}", f"--node-ip-address={THERE}"])
 
     def _start(self, command: list[str]) -> None:
         log = (self.folder / f"node-{len(self.nodes)}.log").open("wb")
-        self.nodes.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True))
+        again = ["sh", "-c", 'while :; do "$@"; sleep 1; done', "sh", *command]
+        self.nodes.append(subprocess.Popen(again, env=self.environment, stdout=log, stderr=log, start_new_session=True))
 
     def cut(self) -> None:
         """Nothing passes any more, in either direction."""
@@ -76,3 +93,4 @@ class Machines:
             node.wait()
         self.other.kill()
         self.other.wait()
+        shutil.rmtree(self.place, ignore_errors=True)
