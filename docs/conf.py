@@ -7,6 +7,7 @@ formulas; `docstring` turns them into reStructuredText.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ version = release = psigrad.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 exclude_patterns = ["images/**", "site/**"]
-nb_execution_mode = "off"  # no page is a notebook yet
+nb_execution_mode = "off"  # the notebooks of the course keep their outputs: make_course.py
 myst_heading_anchors = 3
 nitpicky = True
 smartquotes = False  # s' is a state, not the end of a quotation
@@ -64,6 +65,7 @@ html_theme_options = {
 }
 copyright = "the psigrad authors; Apache-2.0"
 
+PAGE = (".md", ".ipynb")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -72,7 +74,7 @@ def contents(index: str) -> str:
     found = ""
     for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
-        pages = [f"{words} <{target.removesuffix('.md')}>" for words, target in LINK.findall(body) if target.endswith(".md")]
+        pages = [f"{words} <{target.rpartition('.')[0]}>" for words, target in LINK.findall(body) if target.endswith(PAGE)]
         found += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {heading.strip()}", "", *pages, "```", ""])
     return found
 
@@ -91,6 +93,18 @@ def inside(text: str, folder: Path) -> str:
         return f"`{where}`" if words.strip("`/") == where else f"{words} (`{where}`)"
 
     return LINK.sub(plain, text)
+
+
+def chapter(source: str, folder: Path, page: str) -> str:
+    """A notebook with the links of its text as `inside` makes them, and a link to itself under its title."""
+    book = json.loads(source)
+    texts = [cell for cell in book["cells"] if cell["cell_type"] == "markdown"]
+    for cell in texts:
+        cell["source"] = inside("".join(cell["source"]), folder)
+    title, _, rest = texts[0]["source"].partition("\n")
+    name = page.rpartition("/")[2]
+    texts[0]["source"] = f"{title}\n\n{{download}}`Download this chapter as a notebook <{name}.ipynb>`\n{rest}"
+    return json.dumps(book)
 
 
 def docstring(lines: list[str]) -> list[str]:
@@ -143,7 +157,9 @@ def setup(app: Sphinx) -> None:
     def source_read(app: Sphinx, page: str, source: list[str]) -> None:
         if page == "index":
             source[0] += contents(source[0])
-        source[0] = inside(source[0], (DOCS / page).parent)
+        folder = (DOCS / page).parent
+        is_notebook = app.env.doc2path(page, base=False).suffix == ".ipynb"
+        source[0] = chapter(source[0], folder, page) if is_notebook else inside(source[0], folder)
 
     def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
         lines[:] = docstring(lines)

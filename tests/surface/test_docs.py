@@ -148,7 +148,8 @@ def test_the_architecture_page_names_every_room():
 def test_the_site_has_every_page_once_and_in_the_order_of_the_index():
     text = script("conf").contents((ROOT / "docs" / "index.md").read_text())
     listed = re.findall(r"<([^>]+)>", text)
-    pages = {p.relative_to(ROOT / "docs").with_suffix("").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    pages = {p.relative_to(ROOT / "docs").with_suffix("").as_posix() for p in files}
     assert len(listed) == len(set(listed))
     assert set(listed) == {p for p in pages if not p.startswith("api/")} - {"index"} | {"api/index"}
     assert listed.index("walkthrough") < listed.index("control") < listed.index("methods/grpo") < listed.index("settings")

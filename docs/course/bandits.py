@@ -1,0 +1,325 @@
+# %% [markdown]
+# # 2 · Bandits and baselines
+#
+# Now nobody tells us P and R. We can only try actions and see what they pay. The simplest such
+# problem has one state and one step: a **bandit**, a row of slot machines with arms to pull.
+# It is all we need to meet the policy gradient, and the trick that makes it usable.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, aggregate, ratio
+from psigrad.objective.advantage import group_mean, leave_one_out, total_return
+from psigrad.objective.surrogate import score
+
+# %% tags=["parameters"]
+groups = 20_000  # gradient estimates for each figure
+seeds = 100  # learners
+steps = 200
+
+# %% [markdown]
+# ## The log trick
+#
+# The policy is a softmax over five arms, π_a ∝ exp θ_a. It earns J(θ) = Σ_a π_a·μ_a, where μ_a is
+# what arm a pays on average. We want ∇J, and cannot compute it, since we do not know μ. But
+# ∇π = π·∇log π, so
+#
+#     ∇J = Σ_a ∇π_a·μ_a = Σ_a π_a·∇log π_a·μ_a = E[ ∇log π(a)·R ].
+#
+# The right side is an expectation under our own policy. We can sample it: pull an arm, see the
+# reward R, move θ along ∇log π(a)·R. This is **REINFORCE**. With several steps it becomes
+#
+#     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ],
+#
+# the identity that all of this course lives on. Ψ says how good an action was; here Ψ = R.
+#
+# Here we know μ, so that we can check. All arms pay about 10; what matters is the difference.
+
+# %%
+means = torch.tensor([10.0, 10.2, 10.4, 10.6, 11.0])
+theta = torch.tensor([0.5, 0.3, 0.0, -0.2, -0.5])
+policy = torch.softmax(theta, 0)
+truth = policy * (means - policy @ means)  # ∇J of a softmax, exactly
+print("policy  ", [round(p, 2) for p in policy.tolist()])
+print("gradient", [round(g, 3) for g in truth.tolist()])
+
+
+# %% [markdown]
+# A `Batch` holds what was sampled: N rows, one for each pull, of T = 1 step. A Ψ is a function
+# from a batch to a number for each step. We draw many groups of 8 pulls, and each group gives one
+# estimate of ∇J.
+
+
+# %%
+def pulls(policy, groups, size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    arms = torch.multinomial(policy, groups * size, True, generator=generator)
+    noise = 0.5 * torch.randn(len(arms), generator=generator)
+    return arms, Batch(
+        mask=torch.ones(len(arms), 1, dtype=torch.bool),
+        reward=(means[arms] + noise)[:, None],
+        logp_old=policy.log()[arms][:, None],
+        group=torch.arange(groups).repeat_interleave(size),
+        inputs=arms,
+    )
+
+
+def estimates(psi, size=8):
+    arms, batch = pulls(policy, groups, size)
+    grad_log = torch.nn.functional.one_hot(arms, 5) - policy  # ∇log π(a), by θ
+    return (psi(batch) * grad_log).view(groups, size, 5).mean(1)
+
+
+def report(name, found):
+    error = found.std(0) / len(found) ** 0.5
+    z = ((found.mean(0) - truth) / error).abs().max()
+    print(
+        f"{name:22} variance {found.var(0).sum():8.3f}   bias {z:6.1f} standard errors"
+    )
+    return found
+
+
+plain = report("Ψ = R", estimates(total_return()))
+
+# %% [markdown]
+# No bias: the mean of the estimates lies within a few standard errors of the truth in each of the
+# five coordinates. But the variance is awful. Every pull pays about 10, so every pull says "do
+# this again, ten times as much", and only the small differences between these shouts are news.
+#
+# ## A baseline
+#
+# Subtract from R any number b that does not depend on the action. On average it changes nothing:
+#
+#     E[ ∇log π(a)·b ] = b·Σ_a ∇π_a = b·∇1 = 0.
+#
+# The natural choice is what we expect anyway. We do not know it, but the other pulls of the group
+# do: their mean is the **leave-one-out** baseline of RLOO,
+#
+#     Ψ_i = R_i − mean of the other R_j.
+
+
+# %%
+def minus_own_arm(batch):  # wrong on purpose: this baseline looks at the action
+    return batch.reward - means[batch.inputs][:, None]
+
+
+report("Ψ = R", plain)
+others = report("R − mean of others", estimates(leave_one_out))
+own = report("R − mean of group", estimates(group_mean(std=False)))
+wrong = report("R − μ of its own arm", estimates(minus_own_arm))
+
+fig, axes = plt.subplots(1, 2, sharex=True)
+for ax, name, found in zip(
+    axes, ("Ψ = R", "R − mean of others"), (plain, others), strict=True
+):
+    along = found @ truth / (truth @ truth)
+    ax.hist(along.clamp(-60, 60), bins=80, density=True)
+    ax.axvline(1, color="black", lw=1)
+    ax.set(title=name, xlabel="estimate along ∇J  (truth: 1)", yticks=[])
+plt.show()
+
+# %% [markdown]
+# Three things to read here.
+#
+# - The baseline leaves the mean where it was and cuts the variance by a factor of more than a
+#   hundred. A hundred times fewer samples give the same certainty.
+# - The mean of the *whole* group contains R_i itself. That shrinks the gradient by (K − 1)/K, here
+#   7/8: a bias, but only of length. GRPO does this (chapter 7); the learning rate hides it.
+# - A baseline that looks at the action destroys the gradient. Its variance is small, and its mean
+#   is 0. Low variance alone is worth nothing.
+#
+# ## How much it matters depends on where the rewards lie
+#
+# Add a constant to all rewards: nothing has changed about which arm is best.
+
+# %%
+shifts = torch.linspace(-10, 10, 21)
+found = {"Ψ = R": [], "R − mean of others": []}
+for shift in shifts:
+    arms, batch = pulls(policy, groups // 10)
+    batch.reward.add_(shift - 10)
+    grad_log = torch.nn.functional.one_hot(arms, 5) - policy
+    for name, psi in zip(found, (total_return(), leave_one_out), strict=True):
+        g = (psi(batch) * grad_log).view(-1, 8, 5).mean(1)
+        found[name].append(float(g.var(0).sum()))
+
+fig, ax = plt.subplots()
+for name, variance in found.items():
+    ax.semilogy(shifts, variance, label=name)
+ax.set(xlabel="constant added to rewards of about 0", ylabel="variance of ĝ")
+ax.legend()
+plt.show()
+
+
+# %% [markdown]
+# Without a baseline the variance grows with the square of the constant. With one, the constant is
+# gone.
+#
+# ## Does it learn?
+#
+# A method in psigrad is a `PolicyGradient`: Ψ, a ratio and a clip (not needed yet), a way to
+# average. `prepare` makes advantages, `loss` something to call backward on. One hundred learners
+# at once: one group of 8 pulls for each at every step.
+
+
+# %%
+def learn(psi, rate):
+    method = PolicyGradient(psi, ratio.none, score, aggregate.sequence_sum)
+    theta = torch.zeros(seeds, 5, requires_grad=True)
+    generator = torch.Generator().manual_seed(1)
+    history = []
+    for _ in range(steps):
+        logp = torch.log_softmax(theta, 1)
+        arms = torch.multinomial(
+            logp.exp().detach(), 8, True, generator=generator
+        ).flatten()
+        rows = torch.arange(seeds).repeat_interleave(8)
+        reward = means[arms] + 0.5 * torch.randn(len(arms), generator=generator)
+        chosen = logp[rows, arms][:, None]
+        mask = torch.ones_like(chosen, dtype=torch.bool)
+        batch = Batch(mask=mask, reward=reward[:, None], logp_old=chosen, group=rows)
+        prepared = method.prepare(batch, method.initial_state())
+        loss = method.loss(
+            prepared, PolicyOutputs(chosen), method.totals(prepared), {}
+        ).value
+        (gradient,) = torch.autograd.grad(loss * seeds, theta)
+        theta = (theta - rate * gradient).detach().requires_grad_()
+        history.append((torch.softmax(theta, 1).detach() @ means).sort(0).values)
+    return torch.stack(history), theta.detach()
+
+
+fig, axes = plt.subplots(1, 2, sharey=True)
+best = {}
+for ax, (name, psi) in zip(
+    axes,
+    {"Ψ = R": total_return(), "R − mean of others": leave_one_out}.items(),
+    strict=True,
+):
+    history, end = learn(psi, 0.5)
+    ax.plot(history[:, seeds // 2], label="median learner")
+    ax.fill_between(
+        range(steps),
+        history[:, seeds // 10],
+        history[:, -seeds // 10],
+        alpha=0.25,
+        lw=0,
+    )
+    ax.axhline(11, color="black", lw=1, ls=":")
+    ax.set(title=name, xlabel="step")
+    best[name] = float((end.argmax(1) == 4).float().mean())
+axes[0].set_ylabel("expected reward")
+plt.show()
+for name, share in best.items():
+    print(f"{name:20} {share:.0%} of the learners prefer the best arm in the end")
+
+# %% [markdown]
+# ## Where it fails
+#
+# Both learners follow the same gradient *on average*. Without a baseline the first lucky arm is
+# pulled again and again: "ten times as much". Soon π is almost certain, ∇log π of the certain arm is
+# almost 0, and a learner that has stopped trying can no longer find out. **The policy collapsed
+# before it knew.** A smaller rate helps, and costs time. A baseline helps for free.
+#
+# A baseline does not help where there is nothing to compare: if all 8 rewards of a group are
+# equal, all Ψ are 0, and the group was drawn in vain. Chapter 7 comes back to this.
+
+# %% [markdown]
+# ## Now on a language model
+#
+# A prompt is a bandit. A completion, whole, is an arm; there are astronomically many. Its
+# log-probability is the sum over its tokens, so the gradient is the same with
+#
+#     ∇log π(y|x) = Σ_t ∇log π(y_t|x, y_<t).
+#
+# Here is a small Qwen3 with random weights that writes 6 tokens out of 8 possible ones. The reward
+# is the share of tokens that are 0, plus 1: like a reward model whose scores are all above 0.
+# For RLOO from the catalogue, nothing changes: `group` says which completions share a prompt.
+
+# %%
+from dataclasses import replace
+
+from psigrad.models import tiny
+from psigrad.objective.catalog import RLOO
+
+model = tiny.model("qwen3", 9, hidden=32, layers=1)
+parameters = list(model.parameters())
+prompt = torch.full((8, 1), 8)  # one prompt, a group of 8 completions
+
+
+def gradient(psi):
+    tokens = prompt
+    with torch.no_grad():
+        for _ in range(6):
+            logits = model(tokens).logits[:, -1, :8]
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(1), 1)], 1)
+    logp = model(tokens[:, :-1]).logits[..., :8].log_softmax(2)
+    logp = logp.gather(2, tokens[:, 1:, None])[..., 0]
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    reward = torch.zeros(8, 6)
+    reward[:, -1] = 1 + (tokens[:, 1:] == 0).float().mean(1)
+    group = torch.zeros(8, dtype=torch.long)
+    batch = Batch(mask=mask, reward=reward, logp_old=logp, group=group)
+    method = replace(RLOO, psi=psi, kl=None)
+    prepared = method.prepare(batch, method.initial_state())
+    loss = method.loss(prepared, PolicyOutputs(logp), method.totals(prepared), {}).value
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+
+
+torch.manual_seed(0)
+count = max(20, groups // 100)
+spread = {}
+for name, psi in {"Ψ = R": total_return(), "RLOO": leave_one_out}.items():
+    found = torch.stack([gradient(psi) for _ in range(count)])
+    spread[name] = float(found.var(0).sum())
+    print(
+        f"{name:6} variance of the gradient, {found.shape[1]} weights: {spread[name]:.4f}"
+    )
+print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
+
+# %% [markdown]
+# The same function, `leave_one_out`, does for a transformer's weights what it did for five
+# numbers. No critic was needed. This is why RLOO and GRPO draw several completions for each prompt.
+#
+# ## Exercises
+#
+# 1. The constant baseline with the least variance is not the mean reward. Minimise
+#    E[‖∇log π(a)‖²·(R − b)²] over b. How much better is it here?
+# 2. How does the variance of the leave-one-out estimate fall with the size K of the group? Compare
+#    K = 2, 4, 8, 16 at *equal numbers of pulls*.
+# 3. Predict the bias of `group_mean(std=False)` for K = 2, and check it.
+
+# %% [markdown]
+# ### Answer 1
+#
+# b* = E[‖∇log π‖²·R] / E[‖∇log π‖²]: a mean of R that gives rare arms more weight. It is
+# hardly better than the mean, since all arms pay about the same.
+
+# %% tags=["hide-cell"]
+squared = ((torch.eye(5) - policy) ** 2).sum(1)  # ‖∇log π(a)‖² of each arm
+optimal = float((policy * squared * means).sum() / (policy * squared).sum())
+usual = float(policy @ means)
+for name, b in (("mean reward", usual), ("optimal", optimal)):
+    report(f"b = {b:.3f}, {name}", estimates(lambda batch, b=b: batch.reward - b))
+
+# %% [markdown]
+# ### Answer 2
+#
+# The baseline is a mean of K − 1 rewards with a variance of its own, so R − b varies
+# K/(K − 1) times as much as with the true mean: twice for K = 2, hardly more than once for 16.
+
+# %% tags=["hide-cell"]
+for size in (2, 4, 8, 16):
+    variance = size * estimates(leave_one_out, size).var(0).sum()
+    print(
+        f"K = {size:2}: variance of one pull {variance:.3f}, K/(K−1) = {size / (size - 1):.2f}"
+    )
+
+# %% [markdown]
+# ### Answer 3
+#
+# The gradient comes out half as long, (K − 1)/K = 1/2, in the right direction.
+
+# %% tags=["hide-cell"]
+half = estimates(group_mean(std=False), 2).mean(0)
+print("estimate / truth:", [round(r, 2) for r in (half / truth).tolist()])

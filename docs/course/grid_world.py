@@ -1,0 +1,324 @@
+# %% [markdown]
+# # 1 · A grid world, and what a value is
+#
+# Reinforcement learning is learning from consequences. An **agent** sees a **state**, chooses an
+# **action**, is paid a **reward** and finds itself in the next state. It wants the largest sum of
+# rewards. This chapter solves the smallest such problem exactly. Every later chapter estimates
+# something that we can compute here.
+
+# %%
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import psigrad.tabular as tabular
+from psigrad.tabular import GridWorld
+
+# %% tags=["parameters"]
+episodes = 4000  # the size of this chapter
+
+# %% [markdown]
+# ## A Markov decision process
+#
+# A Markov decision process is a tuple (S, A, P, R, γ):
+#
+# - S, the states, and A, the actions;
+# - P(s'|s, a), the probability of the next state;
+# - R(s, a), the reward that is expected;
+# - γ, the discount: a reward that comes one step later counts γ times as much.
+#
+# *Markov* means that the state is all that matters. How the agent got there changes nothing.
+#
+# Our world has 8 × 8 cells. A treasure pays +1 and a trap −1, and both end the episode. One move
+# in ten slips sideways.
+
+# %%
+grid = GridWorld(slip=0.1, gamma=0.9)
+mdp = grid.mdp()
+print(grid.to_text())
+print(mdp.n_states, "states,", mdp.n_actions, "actions:", *tabular.ACTIONS)
+
+# %% [markdown]
+# ## What a policy is worth
+#
+# A **policy** π(a|s) gives each action a probability. The **return** of an episode is the
+# discounted sum of what it is paid,
+#
+#     G = r₀ + γ·r₁ + γ²·r₂ + …
+#
+# and the **value** of a state is the return that π can expect from there, V(s) = E[G | s]. The
+# return is one step's reward and then the return from the next state, so values satisfy
+#
+#     V(s) = Σ_a π(a|s)·( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
+#
+# This is the **Bellman equation**. It is linear in V, so the computer can solve it. Here is the
+# value of walking at random, and beside it the plain meaning of the word: the mean return of
+# many episodes.
+
+# %%
+aimless = tabular.uniform_policy(mdp)
+value = tabular.evaluate(mdp, aimless)
+
+cell = grid.state((2, 6))
+from_there = replace(grid, start=(2, 6)).mdp()
+paths = tabular.sample_paths(from_there, aimless, episodes, seed=0)
+returns = paths.rewards @ grid.gamma ** np.arange(paths.rewards.shape[1])
+mean, error_of_mean = returns.mean(), returns.std() / len(returns) ** 0.5
+value_of_cell = value[cell]
+print(f"V at (2, 6) by the Bellman equation: {value_of_cell:.3f}")
+print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
+
+# %% [markdown]
+# The mean of returns is called a **Monte Carlo** estimate. It is right on average, and needs
+# thousands of episodes for two digits. Keep that in mind: a language model gives us nothing
+# else.
+#
+# ## Which action is better than usual?
+#
+# Q(s, a) is the value of taking a first and following π afterwards. The **advantage**
+#
+#     A(s, a) = Q(s, a) − V(s)
+#
+# says how much better a is than what π does on average. Averaged over π it is 0. Remember this
+# letter: the policy gradient weighs each action with its advantage, and most of this course is
+# about how to estimate it.
+
+# %%
+advantage = tabular.advantages(mdp, aimless)
+for name, a in zip(tabular.ACTIONS, advantage[cell], strict=True):
+    print(f"{name:>5}  {a:+.3f}")
+average = (aimless * advantage).sum(axis=1)
+print(f" mean  {np.abs(average).max():.0e} at most, over all states")
+
+# %% [markdown]
+# ## From values to the best policy
+#
+# If some action has a positive advantage, taking it more often makes the policy better. Two
+# methods turn this into an optimal policy.
+#
+# - **Policy iteration**: evaluate the policy, then take the best action in each state; repeat.
+# - **Value iteration**: do both at once, V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
+
+
+# %%
+def draw(ax, grid, value, policy, title):
+    colour = value.copy()
+    for place, prize in grid.prizes.items():
+        colour[grid.state(place)] = prize
+    ax.imshow(
+        colour.reshape(grid.rows, grid.columns), cmap="RdYlGn", vmin=-1.3, vmax=1.3
+    )
+    for state in np.flatnonzero(np.abs(value) > 1e-9):
+        row, column = grid.cell(state)
+        ax.text(column, row, tabular.ARROWS[policy[state]], ha="center", va="center")
+    ax.set(title=title, xticks=[], yticks=[])
+
+
+sweeps = list(tabular.value_iteration(mdp))
+fig, axes = plt.subplots(1, 4, figsize=(7.2, 2.1))
+for ax, k in zip(axes, (1, 3, 6, len(sweeps)), strict=True):
+    draw(ax, grid, sweeps[k - 1].value, sweeps[k - 1].policy, f"after sweep {k}")
+plt.show()
+
+# %% [markdown]
+# The treasure's value spreads by one cell per sweep. The arrows are right long before the
+# numbers are: a policy needs the order of the actions, not their exact worth.
+
+# %%
+best = tabular.solve(mdp)
+loss = [np.abs(tabular.evaluate(mdp, s.policy) - best.value).max() for s in sweeps]
+first = next(k for k, lost in enumerate(loss) if lost < 1e-9)
+print(f"after sweep {first + 1} nothing is lost by following the arrows;")
+print(
+    f"the numbers are still wrong by {np.abs(sweeps[first].value - best.value).max():.3f}"
+)
+
+# %% [markdown]
+# How fast is it? Each sweep brings the error down by γ at least. Policy iteration takes few,
+# larger steps.
+
+# %%
+error = [np.abs(sweep.value - best.value).max() for sweep in sweeps]
+rounds = [s for s in tabular.policy_iteration(mdp) if s.step == "evaluate"]
+error_of_rounds = [np.abs(sweep.value - best.value).max() for sweep in rounds]
+count = np.arange(1, len(sweeps) + 1)
+bound = np.abs(best.value).max() * mdp.gamma**count
+
+fig, ax = plt.subplots()
+ax.semilogy(count, error, label="value iteration")
+ax.semilogy(count[: len(rounds)], error_of_rounds, "o-", label="policy iteration")
+ax.semilogy(count, bound, "--", color="grey", label="the bound, γᵏ·max|V*|")
+ax.set(xlabel="sweep, or round", ylabel="largest error of V", ylim=(1e-12, 2))
+ax.legend()
+plt.show()
+gap = np.abs(rounds[-1].value - sweeps[-1].value).max()
+print(
+    f"{len(rounds)} rounds of policy iteration, {len(sweeps)} sweeps of value iteration:"
+)
+print(f"the same values, up to {gap:.0e}")
+
+# %% [markdown]
+# ## Where it fails
+#
+# We used P and R. A robot does not know them, nor does anyone know them for people's reactions
+# to a text. **Q-learning** needs neither. It tries actions, mostly those that look best, and
+# moves Q towards what it saw:
+#
+#     Q(s, a) ← Q(s, a) + α·( r + γ·max_a' Q(s', a') − Q(s, a) )
+
+# %%
+step_size = tabular.inverse_visits(0.6)
+distance = []
+for lesson in tabular.q_learning(mdp, episodes, alpha=step_size, epsilon=0.3, seed=0):
+    wrong_by = np.abs(lesson.q.max(axis=1) - best.value)[~mdp.is_terminal]
+    distance.append(wrong_by.mean())
+
+fig, ax = plt.subplots()
+ax.loglog(range(1, len(distance) + 1), distance)
+ax.set(
+    xlabel="episodes", ylabel="mean error of max Q", title="Q-learning, without a model"
+)
+plt.show()
+print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
+
+# %% [markdown]
+# It works, and it is slow: thousands of episodes for 62 cells. And it keeps a table with a row
+# for each state. A text of 20 tokens from a vocabulary of 50,000 has 50,000²⁰ states. Tables end
+# here; the next chapters move the policy itself, by gradients.
+
+# %% [markdown]
+# ## Now on a language model
+#
+# Writing text is a Markov decision process too. The state is the prompt with all tokens so far;
+# an action is the next token; the next state is certain: one token longer. The reward comes at
+# the end, and γ = 1. The policy is the model.
+#
+# With 4 letters and completions of 3 tokens there are only 85 states, and we can solve it with
+# the functions from above. The model is a small Qwen3 with random weights. It is paid 1 for
+# letters in strictly alphabetical order.
+
+# %%
+from itertools import product
+
+import torch
+
+from psigrad.models import tiny
+
+letters = "abcd"
+start_token = len(letters)
+model = tiny.model("qwen3", len(letters) + 1, hidden=32, layers=1, seed=3)
+
+prefixes = ["".join(p) for n in range(4) for p in product(letters, repeat=n)]
+number = {prefix: i for i, prefix in enumerate(prefixes)}
+transitions = np.zeros((4, 85, 85))
+rewards = np.zeros((85, 4))
+for prefix in prefixes:
+    for action, letter in enumerate(letters if len(prefix) < 3 else ""):
+        text = prefix + letter
+        transitions[action, number[prefix], number[text]] = 1.0
+        if len(text) == 3 and text[0] < text[1] < text[2]:
+            rewards[number[prefix], action] = 1.0
+writing = tabular.MDP(
+    transitions, rewards, 1.0, terminal=np.array([len(p) == 3 for p in prefixes])
+)
+
+
+def next_token(prefix):
+    """The model's probabilities, at a low temperature, so that it prefers something."""
+    tokens = torch.tensor([[start_token, *map(letters.index, prefix)]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, -1, :4]
+    return torch.softmax(logits / 0.3, 0).double().numpy()
+
+
+policy = np.array([next_token(prefix) for prefix in prefixes])
+policy /= policy.sum(axis=1, keepdims=True)
+value = tabular.evaluate(writing, policy)
+for prefix in ("", "a", "ab", "b", "d"):
+    print(f"V({prefix!r:>4}) = {value[number[prefix]]:.3f}")
+
+# %% [markdown]
+# V of a prefix is the probability that this model, from here on, will be paid. After "d" it is 0:
+# no letter comes after d. This V is what the critic of PPO has to learn (chapter 6).
+#
+# Training code has no table. It has sampled completions in a `Batch`, and estimates advantages
+# from rewards and a critic's values. Let us give it the exact V and compare: with a reward r and
+# a next state that is certain, the **TD residual** r + γ·V(s') − V(s) *is* the advantage.
+
+# %%
+from psigrad.objective import Batch, terminal
+from psigrad.objective.advantage import td_residual
+
+texts = ["abd", "adb", "bcd"]
+states = [[number[text[:t]] for t in range(3)] for text in texts]
+actions = [[letters.index(letter) for letter in text] for text in texts]
+mask = torch.ones(3, 3, dtype=torch.bool)
+batch = Batch(
+    mask=mask,
+    reward=terminal(torch.tensor([1.0, 0.0, 1.0]), mask),
+    logp_old=torch.tensor(np.log(policy[states, actions])),
+    group=torch.zeros(3, dtype=torch.long),
+    value=torch.tensor(value[states]),
+    last_value=torch.zeros(3),
+)
+estimated = td_residual(1.0)(batch).numpy()
+exact = tabular.advantages(writing, policy)[states, actions]
+for text, row in zip(texts, estimated, strict=True):
+    print(
+        text,
+        "  ".join(f"{letter}: {a:+.3f}" for letter, a in zip(text, row, strict=True)),
+    )
+print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0e}")
+
+# %% [markdown]
+# Read the line of "adb". The "a" was a good start, and the "d" threw it away; the "b" after it
+# changes nothing, since all was lost. That is **credit assignment**, done right. The same `Batch`
+# trains every language model in this course. Only V will be a guess, or absent.
+#
+# ## Exercises
+#
+# 1. Move the trap next to the treasure, to (1, 5). What happens to the arrows around it, and why?
+# 2. Set γ to 0.5. Does the best policy change? Do the values?
+# 3. A reward model may pay for each token instead of the end. What is V("") when a completion
+#    is paid 1/3 for each letter that is larger than the one before it (the first always counts)?
+
+# %% [markdown]
+# ### Answer 1
+#
+# The cell to the left of the trap goes round it, and so does the row that leads there. The cells
+# above and below still walk past: going astray there, once in twenty, costs less than a detour.
+# Set `slip` to 0.4 and they turn away.
+
+# %% tags=["hide-cell"]
+moved = grid.moved((3, 4), (1, 5))
+solution = tabular.solve(moved.mdp())
+print(moved.render(solution.value, solution.policy))
+
+# %% [markdown]
+# ### Answer 2
+#
+# Values shrink, since a treasure d steps away is worth about γᵈ. The order of the actions stays
+# the same in nearly every cell.
+
+# %% tags=["hide-cell"]
+impatient = tabular.solve(replace(grid, gamma=0.5).mdp())
+print("V at (7, 0):", f"{best.value[56]:.4f} becomes {impatient.value[56]:.4f}")
+print(
+    "cells with another arrow:", int((impatient.policy != best.policy).sum()), "of 64"
+)
+
+# %% [markdown]
+# ### Answer 3
+#
+# Change the rewards and solve again. The probability of each state stays what it was.
+
+# %% tags=["hide-cell"]
+dense = np.zeros((85, 4))
+for prefix in prefixes:
+    for action, letter in enumerate(letters if len(prefix) < 3 else ""):
+        dense[number[prefix], action] = (prefix == "" or letter > prefix[-1]) / 3
+paid = tabular.MDP(
+    transitions, dense, 1.0, terminal=np.array([len(p) == 3 for p in prefixes])
+)
+print(f"V('') = {tabular.evaluate(paid, policy)[0]:.3f}")

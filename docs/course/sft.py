@@ -1,0 +1,295 @@
+# %% [markdown]
+# # 4 · Supervised fine-tuning, and what imitation cannot do
+#
+# A pretrained language model continues text. It does not answer. The first step of post-training
+# shows it answers, and lets it imitate: **supervised fine-tuning**, SFT. It is not reinforcement
+# learning, yet it is our identity with the plainest Ψ of all. And its limits say why there is
+# anything after it.
+
+# %%
+import itertools
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import psigrad
+from psigrad.data import tasks
+from psigrad.models import tiny
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, aggregate, ratio
+from psigrad.objective.advantage import ones
+from psigrad.objective.surrogate import score
+
+# %% tags=["parameters"]
+sft_steps = 600
+rl_steps = 60
+held_out_words = 300
+
+# %% [markdown]
+# ## The loss
+#
+# Given a prompt x and an answer y that somebody wrote, SFT raises the probability of each token
+# of y,
+#
+#     loss = −(1/T)·Σ_t log π(y_t | x, y_<t),
+#
+# the **cross-entropy**. Only tokens of the answer count; the prompt is given. Compare with the
+# policy gradient, E[Σ_t ∇log π·Ψ_t]: the same, with Ψ = 1 and somebody else's actions. In psigrad:
+
+# %%
+imitation = PolicyGradient(ones, ratio.none, score, aggregate.token_mean)
+logits = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+answer = torch.tensor([[1, 7, 2, 0, 0], [3, 3, 5, 6, 0]])
+mask = torch.tensor(
+    [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], dtype=torch.bool
+)  # lengths 3 and 4
+
+logp = logits.log_softmax(2).gather(2, answer[..., None])[..., 0]
+batch = Batch(
+    mask=mask, reward=torch.zeros(2, 5), logp_old=logp, group=torch.zeros(2).long()
+)
+prepared = imitation.prepare(batch, imitation.initial_state())
+loss = imitation.loss(
+    prepared, PolicyOutputs(logp), imitation.totals(prepared), {}
+).value
+usual = torch.nn.functional.cross_entropy(logits[mask], answer[mask])
+print(f"policy gradient with Ψ = 1: {loss:.6f}    torch's cross-entropy: {usual:.6f}")
+
+# %% [markdown]
+# ## What the minimum is
+#
+# Imitate three answers that were shown 50, 30 and 20 times. Where does the loss end?
+
+# %%
+shown_times = torch.tensor([50.0, 30.0, 20.0])
+theta, path = torch.zeros(3, requires_grad=True), []
+for _ in range(60):
+    path.append(torch.softmax(theta, 0).detach())
+    cross_entropy = -(shown_times / 100 * torch.log_softmax(theta, 0)).sum()
+    (gradient,) = torch.autograd.grad(cross_entropy, theta)
+    theta = (theta - 2.0 * gradient).detach().requires_grad_()
+entropy = -(shown_times / 100 * (shown_times / 100).log()).sum()
+
+fig, ax = plt.subplots()
+ax.plot(torch.stack(path))
+for share in shown_times / 100:
+    ax.axhline(share, color="black", lw=1, ls=":")
+ax.set(xlabel="step", ylabel="probability", title="SFT copies the frequencies")
+plt.show()
+print(f"loss {cross_entropy:.4f}, entropy of what was shown {entropy:.4f}")
+
+# %% [markdown]
+# At the frequencies: the model becomes a copy of its teachers, with all they do and as often as
+# they do it. The loss cannot fall below their entropy. A loss that stands still does not mean that
+# nothing was learned.
+
+# %% [markdown]
+# ## Now on a language model
+#
+# The task is to spell a word backwards: four letters out of eight, 4,096 words. We own the truth,
+# so we can measure. The teachers are careless. In 60 % of their answers the last two letters are
+# swapped.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
+random.Random(0).shuffle(words)
+rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
+held_out, prompts = rows[:held_out_words], rows[held_out_words:]
+shown = tasks.demonstrations(prompts, 0.6, tasks.swapped_ending, seed=0)
+for row in shown[:4]:
+    print(row["prompt"], row["completion"], "" if row["right"] else "  (wrong)")
+
+# %% [markdown]
+# The model is a small Qwen3: two layers, a token for each character. A run of psigrad is one call.
+# It leaves a folder with the model and all figures of each step.
+
+# %%
+tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
+tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
+settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
+
+sft = psigrad.train(
+    "sft",
+    model=folder / "base",
+    dataset=shown,
+    max_steps=sft_steps,
+    batch_size=64,
+    learning_rate=5e-3,
+    warmup_steps=20,
+    output_dir=str(folder / "sft"),
+    **settings,
+)
+
+
+def curve(run, key):
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
+    return np.array(points).T
+
+
+wrong_share = 1 - np.mean([row["right"] for row in shown])
+ambiguous = np.mean([row["answer"][-1] != row["answer"][-2] for row in shown])
+floor = (
+    ambiguous * -(0.4 * np.log(0.4) + 0.6 * np.log(0.6)) / 6
+)  # 6 tokens with the space and EOS
+
+fig, ax = plt.subplots()
+ax.semilogy(*curve(sft, "loss"))
+ax.axhline(floor, color="black", lw=1, ls=":", label="entropy of the demonstrations")
+ax.set(xlabel="step", ylabel="loss, nats per token")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# The loss goes down to the entropy of the teachers' coin, and stays there. Whether they will be
+# careless with the next word, nobody can know.
+#
+# What does the model write for words that it never saw? Two rewards tell right answers from the
+# teachers' mistake.
+
+
+# %%
+def right(completions, answer, **columns):
+    return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def careless(completions, answer, **columns):
+    wrong = [tasks.swapped_ending(a, random) for a in answer]
+    return [
+        float(c.strip() == w != a)
+        for c, w, a in zip(completions, wrong, answer, strict=True)
+    ]
+
+
+def measure(model, temperature):
+    found = {}
+    for reward in (right, careless):
+        found |= psigrad.evaluate(
+            model=model,
+            dataset=held_out,
+            reward=reward,
+            eval_prompts=len(held_out),
+            eval_temperature=temperature,
+            max_completion_length=7,
+            threads=1,
+        )
+    return [found["eval/right/mean"], found["eval/careless/mean"]]
+
+
+shares = {
+    "shown": [1 - wrong_share, wrong_share],
+    "SFT, sampled": measure(sft.model, 1.0),
+    "SFT, greedy": measure(sft.model, 0.0),
+}
+for name, (good, bad) in shares.items():
+    print(f"{name:13} right {good:.2f}   the teachers' mistake {bad:.2f}")
+
+# %% [markdown]
+# Sampled, the model is right about as often as its teachers. Greedy, it is *worse*: the most
+# probable answer is the mistake, since the mistake was the more frequent. Imitation learns what is
+# common, not what is right.
+#
+# ## Where it fails
+#
+# - It cannot pass its teachers. Nothing in the loss says which of two demonstrations was good.
+# - It never learns from its own mistakes, since it never makes one while learning.
+# - It has no way to say "less of this": Ψ = 1 for all that is shown.
+#
+# With a reward that knows the right answer, Ψ can be negative. Here is GRPO (chapter 7) from the
+# same model: it samples its own answers, and each is rewarded or not.
+
+# %%
+rl = psigrad.train(
+    {"preset": "grpo", "kl": None},
+    model=sft.model,
+    dataset=prompts,
+    eval_dataset=held_out,
+    reward="exact",
+    max_steps=rl_steps,
+    eval_steps=5,
+    eval_prompts=len(held_out),
+    prompts_per_step=16,
+    num_generations=8,
+    learning_rate=1e-3,
+    warmup_steps=5,
+    max_completion_length=7,
+    output_dir=str(folder / "grpo"),
+    **settings,
+)
+shares["RL, sampled"] = measure(rl.model, 1.0)
+shares["RL, greedy"] = measure(rl.model, 0.0)
+
+fig, axes = plt.subplots(1, 2)
+axes[0].plot(*curve(rl, "eval/exact/mean"))
+axes[0].axhline(1 - wrong_share, color="black", lw=1, ls=":", label="the teachers")
+axes[0].set(xlabel="step of GRPO", title="held-out accuracy", ylim=(0, 1))
+axes[0].legend()
+heights = np.array(list(shares.values()))
+axes[1].barh(list(shares), heights[:, 0], color="C2", label="right")
+axes[1].barh(
+    list(shares), heights[:, 1], left=heights[:, 0], color="C1", label="the mistake"
+)
+axes[1].invert_yaxis()
+axes[1].set(title="answers to new words", xlim=(0, 1))
+axes[1].legend(loc="lower right")
+plt.show()
+print(
+    f"sampled {shares['RL, sampled'][0]:.2f} right, greedy {shares['RL, greedy'][0]:.2f}"
+)
+
+# %% [markdown]
+# In a few dozen steps the student has passed all its teachers. It could, because their answers
+# contained the right one often enough to be found and rewarded. SFT brings a model to where
+# reinforcement learning can begin.
+#
+# ## Exercises
+#
+# 1. How low can the mean loss per token be if the teachers err in 10 % of the cases?
+# 2. Why is the greedy model *worse* than the sampled one? At which share of mistakes would it be
+#    better?
+# 3. **Rejection fine-tuning** (RAFT) imitates only the model's own best samples. Which Ψ is that?
+#    Write it as a function of a `Batch`, for rewards of 0 and 1.
+
+# %% [markdown]
+# ### Answer 1
+#
+# The entropy of the coin, for words where the mistake changes anything, over 6 tokens.
+
+# %% tags=["hide-cell"]
+print(f"{ambiguous * -(0.1 * np.log(0.1) + 0.9 * np.log(0.9)) / 6:.3f} nats per token")
+
+# %% [markdown]
+# ### Answer 2
+#
+# Greedy takes the more probable of two answers. It is right almost always if the mistake has less
+# than half of the probability, and almost never if it has more. Sampling is right in proportion.
+
+# %% tags=["hide-cell"]
+for mistakes in (0.4, 0.6):
+    print(
+        f"mistakes {mistakes}: sampled {1 - mistakes}, greedy {float(mistakes < 0.5):.0f}"
+    )
+
+# %% [markdown]
+# ### Answer 3
+#
+# Ψ = 1 for rewarded completions, 0 for the others. There is still no "less of this".
+
+
+# %% tags=["hide-cell"]
+def rewarded_only(batch):
+    return (batch.sequence_reward > 0).float()[:, None] * batch.mask
+
+
+example = Batch(
+    mask=mask,
+    reward=torch.tensor([[0, 0, 1.0, 0, 0], [0, 0, 0, 0, 0]]),
+    logp_old=logp,
+    group=torch.zeros(2).long(),
+)
+print(rewarded_only(example).tolist())

@@ -1,0 +1,161 @@
+"""The course: its notebooks are made from their sources, run, and say what is so.
+
+Every chapter runs here in a short form; `-m long` runs it as readers do, and holds what its text says against the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("make_course", ROOT / "docs" / "make_course.py")
+course = sys.modules["make_course"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(course)
+
+CPU_SECONDS = 120
+SHORT: dict[str, dict[str, Any]] = {
+    "grid_world": {"episodes": 50},
+    "bandits": {"groups": 400, "seeds": 10, "steps": 5},
+    "cartpole": {"seeds": 1, "steps": 600},
+    "sft": {"sft_steps": 4, "rl_steps": 2, "held_out_words": 8},
+}
+
+
+def run(name: str, folder: Path, **sizes: Any) -> tuple[dict[str, Any], float]:
+    """What a chapter's cells leave behind, with these sizes in place of its own, and the seconds of CPU that they took."""
+    matplotlib.use("Agg")
+    torch.set_num_threads(1)
+    left: dict[str, Any] = {"__name__": "__main__"}
+    before, start = Path.cwd(), sum(os.times()[:4])
+    os.chdir(folder)
+    try:
+        for place, cell in enumerate(course.cells((course.COURSE / f"{name}.py").read_text())):
+            if cell.kind == "code":
+                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="FigureCanvasAgg is non-interactive")
+                    exec(compile(cell.text, f"{name}, cell {place}", "exec"), left)
+                if "parameters" in cell.tags:
+                    assert sizes.keys() <= left.keys()
+                    left.update(sizes)
+    finally:
+        os.chdir(before)
+        matplotlib.pyplot.close("all")
+    return left, sum(os.times()[:4]) - start
+
+
+def test_every_chapter_is_listed_and_has_a_short_form():
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert sorted(re.findall(r"\(course/(\w+)\.ipynb\)", index)) == course.chapters() == sorted(SHORT)
+
+
+@pytest.mark.parametrize("name", course.chapters())
+def test_the_notebook_is_made_from_the_source(name):
+    assert course.stored(name) == course.kept(name), f"run: python docs/make_course.py {name}"
+    book = course.stored(name)
+    shown = [cell for cell in book["cells"] if cell["cell_type"] == "code" and cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for cell in shown for output in cell["outputs"]) >= 2
+    assert len(json.dumps(book)) < 400_000  # they lie in the repository
+
+
+def test_negative_control_a_changed_line_of_code_is_noticed(tmp_path, monkeypatch):
+    source, book = (course.COURSE / "bandits.py").read_text(), (course.COURSE / "bandits.ipynb").read_text()
+    (tmp_path / "bandits.ipynb").write_text(book)
+    (tmp_path / "bandits.py").write_text(source.replace("steps = 200", "steps = 201"))
+    monkeypatch.setattr(course, "COURSE", tmp_path)
+    assert course.kept("bandits") is None
+
+
+@pytest.mark.parametrize("name", course.chapters())
+def test_a_chapter_has_what_each_has(name):
+    cells = course.cells((course.COURSE / f"{name}.py").read_text())
+    text = "\n".join(cell.text for cell in cells if cell.kind == "markdown")
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    assert re.match(r"\d · ", headings[0])
+    assert "Where it fails" in headings and "Now on a language model" in headings
+    exercises = re.findall(r"^\d\. ", text[text.index("## Exercises") :], re.MULTILINE)
+    answers = [heading for heading in headings if heading.startswith("Answer ")]
+    assert 2 <= len(exercises) == len(answers) == sum("hide-cell" in cell.tags for cell in cells)
+    assert sum("parameters" in cell.tags for cell in cells) == 1
+
+
+@pytest.mark.parametrize("name", course.chapters())
+def test_a_chapter_runs_in_its_short_form(name, tmp_path):
+    run(name, tmp_path, **SHORT[name])
+
+
+def whole(name: str, folder: Path) -> dict[str, Any]:
+    left, seconds = run(name, folder)
+    assert seconds < CPU_SECONDS
+    return left
+
+
+@pytest.mark.long
+def test_grid_world(tmp_path):
+    left = whole("grid_world", tmp_path)
+    assert abs(left["mean"] - left["value_of_cell"]) < 4 * left["error_of_mean"]
+    assert left["gap"] < 1e-8 and len(left["rounds"]) < len(left["sweeps"]) / 4
+    # the optimum of the cell beside the treasure, worked by hand: 0.9 of the moves go in, the others slip past it
+    best, grid = left["best"], left["grid"]
+    beside = best.value[grid.state((1, 5))]
+    slipped = best.value[[grid.state((0, 5)), grid.state((2, 5))]]
+    assert beside == pytest.approx(0.9 + 0.9 * 0.05 * slipped.sum(), abs=1e-9)
+    assert left["distance"][-1] < 0.02 < 0.3 < left["distance"][0]
+    assert np.abs(left["estimated"] - left["exact"]).max() < 1e-6
+
+
+@pytest.mark.long
+def test_bandits(tmp_path):
+    left = whole("bandits", tmp_path)
+    truth = left["truth"]
+
+    def z(found):
+        return float(((found.mean(0) - truth) / (found.std(0) / len(found) ** 0.5)).abs().max())
+
+    assert z(left["plain"]) < 4 and z(left["others"]) < 4
+    assert z(left["own"]) > 6 and z(left["wrong"]) > 50  # the negative controls
+    assert left["plain"].var(0).sum() > 100 * left["others"].var(0).sum()
+    assert left["best"]["R − mean of others"] > 0.95 and left["best"]["Ψ = R"] < 0.6
+    assert left["spread"]["Ψ = R"] > 10 * left["spread"]["RLOO"]
+    assert (left["half"] / truth).numpy() == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.long
+def test_cartpole(tmp_path):
+    left = whole("cartpole", tmp_path)
+    area = {name: found.mean() for name, (_, found, _) in left["forms"].items()}
+    assert area["R(τ)"] < 0.75 * min(area["G"], area["G, whitened"], area["G − V"])
+    assert area["G, whitened"] > area["G"] and area["G, whitened"] > area["G − V"]
+    ppo, a2c = left["results"]["PPO, 10 passes"][1], left["results"]["A2C, 1 pass"][1]
+    assert ppo.mean() > 1.5 * a2c.mean() and left["mean"] > 300
+    clipped, free = (left["results_of_hurry"][name][1][:, -10:].mean() for name in ("with the clip", "without"))
+    assert clipped > 2 * free
+    silent = {key for key, gets in left["passes"].items() if not gets}
+    assert silent == {(1.0, 1.3), (-1.0, 0.7)}  # the table of PPO's clip
+    assert left["difference"].abs().max() < 1e-4
+    assert left["held"][0] == 0 and max(left["free"]) > max(left["held"])
+
+
+@pytest.mark.long
+def test_sft(tmp_path):
+    left = whole("sft", tmp_path)
+    assert left["loss"] == pytest.approx(float(left["usual"]), abs=1e-5)
+    assert left["cross_entropy"] == pytest.approx(float(left["entropy"]), abs=1e-3)
+    _, losses = left["curve"](left["sft"], "loss")
+    assert losses[-50:].mean() < 1.7 * left["floor"]
+    right = {name: share for name, (share, _) in left["shares"].items()}
+    assert right["SFT, greedy"] < right["SFT, sampled"] < right["shown"] + 0.05
+    assert right["RL, sampled"] > right["shown"] + 0.2 and right["RL, greedy"] > right["shown"] + 0.2
