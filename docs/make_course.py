@@ -2,13 +2,14 @@
 
 python docs/make_course.py [chapter …] [--again]     all chapters without a name
 
-A chapter whose code has not changed keeps its outputs, and only its text is written anew; --again runs it nevertheless. The site
-shows the stored outputs, so that building it takes no training. tests/course runs the sources.
+A chapter whose code has not changed, comments aside, keeps its outputs, and only its text is written anew; --again runs it
+nevertheless. The site shows the stored outputs, so that building it takes no training. tests/course runs the sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import io
 import json
@@ -71,7 +72,7 @@ def notebook(name: str, outputs: dict[int, list[dict[str, Any]]]) -> dict[str, A
         entry = {"cell_type": cell.kind, "id": f"{name}-{place}", "metadata": metadata}
         entry["source"] = cell.text.splitlines(keepends=True)
         if cell.kind == "code":
-            entry |= {"execution_count": None, "outputs": outputs.get(place, [])}
+            entry |= {"execution_count": None, "outputs": merged(outputs.get(place, []))}
         made.append(entry)
     return {"cells": made, "metadata": ABOUT, "nbformat": 4, "nbformat_minor": 5}
 
@@ -88,9 +89,14 @@ def kept(name: str) -> dict[str, Any] | None:
         return None
     old = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
     new = {place: cell for place, cell in enumerate(cells((COURSE / f"{name}.py").read_text())) if cell.kind == "code"}
-    if old != [cell.text for cell in new.values()]:
+    if [meaning(code) for code in old] != [meaning(cell.text) for cell in new.values()]:
         return None
     return notebook(name, dict(zip(new, outputs_of(book).values(), strict=True)))
+
+
+def meaning(code: str) -> str:
+    """Code without its comments and its layout."""
+    return ast.dump(ast.parse(code))
 
 
 def executed(name: str) -> dict[str, Any]:
@@ -112,6 +118,17 @@ def executed(name: str) -> dict[str, Any]:
         # what goes to stderr are warnings of a run that depend on the machine
         {place: [tidy(output) for output in found if output.get("name") != "stderr"] for place, found in outputs_of(ran).items()},
     )
+
+
+def merged(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Outputs with what was printed piece by piece as one."""
+    found: list[dict[str, Any]] = []
+    for output in outputs:
+        if found and output["output_type"] == found[-1]["output_type"] == "stream":
+            found[-1] = {**output, "text": [*found[-1]["text"], *output["text"]]}
+        else:
+            found.append(output)
+    return found
 
 
 def tidy(output: dict[str, Any]) -> dict[str, Any]:

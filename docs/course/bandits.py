@@ -291,11 +291,10 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 
 # %% [markdown]
 # ### Answer 1
-#
-# b* = E[‖∇log π‖²·R] / E[‖∇log π‖²]: a mean of R that gives rare arms more weight. It is
-# hardly better than the mean, since all arms pay about the same.
 
 # %% tags=["hide-cell"]
+# b* = E[‖∇log π‖²·R] / E[‖∇log π‖²]: a mean of R that gives rare arms more weight. It
+# is hardly better than the mean, since all arms pay about the same.
 squared = ((torch.eye(5) - policy) ** 2).sum(1)  # ‖∇log π(a)‖² of each arm
 optimal = float((policy * squared * means).sum() / (policy * squared).sum())
 usual = float(policy @ means)
@@ -304,11 +303,11 @@ for name, b in (("mean reward", usual), ("optimal", optimal)):
 
 # %% [markdown]
 # ### Answer 2
-#
-# The baseline is a mean of K − 1 rewards with a variance of its own, so R − b varies
-# K/(K − 1) times as much as with the true mean: twice for K = 2, hardly more than once for 16.
 
 # %% tags=["hide-cell"]
+# The baseline is a mean of K − 1 rewards with a variance of its own, so R − b varies
+# K/(K − 1) times as much as with the true mean: twice for K = 2, hardly more than
+# once for 16.
 for size in (2, 4, 8, 16):
     variance = size * estimates(leave_one_out, size).var(0).sum()
     print(
@@ -317,9 +316,8 @@ for size in (2, 4, 8, 16):
 
 # %% [markdown]
 # ### Answer 3
-#
-# The gradient comes out half as long, (K − 1)/K = 1/2, in the right direction.
 
 # %% tags=["hide-cell"]
+# The gradient comes out half as long, (K − 1)/K = 1/2, in the right direction.
 half = estimates(group_mean(std=False), 2).mean(0)
 print("estimate / truth:", [round(r, 2) for r in (half / truth).tolist()])

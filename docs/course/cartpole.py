@@ -313,10 +313,9 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 
 # %% [markdown]
 # ### Answer 1
-#
-# With one reward at the end all of it lies ahead of every step: G_t = R(τ) for all t.
 
 # %% tags=["hide-cell"]
+# With one reward at the end all of it lies ahead of every step: G_t = R(τ) for all t.
 from psigrad.objective import terminal
 from psigrad.objective.advantage import total_return
 
@@ -333,20 +332,19 @@ print(total_return()(episode)[0, :3].tolist(), reward_to_go()(episode)[0, :3].to
 
 # %% [markdown]
 # ### Answer 2
-#
-# λ = 0: only the first residual counts.
 
 # %% tags=["hide-cell"]
+# λ = 0: only the first residual counts.
 from psigrad.objective.advantage import td_residual
 
 print(bool((gae(0.95, 0.0)(episode) == td_residual(0.95)(episode)).all()))
 
 # %% [markdown]
 # ### Answer 3
-#
-# A = +1 is silent from 1.28 on, A = −1 from 0.8 down. So (+1, 1.3) and (−1, 0.7) are silent.
 
 # %% tags=["hide-cell"]
+# A = +1 is silent from 1.28 on, A = −1 from 0.8 down. So (+1, 1.3) and (−1, 0.7) are
+# silent.
 for sign in (1.0, -1.0):
     for ratio in (0.7, 1.3):
         moved = torch.tensor([ratio]).log().requires_grad_()

@@ -285,23 +285,21 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 
 # %% [markdown]
 # ### Answer 1
-#
-# The cell to the left of the trap goes round it, and so does the row that leads there. The cells
-# above and below still walk past: going astray there, once in twenty, costs less than a detour.
-# Set `slip` to 0.4 and they turn away.
 
 # %% tags=["hide-cell"]
+# The cell to the left of the trap goes round it, and so does the row that leads
+# there. The cells above and below still walk past: going astray there, once in
+# twenty, costs less than a detour. Set `slip` to 0.4 and they turn away.
 moved = grid.moved((3, 4), (1, 5))
 solution = tabular.solve(moved.mdp())
 print(moved.render(solution.value, solution.policy))
 
 # %% [markdown]
 # ### Answer 2
-#
-# Values shrink, since a treasure d steps away is worth about γᵈ. The order of the actions stays
-# the same in nearly every cell.
 
 # %% tags=["hide-cell"]
+# Values shrink, since a treasure d steps away is worth about γᵈ. The order of the
+# actions stays the same in nearly every cell.
 impatient = tabular.solve(replace(grid, gamma=0.5).mdp())
 print("V at (7, 0):", f"{best.value[56]:.4f} becomes {impatient.value[56]:.4f}")
 print(
@@ -310,10 +308,9 @@ print(
 
 # %% [markdown]
 # ### Answer 3
-#
-# Change the rewards and solve again. The probability of each state stays what it was.
 
 # %% tags=["hide-cell"]
+# Change the rewards and solve again. The probability of each state stays what it was.
 dense = np.zeros((85, 4))
 for prefix in prefixes:
     for action, letter in enumerate(letters if len(prefix) < 3 else ""):

@@ -257,19 +257,19 @@ print(
 
 # %% [markdown]
 # ### Answer 1
-#
-# The entropy of the coin, for words where the mistake changes anything, over 6 tokens.
 
 # %% tags=["hide-cell"]
+# The entropy of the coin, for words where the mistake changes anything, over 6
+# tokens.
 print(f"{ambiguous * -(0.1 * np.log(0.1) + 0.9 * np.log(0.9)) / 6:.3f} nats per token")
 
 # %% [markdown]
 # ### Answer 2
-#
-# Greedy takes the more probable of two answers. It is right almost always if the mistake has less
-# than half of the probability, and almost never if it has more. Sampling is right in proportion.
 
 # %% tags=["hide-cell"]
+# Greedy takes the more probable of two answers. It is right almost always if the
+# mistake has less than half of the probability, and almost never if it has more.
+# Sampling is right in proportion.
 for mistakes in (0.4, 0.6):
     print(
         f"mistakes {mistakes}: sampled {1 - mistakes}, greedy {float(mistakes < 0.5):.0f}"
@@ -277,11 +277,10 @@ for mistakes in (0.4, 0.6):
 
 # %% [markdown]
 # ### Answer 3
-#
-# Ψ = 1 for rewarded completions, 0 for the others. There is still no "less of this".
 
 
 # %% tags=["hide-cell"]
+# Ψ = 1 for rewarded completions, 0 for the others. There is still no "less of this".
 def rewarded_only(batch):
     return (batch.sequence_reward > 0).float()[:, None] * batch.mask
 
