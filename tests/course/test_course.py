@@ -32,6 +32,9 @@ SHORT: dict[str, dict[str, Any]] = {
     "bandits": {"groups": 400, "seeds": 10, "steps": 5},
     "cartpole": {"seeds": 1, "steps": 600},
     "sft": {"sft_steps": 4, "rl_steps": 2, "held_out_words": 8},
+    "ppo_rloo": {"sft_steps": 3, "rl_steps": 2, "seeds": 1},
+    "grpo": {"completions": 400, "sft_steps": 3, "rl_steps": 1},
+    "dpo": {"sft_steps": 3, "dpo_steps": 2, "rl_steps": 2, "solve_steps": 20},
 }
 
 
@@ -90,6 +93,14 @@ def test_a_chapter_has_what_each_has(name):
     answers = [heading for heading in headings if heading.startswith("Answer ")]
     assert 2 <= len(exercises) == len(answers) == sum("hide-cell" in cell.tags for cell in cells)
     assert sum("parameters" in cell.tags for cell in cells) == 1
+
+
+def test_chapters_begin_with_the_same_model():
+    found = []
+    for name in course.chapters():
+        cells = course.cells((course.COURSE / f"{name}.py").read_text())
+        found += [cell.text for cell in cells if cell.text.startswith("folder = Path(") and "psigrad.train" in cell.text]
+    assert len(found) >= 2 and len(set(found)) == 1
 
 
 @pytest.mark.parametrize("name", course.chapters())
@@ -159,3 +170,40 @@ def test_sft(tmp_path):
     right = {name: share for name, (share, _) in left["shares"].items()}
     assert right["SFT, greedy"] < right["SFT, sampled"] < right["shown"] + 0.05
     assert right["RL, sampled"] > right["shown"] + 0.2 and right["RL, greedy"] > right["shown"] + 0.2
+
+
+@pytest.mark.long
+def test_ppo_rloo(tmp_path):
+    left = whole("ppo_rloo", tmp_path)
+    end = {name: found[-1] for name, found in left["accuracy"].items()}
+    start = {name: found[0] for name, found in left["accuracy"].items()}
+    assert end["RLOO"] > start["RLOO"] + 0.15 and end["PPO, λ = 1"] > end["RLOO"] + 0.05
+    assert end["PPO, λ = 1"] > end["PPO, λ = 0.5"] - 0.05
+    assert left["seconds"]["PPO, λ = 1"] > 1.5 * left["seconds"]["RLOO"]
+    assert left["total"] == (128e9, 80e9) and left["same"]
+
+
+@pytest.mark.long
+def test_grpo(tmp_path):
+    left = whole("grpo", tmp_path)
+    exact = left["exact"]
+    assert np.abs(left["pulls"]["RLOO"] - exact).max() < 1e-6
+    assert (left["pulls"]["Dr. GRPO: R − mean"] / exact) == pytest.approx(7 / 8, abs=1e-5)
+    assert left["hard"][4] > 1.2 * left["hard"][49]
+    pushed = left["pushed"]
+    assert pushed["GRPO: 1/|y|"]["right"] > 0.02 and pushed["GRPO: 1/|y|"]["wrong"] < -0.02
+    assert all(abs(pushed["Dr. GRPO: 1/L"][name]) < 0.01 for name in ("right", "wrong"))
+    accuracy = {name: left["curve"](run, "eval/exact/mean")[1] for name, run in left["runs"].items()}
+    assert all(found[-1] > found[0] + 0.1 for found in accuracy.values())
+    assert left["samples"]["DAPO"][-1] > 1.15 * left["samples"]["GRPO"][-1]
+    assert left["mine"] == left["DR_GRPO"]
+
+
+@pytest.mark.long
+def test_dpo(tmp_path):
+    left = whole("dpo", tmp_path)
+    assert (left["climbed"] - left["closed"]).abs().max() < 1e-3
+    assert (left["by_dpo"] - left["closed"]).abs().max() < 5e-3
+    margins = left["curve"](left["runs"]["DPO"], "eval/rewards/margins")[1]
+    assert margins[-1] > margins[0] + 0.5
+    assert left["accuracy"]["RLOO"] > left["accuracy"]["SFT"] + 0.15

@@ -1,0 +1,286 @@
+# %% [markdown]
+# # 8 · DPO: preferences without a reward model
+#
+# Chapter 5 learned a reward model from comparisons, and chapter 6 maximised it. Rafailov et al. (2023)
+# noticed that the best policy of that problem is known in closed form, and that one may solve for the
+# reward. What is left is a loss on pairs: no reward model, no sampling. This chapter derives it, sees it
+# work exactly on a small problem, and then looks at what it does to a language model.
+
+# %%
+import itertools
+import json
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import psigrad
+from psigrad.data import tasks
+from psigrad.models import tiny
+from psigrad.objective.catalog import RLOO
+from psigrad.objective.preference_catalog import DPO, IPO
+from psigrad.objective.preference_loss import Pairs
+
+# %% tags=["parameters"]
+sft_steps = 300
+dpo_steps = 120
+rl_steps = 60
+solve_steps = 2000
+
+# %% [markdown]
+# ## The best policy, in closed form
+#
+# We maximise E_π[r(y)] − β·KL(π ‖ π_ref). The solution is
+#
+#     π*(y) = π_ref(y)·exp( r(y) / β ) / Z.
+#
+# Check it: climb the objective by gradient ascent, and compare.
+
+# %%
+reference = torch.tensor([0.40, 0.30, 0.15, 0.10, 0.05])
+reward = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0])
+beta = 0.8
+
+theta = reference.log().clone().requires_grad_()
+for _ in range(solve_steps):
+    logp = theta.log_softmax(0)
+    objective = logp.exp() @ reward - beta * (logp.exp() @ (logp - reference.log()))
+    (gradient,) = torch.autograd.grad(objective, theta)
+    theta = (theta + 0.5 * gradient).detach().requires_grad_()
+climbed = theta.softmax(0).detach()
+closed = reference * (reward / beta).exp()
+closed = closed / closed.sum()
+print("climbed    ", [round(p, 4) for p in climbed.tolist()])
+print("closed form", [round(p, 4) for p in closed.tolist()])
+
+# %% [markdown]
+# Solve for r: r(y) = β·log( π*(y) / π_ref(y) ) + β·log Z. In a comparison only differences of rewards count
+# (chapter 5), so Z falls out. Put this r into the Bradley–Terry loss:
+#
+#     loss = −log σ( β·[ log π(w)/π_ref(w) − log π(l)/π_ref(l) ] ).
+#
+# **The policy is its own reward model.** Now learn π from comparisons alone, as many as there are, judged by r.
+
+# %%
+first, second = torch.tensor(list(itertools.permutations(range(5), 2))).T
+wins = torch.sigmoid(reward[first] - reward[second])  # how often first beats second
+one = torch.ones(20, dtype=torch.long)
+method = replace(DPO, beta=beta)
+theta = reference.log().clone().requires_grad_()
+for _ in range(solve_steps):
+    logp, ref = theta.log_softmax(0), reference.log()
+    pairs = Pairs(logp[first], logp[second], one, one, ref[first], ref[second])
+    better, worse = method.rewards(pairs)
+    loss = (wins * method.link(better, worse, beta)).sum() / wins.sum()
+    (gradient,) = torch.autograd.grad(loss, theta)
+    theta = (theta - 4.0 * gradient).detach().requires_grad_()
+by_dpo = theta.softmax(0).detach()
+
+fig, ax = plt.subplots()
+place = np.arange(5)
+for shift, name, values in (
+    (-0.25, "reference", reference),
+    (0.0, "closed form, with r", closed),
+    (0.25, "DPO, comparisons only", by_dpo),
+):
+    ax.bar(place + shift, values, 0.25, label=name)
+ax.set(xlabel="answer", ylabel="probability")
+ax.legend()
+plt.show()
+print(f"largest difference {(by_dpo - closed).abs().max():.1e}")
+
+# %% [markdown]
+# The same policy, without ever knowing r. That is the theorem, and it has two conditions: comparisons of
+# *all* answers, and a policy that can represent any distribution. A language model has neither.
+
+# %% [markdown]
+# ## Now on a language model
+#
+# The words of chapter 4 and the model that imitates careless teachers. For each word the judge sees the
+# right answer and the teachers' mistake, or two letters changed, and chooses the better one.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
+random.Random(0).shuffle(words)
+rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
+held_out, prompts = rows[:200], rows[200:]
+shown = tasks.demonstrations(prompts, 0.6, tasks.swapped_ending, seed=0)
+tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
+tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
+settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
+sft = psigrad.train(
+    "sft",
+    model=folder / "base",
+    dataset=shown,
+    max_steps=sft_steps,
+    batch_size=64,
+    learning_rate=5e-3,
+    output_dir=str(folder / "sft"),
+    **settings,
+)
+
+
+# %%
+def compared(rows, seed):
+    rng, pairs = random.Random(seed), []
+    for row in rows:
+        right, wrong = row["answer"], tasks.swapped_ending(row["answer"], rng)
+        if wrong == right or rng.random() < 0.3:
+            wrong = "".join(
+                rng.choice("abcdefgh") if k in (0, 2) else c
+                for k, c in enumerate(right)
+            )
+        if wrong != right:
+            pairs.append(
+                {
+                    "prompt": row["prompt"],
+                    "chosen": f" {right}",
+                    "rejected": f" {wrong}",
+                }
+            )
+    return pairs
+
+
+def prefer(method):
+    return psigrad.train(
+        method,
+        model=sft.model,
+        dataset=compared(prompts, seed=1),
+        eval_dataset=compared(held_out, seed=2),
+        max_steps=dpo_steps,
+        eval_steps=10,
+        batch_size=32,
+        learning_rate=5e-4,
+        warmup_steps=5,
+        output_dir=str(folder / method),
+        **settings,
+    )
+
+
+def curve(run, key):
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
+    return np.array(points).T
+
+
+runs = {"DPO": prefer("dpo"), "IPO": prefer("ipo")}
+fig, axes = plt.subplots(1, 3, figsize=(9, 3))
+for name, run in runs.items():
+    axes[0].plot(*curve(run, "eval/rewards/margins"), label=name)
+    axes[1].plot(*curve(run, "eval/logps/chosen"), label=name)
+    axes[2].plot(*curve(run, "eval/logps/rejected"), label=name)
+for ax, title in zip(axes, ("margin", "log π(chosen)", "log π(rejected)"), strict=True):
+    ax.set(title=title, xlabel="step")
+axes[0].legend()
+plt.show()
+change = {}
+for name, run in runs.items():
+    chosen = curve(run, "eval/logps/chosen")[1]
+    change[name] = chosen[-1] - chosen[0]
+    best = curve(run, "eval/rewards/accuracies")[1][-1]
+    print(
+        f"{name}: {best:.0%} of new pairs in order, log π(chosen) {change[name]:+.2f} nats"
+    )
+
+# %% [markdown]
+# Margins rise: the models tell better from worse. But look at the middle. The loss asks for the *difference*
+# of two log-ratios. It is content if the chosen answer falls, as long as the rejected one falls faster.
+# Where does the probability go? To answers that no pair mentions.
+#
+# So, who answers best? RLOO gets the same number of completions as DPO saw in its pairs, with a reward of 1
+# for right answers.
+
+# %%
+rloo = psigrad.train(
+    replace(RLOO, kl=None),
+    model=sft.model,
+    dataset=prompts,
+    reward="exact",
+    max_steps=rl_steps,
+    prompts_per_step=16,
+    num_generations=8,
+    learning_rate=5e-4,
+    warmup_steps=5,
+    max_completion_length=7,
+    output_dir=str(folder / "rloo"),
+    **settings,
+)
+accuracy = {}
+for name, run in {"SFT": sft, **runs, "RLOO": rloo}.items():
+    figures = psigrad.evaluate(
+        model=run.model,
+        dataset=held_out,
+        reward="exact",
+        eval_prompts=len(held_out),
+        max_completion_length=7,
+        threads=1,
+    )
+    accuracy[name] = figures["eval/exact/mean"]
+fig, ax = plt.subplots(figsize=(7.2, 2.2))
+ax.barh(list(accuracy), list(accuracy.values()))
+ax.invert_yaxis()
+ax.set(xlim=(0, 1), title="held-out accuracy, sampled")
+plt.show()
+print({name: round(value, 2) for name, value in accuracy.items()})
+print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
+
+# %% [markdown]
+# ## Where it fails
+#
+# - DPO learns from answers that somebody else wrote. As the policy moves, the pairs no longer show what it
+#   would write today. Online methods look again at every step. (Online DPO does that with DPO's loss:
+#   `psigrad.train("online_dpo", …)`.)
+# - The chosen answers may become less probable, and nothing in the loss objects. IPO stops pulling at a set
+#   margin; adding the likelihood of the chosen answers is another cure (`sft` in the settings).
+# - With comparisons only, DPO is still the cheapest thing that works: a few lines, two models, no sampling.
+#
+# [The page of claims](../claims.md) has this comparison over seeds, with each method's rate tuned alike.
+#
+# You have come from a grid world to the methods that train today's models. All of them were choices of Ψ,
+# a ratio, a clip and a way to average. The next one will be too: [the methods](../methods/table.md) side
+# by side, and a part of your own is a function.
+#
+# ## Exercises
+#
+# 1. At the start π = π_ref. What is DPO's loss, whatever the pairs?
+# 2. What is the implicit reward of the five answers after training, and how does it compare with r?
+# 3. IPO regresses the difference of log-ratios on 1/(2β). What happens to DPO and to IPO if the judge *always*
+#    prefers the same answer?
+
+# %% [markdown]
+# ### Answer 1
+
+# %% tags=["hide-cell"]
+# Both log-ratios are 0, so −log σ(0) = log 2.
+ref = reference.log()
+start = Pairs(ref[first], ref[second], one, one, ref[first], ref[second])
+print(f"{method.loss(start, 20, 20).value:.4f}, log 2 = {np.log(2):.4f}")
+
+# %% [markdown]
+# ### Answer 2
+
+# %% tags=["hide-cell"]
+# β·log(π/π_ref) is r up to a constant.
+implicit = beta * (by_dpo / reference).log()
+print([round(x, 3) for x in (implicit - implicit[0]).tolist()], reward.tolist())
+
+# %% [markdown]
+# ### Answer 3
+
+# %% tags=["hide-cell"]
+# DPO's loss has no minimum then: the difference grows for ever, and β no longer holds
+# the policy near the reference. IPO's stops at 1/(2β).
+for loss_of in (replace(DPO, beta=beta), replace(IPO, beta=beta)):
+    gap = torch.zeros(1, requires_grad=True)
+    for _ in range(solve_steps):
+        value = loss_of.link(beta * gap, 0 * gap, beta).sum()
+        (gradient,) = torch.autograd.grad(value, gap)
+        gap = (gap - 0.2 * gradient).detach().requires_grad_()
+    print(
+        f"{loss_of.name}: difference of log-ratios {gap.item():.2f}; 1/(2β) = {1 / (2 * beta):.2f}"
+    )
