@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     from psigrad.config.algorithms import explain
     from psigrad.objective import PolicyGradient
     from psigrad.recipes.api import evaluate, score, train
+    from psigrad.training.callbacks import Callback
 
 # public name -> the module it lives in
 _HOMES = {
     "PolicyGradient": "psigrad.objective",
     "explain": "psigrad.config.algorithms",
     "train": "psigrad.recipes.api",
+    "Callback": "psigrad.training.callbacks",
     "evaluate": "psigrad.recipes.api",
     "score": "psigrad.recipes.api",
 }
 
-__all__ = ["PolicyGradient", "__version__", "evaluate", "explain", "score", "train"]
+__all__ = ["Callback", "PolicyGradient", "__version__", "evaluate", "explain", "score", "train"]
 
 
 def __getattr__(name: str) -> Any:

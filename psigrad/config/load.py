@@ -201,6 +201,8 @@ def _plain(value: Any, field: str = "") -> Any:
     if field in ("dataset", "eval_dataset") and not isinstance(value, str):
         rows = list(value)
         return f"rows:{len(rows)}:{hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()}"
+    if field == "callbacks":
+        return [_plain(v) if isinstance(v, str | Mapping) else _named(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__module__
         plain = to_dict(value)
@@ -210,5 +212,10 @@ def _plain(value: Any, field: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     if callable(value):
-        return f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+        return _named(value)
     return value
+
+
+def _named(value: Any) -> str:
+    """module:name of a function or class, or of an object's class."""
+    return f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', type(value).__qualname__)}"

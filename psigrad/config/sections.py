@@ -211,6 +211,9 @@ class Run:
     allow: tuple[str, ...] = ()
     """What may have changed since the run was started, by name: a setting, or dataset, model, reward, threads and so on. It is
     recorded."""
+    callbacks: tuple[str | Any, ...] = ()
+    """Callbacks of the shape of transformers' TrainerCallback: module:Class or file.py:Class, {callback: module:Class, parameter:
+    value}; from Python also objects."""
     report_to: tuple[str, ...] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio."""
     threads: CountOrZero = 0

@@ -39,7 +39,7 @@ _FREE = frozenset(f"run.{name}" for name in ("output_dir", "progress", "report",
 MAY_CHANGE = frozenset(
     (
         *("run.save_steps", "run.save_minutes", "run.save_total_limit"),
-        *("run.logging_steps", "run.report_to", "run.watchdog_minutes"),
+        *("run.logging_steps", "run.report_to", "run.callbacks", "run.watchdog_minutes"),
         *("reward_timeout", "reward_workers", "worker_memory_gb", "worker_env"),
         *("environment_timeout", "environment_workers", "environment_sandbox"),
         *("record_tokens", "optim.rehearse"),

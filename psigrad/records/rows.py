@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from psigrad.rollout.types import Trajectory
 
@@ -32,6 +32,29 @@ class MetricsRow(TypedDict):
 
     step: int
     """Optimiser steps done; in control runs, steps of the environments. Rows are in ascending order of it."""
+
+
+class Headline(NamedTuple):
+    """The held-out figure that tells whether a run improves: the mean of the metric, else an accuracy, else the loss."""
+
+    name: str
+    value: float
+    low: float | None
+    high: float | None
+
+
+def headline(row: Mapping[str, Any]) -> Headline | None:
+    """The headline of a row of metrics, with its 95 % interval where there is one; None where the row is no evaluation."""
+    means = [key.removesuffix("/mean") for key in row if key.startswith("eval/") and key.endswith("/mean")]
+    with_interval = [key.removesuffix("/low") for key in row if key.startswith("eval/") and key.endswith("/low")]
+    accuracies = [stem for stem in with_interval if stem in row and stem != "eval/kl"]
+    key, stem = next(
+        ((key, stem) for stem in [*means, *accuracies, "eval/loss"] for key in (f"{stem}/mean", stem) if key in row), ("", "")
+    )
+    value = row.get(key)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return Headline(stem.removeprefix("eval/"), float(value), row.get(f"{stem}/low"), row.get(f"{stem}/high"))
 
 
 class TimingsRow(TypedDict):
@@ -56,7 +79,8 @@ class EventRow(TypedDict):
     time: float
     """Seconds since 1970."""
     kind: str
-    """started, resumed, saved, stopped, finished, failed, warning, allowed, settings_changed, versions_changed,
+    """started, resumed, saved, stopped, finished, failed, warning, allowed, changed, stop_asked, settings_changed,
+    versions_changed,
     checkpoint_ignored, rows_damaged, rows_left_out, rows_cut, hanging or
     unsafe_code."""
     step: NotRequired[int]
@@ -84,7 +108,9 @@ class EventRow(TypedDict):
     now: NotRequired[str]
     """Of allowed: its value from here on."""
     changes: NotRequired[dict[str, list[Any]]]
-    """Of settings_changed: each changed setting's value before and now."""
+    """Of settings_changed, and of changed, by a callback: each changed setting's value before and now."""
+    callback: NotRequired[str]
+    """Of changed, stop_asked: the callback."""
     versions: NotRequired[dict[str, list[str]]]
     """Of versions_changed: each changed package's version before and now."""
     ledger: NotRequired[dict[str, int]]

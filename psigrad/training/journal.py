@@ -15,6 +15,7 @@ from psigrad.records import rows
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import BY_NAME, Alert, Watch
+from psigrad.training.callbacks import Callbacks
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import Tracker
 from psigrad.training.watchdog import Watchdog
@@ -85,6 +86,7 @@ class Journal:
     watchdog: Watchdog | None = None
     world: World = ALONE
     """The processes of the run; only rank 0 writes and prints."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def clock(self) -> Clock:
         """A clock for one step or evaluation."""
@@ -105,6 +107,7 @@ class Journal:
         if self.announcer is not None:
             self.announcer.see(step, figures)
         self.folder.metrics({"step": step, **figures})
+        self.callbacks.see({"step": step, **figures})
         for tracker in self.trackers:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 

@@ -15,6 +15,7 @@ from psigrad.data.batches import batch_at
 from psigrad.models.language_model import LanguageModel
 from psigrad.parallel.world import added, mine
 from psigrad.rollout.types import Sampler
+from psigrad.training.changes import changed, in_force
 from psigrad.training.cycle import cycle
 from psigrad.training.evaluator import Evaluator
 from psigrad.training.journal import Journal
@@ -72,7 +73,9 @@ class Offline:
 def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     often = run.config.evaluation.eval_steps
-    turn, evaluate = partial(step, run), partial(_evaluate, run)
+    run.journal.callbacks.trial = partial(changed, run)
+    turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
+    evaluate = lambda state: _evaluate(in_force(run, state.changes), state)  # noqa: E731
     updates = lambda: run.optimizer.updates  # noqa: E731
     return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates)
 

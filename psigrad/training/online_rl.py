@@ -25,6 +25,7 @@ from psigrad.records.rows import rollout_row
 from psigrad.rollout.types import Trajectory
 from psigrad.training import ledger
 from psigrad.training.best_and_worst import learn_preferences
+from psigrad.training.changes import changed, in_force
 from psigrad.training.collate import MicroBatch, micro_batches, minibatches, to_batch
 from psigrad.training.collected import Collected
 from psigrad.training.collection import upcoming
@@ -52,7 +53,9 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
             run.evaluator.record(run.model, run.sampler, state.step, run.journal)
 
     often = run.config.evaluation.eval_steps
-    name, turn = run.algorithm.name or "policy gradient", partial(step, run)
+    name = run.algorithm.name or "policy gradient"
+    run.journal.callbacks.trial = partial(changed, run)
+    turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
     return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates)
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from psigrad.parallel import launch
 from psigrad.parallel.world import ALONE, World, agree, joined
 from psigrad.records import checkpoint, disk, pins
 from psigrad.records.run_folder import Bystander, RunFolder
-from psigrad.training import state
+from psigrad.training import callbacks, state
+from psigrad.training.callbacks import Callbacks
 from psigrad.training.journal import Announcer, Journal, Stopped
 from psigrad.training.provenance import command, provenance
 from psigrad.training.state import Learner, Learners, State
@@ -77,7 +78,8 @@ def _open_as(world: World, path: Path, config: Config, recipe: str) -> Iterator[
     usual = to_dict(type(config)())
     if world.rank:
         with StopSignal() as stop:
-            yield Journal(Bystander(path, world.same(False)), signal=stop, world=world)
+            bystander = Bystander(path, world.same(False))
+            yield Journal(bystander, signal=stop, world=world, callbacks=_callbacks(config, bystander, world))
         return
     with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
         world.same(folder.finished)
@@ -87,7 +89,8 @@ def _open_as(world: World, path: Path, config: Config, recipe: str) -> Iterator[
         )
         try:
             with watchdog.watching():
-                yield Journal(folder, trackers, stop, Announcer(folder), watchdog, world)
+                callbacks = _callbacks(config, folder, world)
+                yield Journal(folder, trackers, stop, Announcer(folder), watchdog, world, callbacks)
         except Stopped:
             raise
         except BaseException as error:
@@ -98,6 +101,18 @@ def _open_as(world: World, path: Path, config: Config, recipe: str) -> Iterator[
         finally:
             for tracker in trackers:
                 tracker.close()
+
+
+def _callbacks(config: Config, folder: RunFolder, world: World) -> Callbacks:
+    """The run's callbacks, ready to be told."""
+    found = [callbacks.resolve(given) for given in config.run.callbacks]
+    if found and isinstance(config, ControlConfig):
+        raise UserError("run.callbacks are of language models; in control an agent's learn() takes callback=.")
+    for callback in found if world.rank == 0 else ():
+        if never := callbacks.never_called(callback):
+            print(f"psigrad: {', '.join(never)} of {type(callback).__name__} is never called; the events are "
+                  f"{', '.join(callbacks.EVENTS)}.", file=sys.stderr, flush=True)  # fmt: skip
+    return Callbacks(found, config, folder, world)
 
 
 def new_folder(recipe: str) -> Path:
@@ -190,6 +205,9 @@ def begin(
     if found is not None:
         check_pins(config.run, journal, checkpoint.verify(found), pinned)
     first = fresh if found is None else state.restore(found, learners)
+    if config.run.extend:
+        first = replace(first, ended=False)
+    journal.callbacks.know(learners[0].model)
     note_start(config.run, journal, found, first.step, why_padded=getattr(learners[0].model, "why_padded", ""))
 
     def save(now: State) -> None:

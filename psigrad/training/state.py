@@ -37,6 +37,12 @@ class State:
     evaluated: bool = False
     algorithm: dict[str, float] = field(default_factory=dict)
     ledger: dict[str, int] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Settings that callbacks have changed, by dotted name."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """What callbacks remember, by their names."""
+    ended: bool = False
+    """A callback has ended the run."""
     pending: tuple[Pending, ...] = ()
     """Collections for the steps to come, with a lag."""
 

@@ -196,3 +196,21 @@ def test_from_python_several_processes_are_refused_with_the_way_to_start_them(jo
     with pytest.raises(UserError, match="torchrun --nproc-per-node=2"):
         psigrad.train("sft", model=job / "base", dataset=str(job / "train.jsonl"), processes=2, output_dir=str(tmp_path / "run"))
     assert RankLost.exit_status == 75
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_rank_0_calls_the_callbacks_and_all_ranks_do_what_they_ask_for(job, tmp_path, strategy):
+    for size in (1, 2):
+        ranks.run(size, "rank_runs", "directed", job, tmp_path / str(size), "sft", strategy, lockstep=strategy == "fsdp")
+    one, two = rows(tmp_path / "1"), rows(tmp_path / "2")
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [0, 0, 1, 1, 1, 2, 3, 4, 4, 4]
+    rates = [row["learning_rate"] for row in two if "learning_rate" in row]
+    assert rates == pytest.approx([1e-4, 1e-4 * 5 / 6, 1e-5 * 4 / 6, 1e-5 * 3 / 6])
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+
+
+def test_a_callback_that_fails_ends_every_rank_with_its_name(job, tmp_path):
+    ranks.run(2, "rank_runs", "directed", job, tmp_path / "run", "sft", "ddp", "fails")
+    told = [(tmp_path / f"run-{rank}.error").read_text() for rank in (0, 1)]
+    assert told[0] == told[1] and "The callback Director raised in on_step_end" in told[0]

@@ -13,6 +13,7 @@ from rank_gradients import load
 from safetensors.torch import load_file, save_file
 
 from psigrad.config import Model, Optim, Placement
+from psigrad.errors import UserError
 from psigrad.models.backbone import reshard
 from psigrad.models.language_model import LanguageModel
 from psigrad.parallel import sharded, shards
@@ -20,6 +21,7 @@ from psigrad.parallel import world as worlds
 from psigrad.parallel.world import World
 from psigrad.recipes import api
 from psigrad.training import state
+from psigrad.training.callbacks import Callback
 from psigrad.training.state import Learner, State
 from psigrad.training.update import Optimizer
 
@@ -50,6 +52,31 @@ def main(world: World, job: str, out: str, recipe: str, strategy: str, kill: str
         if world.rank == int(rank):
             _deadly(phase, int(count))
     api.run(config(job, out, recipe, strategy, lora=bool(lora)))
+
+
+class Director(Callback):
+    """Lowers the rate after step 2 and ends the run after step 4; or fails."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.fails:
+            raise ZeroDivisionError("division by zero")
+        control.should_evaluate = state.step == 1
+        control.should_training_stop = state.step == 4
+        if state.step == 2:
+            control.change(learning_rate=1e-5)
+
+
+def directed(world: World, job: str, out: str, recipe: str, strategy: str, fails: str = "") -> None:
+    """Train with a callback."""
+    made = config(job, out, recipe, strategy)
+    made = replace(made, run=replace(made.run, callbacks=(Director(bool(fails)),)))
+    try:
+        api.run(made)
+    except UserError as error:
+        Path(f"{out}-{world.rank}.error").write_text(str(error))
 
 
 def _deadly(phase: str, count: int) -> None:
