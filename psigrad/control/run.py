@@ -18,7 +18,7 @@ from psigrad.records import checkpoint, pins
 from psigrad.training import session
 from psigrad.training.journal import Journal
 from psigrad.training.progress import bar
-from psigrad.training.session import Result
+from psigrad.training.result import Result
 from psigrad.training.state import versions
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on

@@ -14,7 +14,8 @@ from psigrad.errors import UserError
 from psigrad.objective import PolicyGradient
 from psigrad.recipes import given_model
 from psigrad.recipes.given_model import START, GivenModel
-from psigrad.training.session import Result, new_folder
+from psigrad.training.result import Result
+from psigrad.training.session import new_folder
 
 if TYPE_CHECKING:
     import peft

@@ -22,7 +22,7 @@ from psigrad.models import tiny
 from psigrad.recipes import evaluate, online, setup, sft
 from psigrad.training import session
 from psigrad.training.progress import bar
-from psigrad.training.session import Result
+from psigrad.training.result import Result
 
 TASK = "spell_backward"
 WRONG_SHARE = 0.6

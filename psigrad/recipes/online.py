@@ -33,7 +33,7 @@ from psigrad.training import rehearsal, session
 from psigrad.training.journal import Journal
 from psigrad.training.online_rl import train
 from psigrad.training.online_run import Online, ValueModel, is_exact
-from psigrad.training.session import Result
+from psigrad.training.result import Result
 from psigrad.training.state import Follower, Learner, State
 
 

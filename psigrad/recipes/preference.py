@@ -32,7 +32,7 @@ from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.training import session
 from psigrad.training.journal import Journal
 from psigrad.training.offline import Generated
-from psigrad.training.session import Result
+from psigrad.training.result import Result
 from psigrad.training.tasks import Task
 from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
 

@@ -17,8 +17,8 @@ from psigrad.recipes import loading, setup
 from psigrad.recipes.given_model import GivenModel
 from psigrad.training import session
 from psigrad.training.journal import Journal
+from psigrad.training.result import Result
 from psigrad.training.scoring import score_all
-from psigrad.training.session import Result
 from psigrad.training.tasks import Task
 from psigrad.training.tasks.reward_task import ProcessRewardTask, RewardTask
 

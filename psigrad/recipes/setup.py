@@ -34,7 +34,7 @@ from psigrad.training import offline, rehearsal, session
 from psigrad.training.journal import Journal
 from psigrad.training.ledger import Prompt
 from psigrad.training.offline import Generated
-from psigrad.training.session import Result
+from psigrad.training.result import Result
 from psigrad.training.state import Learner, State
 from psigrad.training.tasks import Task
 from psigrad.training.update import Optimizer

@@ -13,7 +13,7 @@ from psigrad.recipes.sampling import sampler_of
 from psigrad.recipes.scorers import evaluator_for, judge_for
 from psigrad.training import session
 from psigrad.training.offline import Generated
-from psigrad.training.session import Result
+from psigrad.training.result import Result
 from psigrad.training.tasks.sft_task import SFTTask
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import html
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -31,14 +33,48 @@ def _lines(description: str, total: float, done: float, every: int) -> Advance:
     return advance
 
 
+def _notebook_display() -> Any:
+    """IPython's `display` in the kernel of a notebook, else None."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return sys.modules["IPython.display"].display if type(shell).__name__ == "ZMQInteractiveShell" else None
+
+
+def _in_notebook(show: Any, description: str, total: float, done: float) -> Advance:
+    """A bar that is drawn again in its place, at most four times a second."""
+    at, text, drawn, begun = done, "", -math.inf, time.monotonic()
+
+    def draw() -> dict[str, str]:
+        pace = (time.monotonic() - begun) / max(1e-9, at - done)
+        left = f"{pace:.3g} s a step, {pace * (total - at) / 60:.1f} min left" if at > done and at < total else ""
+        words = "  ".join(filter(None, (f"{description} {at:g}/{total:g}", text, left)))
+        mark = f'<progress value="{at:g}" max="{total:g}" style="width: 16em; vertical-align: middle"></progress>'
+        return {"text/plain": words, "text/html": f'<div style="white-space: pre">{mark}  {html.escape(words)}</div>'}
+
+    handle = show(draw(), raw=True, display_id=True)
+
+    def advance(count: float = 1, note: str = "") -> None:
+        nonlocal at, text, drawn
+        at, text, now = at + count, note or text, time.monotonic()
+        if now - drawn >= 0.25 or at >= total:
+            handle.update(draw(), raw=True)
+            drawn = now
+
+    return advance
+
+
 @contextlib.contextmanager
 def bar(description: str, total: float, *, shown: bool = True, done: float = 0, every: int = 0) -> Iterator[Advance]:
     """A bar from `done` to `total`, gone from the terminal's cursor when the block ends; nothing is drawn when not `shown`.
 
-    Where standard output is no terminal (a log file, a cluster's queue), a line is printed every `every` steps instead.
+    In a notebook the bar stands below its cell. Where standard output is no terminal (a log file, a cluster's queue), a line is
+    printed every `every` steps instead.
     """
     if not shown:
         yield lambda count=1, note="": None
+        return
+    if (show := _notebook_display()) is not None:
+        yield _in_notebook(show, description, total, done)
         return
     if not sys.stdout.isatty():
         yield _lines(description, total, done, every)

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from psigrad.training import callbacks, state
 from psigrad.training.callbacks import Callbacks
 from psigrad.training.journal import Announcer, Journal, Stopped
 from psigrad.training.provenance import command, provenance
+from psigrad.training.result import Result
 from psigrad.training.state import Learner, Learners, State
 from psigrad.training.stop import StopSignal
 from psigrad.training.trackers import open_trackers
@@ -40,17 +41,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Bytes of the blocks that are kept: where memory is short, so few that no hole is as large as a tensor.
 _ALL, _PIECE = 1 << 30, 1 << 20
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig | ControlConfig
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves behind: its folder, the trained model, and its last figures (`before` training and `after`)."""
-
-    folder: Path
-    model: Path
-    report: Path | None
-    before: dict[str, Any] = field(default_factory=dict)
-    after: dict[str, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
