@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
-class History(list[dict[str, Any]]):
+class MetricsHistory(list[dict[str, Any]]):
     """The rows of metrics.jsonl, a training step or an evaluation each, in order of their "step".
 
     `pandas.DataFrame(history)` is the table; `to_pandas()` makes it with one row for each step.
@@ -59,10 +59,10 @@ class Result:
     after: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def history(self) -> History:
+    def history(self) -> MetricsHistory:
         """Every row of metrics.jsonl, as it stands now."""
         lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
-        return History(row for line in lines if (row := stepped(line)) is not None)
+        return MetricsHistory(row for line in lines if (row := stepped(line)) is not None)
 
     @property
     def metrics(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from psigrad.config import Model
 from psigrad.errors import UserError
 from psigrad.recipes import online, reward
-from psigrad.training.result import History, Result
+from psigrad.training.result import MetricsHistory, Result
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_figures_are_those_of_the_files(result):
     table = result.history.to_pandas()
     assert list(table.index) == list(range(7)) and table["reward"].count() == 6 and table["eval/kl"].count() == 3
     assert result.history.series("eval/kl")[0] == [0, 3, 6]
-    assert History().to_pandas().empty
+    assert MetricsHistory().to_pandas().empty
 
 
 def test_the_model_and_the_tokenizer_are_loaded_by_transformers(result, job, tmp_path):
@@ -55,7 +55,7 @@ def test_a_notebook_shows_the_figures_with_their_intervals_and_escapes_names(res
     low, high = result.after["eval/early_letters/low"], result.after["eval/early_letters/high"]
     assert f"→ {after:.3g} [{low:.3g}, {high:.3g}]" in page and "a&lt;b" in page and "a<b" not in page
     assert "<td>early_letters/mean</td>" in page and "report.html" in page
-    assert "the last 10 of" in History([{"step": i, "x": 0.5} for i in range(30)])._repr_html_()
+    assert "the last 10 of" in MetricsHistory([{"step": i, "x": 0.5} for i in range(30)])._repr_html_()
     assert "<b>" in replace(result, before={}, after={})._repr_html_()
 
 
