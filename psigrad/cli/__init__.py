@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from psigrad import __version__
+from psigrad.cli import conversion, worlds
 from psigrad.cli import language_models as language
-from psigrad.cli import worlds
 from psigrad.cli.completion import completion
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
@@ -35,6 +35,7 @@ GROUPS = {
             "what makes your shell (bash, zsh, fish) complete commands and flags",
             lambda arguments: completion(arguments, COMMANDS),
         ),
+        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", conversion.from_trl),
         "check": Command("whether a model, its data and its settings will train rightly, before they do", language.check),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),

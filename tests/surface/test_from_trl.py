@@ -1,0 +1,221 @@
+"""`psigrad from-trl`: every field of TRL's configurations is known, and scripts become settings that load."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+from pathlib import Path
+
+import pytest
+import trl
+import yaml
+
+from psigrad import cli
+from psigrad.cli import flags
+from psigrad.config import OnlineConfig, PreferenceConfig
+from psigrad.config.algorithms import resolve_loss, resolve_online
+from psigrad.config.from_trl import convert
+from psigrad.config.load import load
+from psigrad.config.methods import declaration
+from psigrad.config.trl_fields import DEFAULTS, METHODS, NO_EQUAL, outcome
+from psigrad.config.trl_script import read
+from psigrad.objective.explain import label
+
+EXPERIMENTAL = {"OnlineDPOConfig": "online_dpo", "ORPOConfig": "orpo", "CPOConfig": "cpo"}
+CLASSES = {
+    name: getattr(trl, name, None) or getattr(importlib.import_module(f"trl.experimental.{EXPERIMENTAL[name]}"), name)
+    for name in METHODS
+    if name != "PPOConfig"  # TRL 1.x has none any more
+}
+OTHERS = {"ModelConfig": trl.ModelConfig, "ScriptArguments": trl.ScriptArguments}
+
+
+def default(field):
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+@pytest.mark.parametrize("name", [*CLASSES, *OTHERS])
+def test_every_field_of_trl_is_known(name):
+    fields = {field.name for field in dataclasses.fields({**CLASSES, **OTHERS}[name])}
+    assert not sorted(field for field in fields if outcome(name, field) is None)
+    assert outcome(name, "frobnicate") is None
+
+
+def test_every_configuration_of_trl_is_converted_or_named():
+    public = {name for name in dir(trl) if name.endswith("Config")}
+    assert public - {*CLASSES, *OTHERS} == {"DatasetMixtureConfig"}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_defaults_are_trls(name):
+    real = {field.name: default(field) for field in dataclasses.fields(CLASSES[name])}
+    assert {key: real[key] for key in DEFAULTS[name]} == DEFAULTS[name]
+    for key in real.keys() & NO_EQUAL.keys():
+        if (name, key) not in {("KTOConfig", "train_sampling_strategy")}:
+            assert real[key] == NO_EQUAL[key][0], key
+
+
+SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+raise SystemExit("a script is read, not run")
+MODEL = "org/model"
+
+def brevity(completions, **columns):
+    return [-len(text) for text in completions]
+
+dataset = load_dataset("openai/gsm8k", "main", split="train")
+args = GRPOConfig(
+    output_dir=f"runs/{MODEL}", learning_rate=1e-5, per_device_train_batch_size=4, gradient_accumulation_steps=4, beta=0.01,
+    num_generations=8, scale_rewards=False, max_completion_length=64 * 4, epsilon_high=0.28, log_completions=True, seed=seed(),
+    load_best_model_at_end=True,
+)
+trainer = GRPOTrainer(
+    model=MODEL, args=args, reward_funcs=[accuracy_reward, brevity], train_dataset=dataset, callbacks=[Mine()],
+    peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", lora_bias=True),
+)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def converted(path: str, trainer: str = ""):
+    return convert(read(path, trainer))
+
+
+def test_a_script_is_read_without_being_run(here):
+    Path("mine.py").write_text(SCRIPT)
+    made = converted("mine.py")
+    assert made.method == "grpo" and made.settings == {
+        "algorithm.aggregate": "token_mean",
+        "algorithm.surrogate": {"part": "clip", "low": 0.2, "high": 0.28},
+        "algorithm.ratio": "token",
+        "algorithm.psi": {"part": "group_mean", "std": False},
+        "algorithm.kl": {"where": "loss", "estimator": "k3", "coefficient": 0.01, "importance_weighted": True},
+        "evaluation.eval_prompts": 0,
+        "model.path": "org/model",
+        "model.lora_rank": 16,
+        "model.lora_alpha": 32,
+        "reward": ["trl.rewards:accuracy_reward", "mine.py:brevity"],
+        "data.dataset": "openai/gsm8k:main",
+        "run.output_dir": "runs/org/model",
+        "run.num_train_epochs": 3.0,
+        "run.seed": 42,
+        "run.save_steps": 500,
+        "optim.learning_rate": 1e-5,
+        "prompts_per_step": 2,
+    }
+    assert made.look_at == [
+        "seed = seed(): only a run of the script would tell.",
+        "callbacks=[Mine()]: give them as callbacks=[…] or --callbacks file.py:Class.",
+    ]
+    assert [line.split(":")[0] for line in made.no_equal] == ["load_best_model_at_end=True", "LoraConfig(lora_bias=True)"]
+    assert [line.split(":")[0] for line in made.nothing] == ["log_completions"]
+
+
+def test_the_yaml_and_the_command_give_the_same_settings(here, capsys):
+    Path("mine.py").write_text(SCRIPT)
+    assert cli.main(["from-trl", "mine.py", "--output", "run.yaml"]) == 0
+    assert cli.main(["from-trl", "mine.py"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("# no equal here:") == 2 and said.startswith("# psigrad grpo --config run.yaml")
+    typed = next(line for line in said.splitlines() if line.startswith("# psigrad grpo --model") or "algorithm.aggregate" in line)
+    words = shlex.split(typed.removeprefix("# psigrad grpo"))
+    assert flags.parse(OnlineConfig, "grpo", words, {"algorithm": "grpo"}) == load(OnlineConfig, "run.yaml")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_defaults_of_every_trainer_become_settings_that_load(name, here):
+    Path("mine.py").write_text(f"args = {name}(output_dir='runs/x')")
+    made = converted("mine.py")
+    settings = METHODS[name][1]
+    config = load(settings, flags={**declaration(made.method).defaults, **made.settings})
+    real = DEFAULTS[name]
+    assert config.optim.learning_rate == real["learning_rate"] and config.run.seed == 42 and config.run.num_train_epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "part", "expected"),
+    [
+        ({"loss_type": "dr_grpo", "max_completion_length": 99}, "aggregate", "fixed_length(n=99)"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "surrogate", "truncated_weight"),
+        ({"loss_type": "sapo"}, "surrogate", "soft_clip"),
+        ({"delta": 2.0}, "surrogate", "bound=2.0"),
+        ({"off_policy_mask_threshold": 0.5}, "surrogate", "off_policy_mask"),
+        ({"importance_sampling_level": "sequence"}, "ratio", "sequence"),
+        ({"scale_rewards": "batch"}, "psi", "group_mean_batch_std"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "psi", "decoupled_group_mean"),
+        ({"beta": 0.04}, "kl", "importance_weighted=True"),
+        ({"use_vllm": True}, "correction", "masked_importance"),
+        ({}, "aggregate", "token_mean"),
+    ],
+)
+def test_grpos_options_become_parts(given, part, expected, here):
+    Path("c.yaml").write_text(yaml.safe_dump({**given, "learning_rate": 1e-6}))
+    made = converted("c.yaml", "grpo")
+    config = load(OnlineConfig, flags={**declaration("grpo").defaults, **made.settings})
+    held = getattr(resolve_online(config.algorithm), part)
+    assert expected in label(held), label(held)
+
+
+@pytest.mark.parametrize(
+    ("loss", "method", "beta"),
+    [
+        ("sigmoid", "dpo", 0.1),
+        ("ipo", "ipo", 0.1),
+        (["sigmoid", "sft"], "dpo", 0.1),
+        ("robust", "robust_dpo", 0.1),
+    ],
+)
+def test_preference_losses(loss, method, beta, here):
+    given = {"loss_type": loss, "beta": beta, "label_smoothing": 0.2, "precompute_ref_log_probs": True}
+    Path("c.yaml").write_text(yaml.safe_dump(given))
+    made = converted("c.yaml")
+    config = load(PreferenceConfig, flags={**declaration(made.method).defaults, **made.settings})
+    found = resolve_loss(config.loss)
+    assert made.method == method and found.beta == beta and found.sft == (1.0 if isinstance(loss, list) else 0.0)
+
+
+def test_yaml_of_trls_command_line(here):
+    Path("c.yaml").write_text(yaml.safe_dump({
+        "model_name_or_path": "org/m", "dataset_name": "org/d", "dataset_config": "main", "use_peft": True, "lora_r": 8,
+        "packing": True, "bf16": True, "eval_strategy": "steps", "eval_steps": 10, "warmup_ratio": 0.1, "neftune_noise_alpha": 5,
+    }))  # fmt: skip
+    made = converted("c.yaml")
+    assert made.method == "sft" and made.settings["model.path"] == "org/m" and made.settings["data.dataset"] == "org/d:main"
+    assert made.settings["model.lora_rank"] == 8 and made.settings["evaluation.eval_steps"] == 10
+    told = "\n".join([*made.differs, *made.no_equal])
+    assert "Warm-up is 0.1 of all steps" in told and "packing" in told and "neftune_noise_alpha=5" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("absent.py", None, "cannot be read"),
+        ("a.py", "def (", "is not Python"),
+        ("a.py", "x = 1", "makes none of TRL's trainers or configurations"),
+        ("a.py", "GRPOConfig(learning_rat=1)", "has no field 'learning_rat'; did you mean 'learning_rate'"),
+        ("a.yaml", "learning_rate: 1", "does not say which trainer it is for; add --trainer"),
+        ("a.py", "GRPOConfig(num_generations=7)", "is no multiple of num_generations 7"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_sentence(name, text, sentence, here, capsys):
+    if text is not None:
+        Path(name).write_text(text)
+    assert cli.main(["from-trl", name]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+
+
+def test_the_command_says_how_it_is_used(capsys):
+    assert cli.main(["from-trl"]) == 2 and cli.main(["from-trl", "--help"]) == 0
+    assert cli.main(["from-trl", "x.py", "--trainer", "gpo"]) == 2
+    assert "did you mean 'grpo'" in capsys.readouterr().err
