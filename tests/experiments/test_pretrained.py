@@ -33,6 +33,7 @@ def model(tmp_path_factory) -> str:
     return str(psigrad.train("sft", model=folder / "base", dataset=said, output_dir=str(folder / "run"), **settings).model)
 
 
+@pytest.mark.long
 def test_the_quick_form_trains_measures_and_is_resumed(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     asked = ["experiment", "pretrained", *QUICK, "--model", model, "--dtype", "float32", "--out", str(tmp_path)]
