@@ -40,6 +40,8 @@ def _module(name: str, path: str, kind: str) -> ModuleType:
     try:
         if name.endswith(".py"):
             file = Path(name).resolve()
+            if str(file.parent) not in sys.path:
+                sys.path.append(str(file.parent))  # its neighbours, as for a script; last, so that it hides nothing
             return load_file(FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12], str(file))
         if "" not in sys.path and "." not in sys.path:
             sys.path.insert(0, "")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from psigrad import __version__
-from psigrad.cli import conversion, worlds
+from psigrad.cli import conversion, projects, worlds
 from psigrad.cli import language_models as language
 from psigrad.cli.completion import completion
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
@@ -29,6 +29,7 @@ def _training(settings: type[Any]) -> dict[str, Command]:
 
 GROUPS = {
     "begin": {
+        "init": Command("write a project to start from: verifiable reward, preferences, tools or control", projects.init),
         "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", language.demo),
         "doctor": Command("what this machine offers, and what is missing", worlds.doctor),
         "completion": Command(

@@ -50,8 +50,10 @@ def load(
     in_file = read_file(path) if path else {}
     hints = dict(_hints(cls))
     values, given = other_names.divided(cls, in_file, str(path))
-    preset = {f.name: f.default for f in dataclasses.fields(cls) if f.name in ("algorithm", "loss")}  # type: ignore[arg-type]
-    values = {**preset, **{name: value for name, value in (defaults or {}).items() if name not in values}, **values}
+    usual: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls) if f.name in ("algorithm", "loss")}  # type: ignore[arg-type]
+    for name, value in (defaults or {}).items():
+        put(usual, name, value, "default")
+    values = {name: _over(usual.get(name), values[name]) if name in values else usual[name] for name in {**usual, **values}}
     for override in overrides:
         name, sign, text = override.partition("=")
         if not sign:
@@ -64,6 +66,12 @@ def load(
     for name, value, source in other_names.translated(cls, values, given):
         put(values, name, value, source)
     return _build(cls, values, str(path) if path else "")
+
+
+def _over(below: Any, above: Any) -> Any:
+    """A section of a file over the defaults of a method, name by name; an algorithm is taken as a whole."""
+    sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
+    return {**below, **above} if sections else above
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Here all three give the same `Step`: what followed the action, whether the episo
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,12 +162,14 @@ class Serial:
             env.close()
 
 
+# Gymnasium's own "module:Name-v0": it imports the module, which registers the name.
+_VERSION = re.compile(r"-v\d+$")
 Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Callable[[], gym.Env[Any, Any]]
 
 
 def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any, Any]:
     """One environment of a registered id in its wrappers, the first one innermost."""
-    made: gym.Env[Any, Any] = gym.make(env, **kwargs)
+    made: gym.Env[Any, Any] = gym.make(registered(env), **kwargs)
     for name in wrappers:
         made = imported_callable(name, "wrapper")(made)
         if not isinstance(made, gym.Env):
@@ -175,8 +178,8 @@ def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any
 
 
 def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Sequence[str] = (), **kwargs: Any) -> Environments:
-    """`count` copies of an environment: a registered id, a function that makes one, a single environment, or a vector
-    environment.
+    """`count` copies of an environment: a registered id, "file.py:Class" or "module:Class", a function that makes one, a single
+    environment, or a vector environment.
 
     `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". `wrappers` are for an id.
     Raises `UserError` for an unknown id, a package that is missing, or spaces that no policy here can handle.
@@ -193,6 +196,7 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
         return Environments(Serial([env]))
     if callable(env):
         return Environments(Serial([env() for _ in range(count)]))
+    env = registered(env)
     try:
         spec = spec_of(env)
         if vectorization == "auto":
@@ -216,10 +220,22 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
 
 def spec_of(env: str) -> gym.envs.registration.EnvSpec:
     """What is registered under an id; "module:id" imports the module that registers it first, as `gymnasium.make` does."""
-    module, _, name = env.rpartition(":")
+    module, _, name = registered(env).rpartition(":")
     if module:
         importlib.import_module(module)
     return gym.spec(name)
+
+
+def registered(env: str) -> str:
+    """The id of an environment. A class of the user's, "file.py:Class" or "module:Class", is registered under one."""
+    if ":" not in env or _VERSION.search(env):
+        return env
+    known = f"psigrad/{env.rpartition(':')[2]}-v0"
+    made = imported_callable(env, "environment")
+    if known not in gym.registry or gym.registry[known].entry_point is not made:
+        gym.registry.pop(known, None)
+        gym.register(known, made)
+    return known
 
 
 def source(env: Made) -> Any:
