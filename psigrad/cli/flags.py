@@ -22,6 +22,8 @@ from psigrad.errors import UserError, nearest
 __all__ = ["divided", "flag_of", "listed", "names_and_output", "number", "parse", "plain", "planned", "whole_number"]
 
 T = TypeVar("T")
+# Settings that may be one name or several.
+_SEVERAL = ("data.dataset", "data.eval_dataset")
 # What an override looks like: a dotted name of a setting, and a value.
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
 
@@ -49,6 +51,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     config = given.pop("config")
     types = {name: hint for name, hint, _ in _fields(cls)}
     values = {name: _typed(value, types.get(name)) for name, value in given.items() if value is not None}
+    values |= {name: values[name][0] for name in _SEVERAL if name in values and len(values[name]) == 1}
     return load(cls, config, overrides, {**values, **others}, defaults)
 
 
@@ -75,6 +78,7 @@ def divided(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, li
         print(parser.format_help())
     types = {name: hint for name, hint, _ in _fields(cls)}
     values = {name: _typed(value, types[name]) for name, value in vars(known).items() if value is not None}
+    values |= {name: values[name][0] for name in _SEVERAL if name in values and len(values[name]) == 1}
     return load(cls, flags=values), rest
 
 
@@ -159,7 +163,7 @@ def _options(parser: _Parser) -> list[str]:
 def _typed(value: Any, hint: Any) -> Any:
     """Text stays text where the setting is one; everything else is read as YAML: 1e-5, true, {part: clip}."""
     if isinstance(value, list):
-        return [_typed(v, get_args(hint)[0]) for v in value]
+        return [_typed(v, get_args(hint)[0] if get_args(hint) else hint) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint)
 
 
@@ -229,7 +233,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str) -> None:
         if hint is bool:
             group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            many = {"nargs": "+"} if get_origin(hint) is tuple else {}
+            many = {"nargs": "+"} if get_origin(hint) is tuple or name in _SEVERAL else {}
             action = {"action": "extend"} if many else {}
             group.add_argument(flag, dest=name, metavar=leaf.upper(), help=text, **many, **action)
 

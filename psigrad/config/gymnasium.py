@@ -83,7 +83,8 @@ class ControlConfig:
     algorithm: Any = "ppo"
     """Preset name, {preset: ppo, part: value, …}, a PolicyGradient, "trpo" or "dqn"."""
     env: Any = "CartPole-v1"
-    """Id of a Gymnasium environment, or module:Class or file.py:Class of your own; from Python also a function that makes one, or a vector environment."""
+    """Id of a Gymnasium environment, or module:Class or file.py:Class of your own; from Python also a function that makes one, or
+    a vector environment."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
     wrappers: tuple[str, ...] = ()

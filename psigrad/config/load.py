@@ -208,6 +208,8 @@ def _expected(message: str) -> str:
 def _plain(value: Any, field: str = "") -> Any:
     if field in ("dataset", "eval_dataset") and not isinstance(value, str):
         rows = list(value)
+        if rows and all(isinstance(name, str) for name in rows):
+            return rows
         return f"rows:{len(rows)}:{hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()}"
     if field == "callbacks":
         return [_plain(v) if isinstance(v, str | Mapping) else _named(v) for v in value]

@@ -65,13 +65,16 @@ class Data:
     """Where the rows come from."""
 
     dataset: str | Any = ""
-    """JSONL, JSON, Parquet or CSV file, folder of them, or hub name, in one of TRL's dataset forms; from Python also rows."""
+    """JSONL, JSON, Parquet or CSV file, folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
+    dataset forms; from Python also rows. Several may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
     split: str = "train"
     """Split to train on, for hub datasets."""
     eval_dataset: str | Any = ""
     """Held-out rows for evaluation; empty: the last `eval_prompts` rows of `dataset` are held out."""
     eval_split: str = "test"
     """Split to evaluate on, for hub datasets."""
+    max_rows: CountOrZero = 0
+    """Read only so many rows of each dataset; one of the hub is then streamed, and not downloaded whole. 0: all."""
     max_prompt_length: CountOrZero = 0
     """Rows whose prompt has more tokens than this are refused; 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"

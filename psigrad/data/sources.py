@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from psigrad.data import csv_rows
+from psigrad.data import csv_rows, tasks
 from psigrad.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, show, validate
 from psigrad.errors import UserError, nearest
 
@@ -45,15 +46,19 @@ class LoadedRows:
     skipped: list[BadRow]
 
 
-def load(dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop") -> LoadedRows:
+def load(
+    dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop", max_rows: int = 0
+) -> LoadedRows:
     """The rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
     In a folder whose file names carry split words (train, validation, test and their usual variants) only the files of `split`
-    are read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main".
+    are read; a single file is read whole. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows
+    of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed.
     Raises UserError naming file, line, column and reason; with `bad_rows="skip"` malformed rows are left out and returned as
     `skipped`, and only a file that can't be read on raises.
     """
-    return _collect(_records(dataset, split), form, dataset, bad_rows)
+    records = _records(dataset, split, streaming=max_rows > 0)
+    return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows)
 
 
 def from_rows(
@@ -102,7 +107,9 @@ def _summary(name: str, form: Form, total: int, bad: list[BadRow]) -> str:
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}{more}); {cure}."
 
 
-def _records(dataset: str, split: str) -> _Records:
+def _records(dataset: str, split: str, streaming: bool = False) -> _Records:
+    if dataset.startswith("task:"):
+        return (_Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.named(dataset), 1))
     try:
         path = Path(dataset).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
@@ -116,7 +123,7 @@ def _records(dataset: str, split: str) -> _Records:
         return _file(path, path.name)
     if path.suffix in _READERS or dataset.startswith((".", "/", "~")) or "\\" in dataset:
         raise UserError(f"There is no file or folder {show(dataset)}{_neighbour(path)}; give an existing path or a hub name.")
-    return _hub(dataset, split)
+    return _hub(dataset, split, streaming)
 
 
 def _neighbour(path: Path) -> str:
@@ -175,12 +182,12 @@ def _saved_dataset(path: Path, split: str) -> _Records:
         raise UserError(f"The saved dataset {path} can't be read ({_reason(error)}); save it again with save_to_disk.") from error
 
 
-def _hub(dataset: str, split: str) -> _Records:
+def _hub(dataset: str, split: str, streaming: bool) -> _Records:
     import datasets
 
     name, _, config = dataset.partition(":")
     try:
-        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
+        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
         yield from (_Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(rows, 1))
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(

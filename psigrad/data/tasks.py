@@ -46,6 +46,38 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
     return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct", name)]
 
 
+def named(text: str) -> list[dict[str, Any]]:
+    """The rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
+
+    `size` (1,000) and `seed` (0) are ours, all others the task's own settings. Raises `UserError` for what the task has not.
+    """
+    name, *settings = text.removeprefix("task:").split(",")
+    given: dict[str, Any] = {"size": 1000, "seed": 0}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign:
+            raise UserError(f"{text!r} has {setting!r}; expected settings such as task:{name},size=2000,max_value=60.")
+        given[key] = _number(value)
+    size, seed = given.pop("size"), given.pop("seed")
+    if not isinstance(size, int) or not isinstance(seed, int) or size < 1:
+        raise UserError(f"{text!r} has size {size} and seed {seed}; expected whole numbers, size at least 1.")
+    try:
+        return distinct(name, size, seed, **given)
+    except (TypeError, AssertionError, ValueError) as error:  # reasoning-gym checks settings by assertions
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"The task {name!r} cannot be made with {given}: {error}; see its settings in reasoning-gym.") from error
+
+
+def _number(text: str) -> int | float | bool | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 def demonstrations(
     rows: Sequence[dict[str, Any]], wrong_share: float, mistake: Callable[[str, random.Random], str], seed: int
 ) -> list[dict[str, Any]]:

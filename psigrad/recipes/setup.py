@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from psigrad.config import (
     Sampling,
     SFTConfig,
 )
+from psigrad.data import mixing
 from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import prompt_ids, stop_token_id
@@ -76,6 +78,8 @@ def refuse_none(config: RewardConfig | PreferenceConfig, limit: int, kept: int, 
 def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     """Training rows and held-out rows. Without an eval dataset the last `eval_prompts` rows are held out."""
     data, wanted = config.data, config.evaluation.eval_prompts
+    if datasets := mixing.several(data.dataset):
+        return _read_several(config, form, datasets)
     rows = read_dataset(config, form, data.dataset, data.split)
     if data.eval_dataset:
         held = read_dataset(config, form, data.eval_dataset, data.eval_split)
@@ -86,15 +90,34 @@ def read_rows(config: Config, form: Form) -> tuple[list[Row], list[Row]]:
     return train.rows, held.rows
 
 
+def _read_several(config: Config, form: Form, datasets: Sequence[mixing.Named]) -> tuple[list[Row], list[Row]]:
+    """Rows of several datasets by their weights. Each gives its share of the held-out rows."""
+    data, wanted = config.data, config.evaluation.eval_prompts
+    parts = [read_dataset(config, form, one.name, data.split) for one in datasets]
+    weights = [one.weight for one in datasets]
+    shares = [len(part.rows) if weight is None else weight for part, weight in zip(parts, weights, strict=True)]
+    held: list[Row] = []
+    if data.eval_dataset:
+        held = read_dataset(config, form, data.eval_dataset, data.eval_split).rows[:wanted]
+    elif wanted:
+        parts, held = mixing.held_out(parts, shares, wanted)
+    return mixing.mixed([part.rows for part in parts], weights, config.run.seed), held
+
+
 def read_dataset(config: Config | EvalConfig | SampleConfig, form: Form, dataset: Any, split: str) -> LoadedRows:
     """The rows of one dataset in TRL's forms; a missing name is refused."""
+    data = config.data
+    if datasets := mixing.several(dataset):
+        read = [read_dataset(config, form, one.name, split) for one in datasets]
+        return LoadedRows([row for part in read for row in part.rows], [bad for part in read for bad in part.skipped])
     if not isinstance(dataset, str):
-        return from_rows(dataset, form, bad_rows=config.data.bad_rows)
+        rows = islice(dataset, data.max_rows) if data.max_rows else dataset
+        return from_rows(rows, form, bad_rows=data.bad_rows)
     if not dataset:
         raise UserError(
             "No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset)."
         )
-    return load(dataset, form=form, split=split, bad_rows=config.data.bad_rows)
+    return load(dataset, form=form, split=split, bad_rows=data.bad_rows, max_rows=data.max_rows)
 
 
 def prompts_of(

@@ -20,7 +20,8 @@ def model(tmp_path_factory):
     tokenizer = tiny.tokenizer(["What is 10 + 20 * 3? Answer: 70", "Write one line about the sea."], 300)
     tokenizer.chat_template = (
         "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=1024).save_pretrained(place)
     tokenizer.save_pretrained(place)
