@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))  # the psigrad beside these pages, whatever is installed
 
+sys.path.insert(0, str(DOCS))
+import live_grid  # noqa: E402
+
 import psigrad  # noqa: E402
 
 project = "psigrad"
@@ -27,7 +30,7 @@ author = "the psigrad authors"
 version = release = psigrad.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
-exclude_patterns = ["images/**", "site/**"]
+exclude_patterns = ["images/**", "site/**", "live/**"]
 nb_execution_mode = "off"  # the notebooks of the course keep their outputs: make_course.py
 myst_heading_anchors = 3
 nitpicky = True
@@ -84,6 +87,8 @@ def inside(text: str, folder: Path) -> str:
 
     def plain(match: re.Match[str]) -> str:
         words, target = match.groups()
+        if target.endswith("live/index.html"):  # made when the site is built, so no page that sphinx knows
+            return f'<a href="{os.path.relpath(DOCS / "grid", folder)}/index.html">{words}</a>'
         if "://" in target or target.startswith("#"):
             return match[0]
         path = Path(os.path.normpath(folder / target.partition("#")[0]))
@@ -167,6 +172,11 @@ def setup(app: Sphinx) -> None:
     def signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, given: str | None, returned: str | None) -> Any:
         return short(given), short(returned)
 
+    def finished(app: Sphinx, error: Exception | None) -> None:
+        if error is None and app.builder.format == "html":
+            live_grid.build(Path(app.outdir) / "grid")
+
     app.connect("source-read", source_read)
+    app.connect("build-finished", finished)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", process)

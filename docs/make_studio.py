@@ -85,6 +85,31 @@ def label_pictures() -> None:
             page.context.close()
 
 
+READ = {"label_rendered_light": (900, 780, "light", ""), "label_difference_dark": (900, 780, "dark", "d")}
+SOLVED = (
+    " Multiply both sides by $2$, so $x^2 = 16$, and take the root:\n\n$$x = \\pm\\sqrt{16} = \\pm 4$$\n\n"
+    "**Check:** $\\frac{1}{2} \\cdot 4^2 = 8$.",
+    " Multiply both sides by $2$, so $x^2 = 16$, and take the root:\n\n$$x = \\sqrt{16} = 4$$\n\n"
+    "```python\nprint(0.5 * 4**2)  # 8.0\n```",
+)
+
+
+def reading_pictures() -> None:
+    """The labelling page with formulas and code: rendered, and by the difference."""
+    with live_studio() as studio, chromium() as browser:
+        number = project(studio, 0, "Which is right?", instructions="Choose the answer that is complete.")
+        bring(studio, number, [{"prompt": "Solve $\\frac{1}{2}x^2 = 8$ for **all** $x$.", "completions": [*SOLVED]}])
+        for name, (width, height, theme, key) in READ.items():
+            page = entered(studio, browser, width, height, theme)
+            page.goto(f"{studio.base}/label#project={number}&part=work")
+            page.wait_for_selector(".completion math")
+            if key:
+                page.keyboard.press(key)
+            page.wait_for_timeout(500)
+            save(page.screenshot(), name)
+            page.context.close()
+
+
 def labelled(studio: LiveStudio) -> int:
     """A project with answers of people who mostly like the later steps better."""
     number = project(studio, 0, "Which answer helps?", overlap=2, strengths=3, instructions="Choose what you would rather get.")
@@ -186,6 +211,7 @@ def grid_pictures() -> None:
 if __name__ == "__main__":
     grid_pictures()
     label_pictures()
+    reading_pictures()
     for folder in sys.argv[1:]:
         chat_pictures(Path(folder))
         run_pictures(Path(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import html
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ class Asset:
     """A static file in memory. No text of a request becomes a path."""
 
     body: bytes
+    packed: bytes
+    """The body by gzip, for browsers behind a slow line."""
     kind: str
     tag: str
 
@@ -48,7 +51,8 @@ def assets() -> dict[str, Asset]:
                 walk(entry, f"{prefix}{entry.name}/")
             elif (kind := KINDS.get(entry.name.rpartition(".")[2])) is not None:
                 body = entry.read_bytes()
-                found[prefix + entry.name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:20]}"')
+                tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+                found[prefix + entry.name] = Asset(body, gzip.compress(body, mtime=0), kind, tag)
 
     walk(resources.files("psigrad_studio") / "static", "")
     return found
@@ -63,9 +67,11 @@ def static_router() -> APIRouter:
         asset = table.get(path)
         if asset is None:
             raise HTTPException(404)
-        headers = {"etag": asset.tag, "cache-control": "no-cache"}
+        headers = {"etag": asset.tag, "cache-control": "no-cache", "vary": "accept-encoding"}
         if request.headers.get("if-none-match") == asset.tag:
             return Response(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(asset.packed, media_type=asset.kind, headers=headers | {"content-encoding": "gzip"})
         return Response(asset.body, media_type=asset.kind, headers=headers)
 
     return router
@@ -141,7 +147,7 @@ _DOCUMENT = (
 <header class="bar">
 <a class="brand" href="/"><img src="/static/mark.svg" alt="" width="22" height="22"><span>psigrad studio</span></a>
 <nav aria-label="Pages">[links]</nav>
-<button type="button" id="theme" class="quiet"></button>
+<button type="button" id="theme" class="quiet icon"></button>
 </header>
 <main id="main" tabindex="-1">
 [body]

@@ -26,7 +26,11 @@ NOTICES, SBOM = ROOT / "THIRD_PARTY_NOTICES.md", ROOT / "sbom.cdx.json"
 # torch 2.13.0+cpu for Linux on x86-64 and Python 3.11, from https://download.pytorch.org/whl/cpu
 TORCH_CPU = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 # Software that is part of this repository, with its licence beside it.
-VENDORED = (("uPlot", "1.6.32", "MIT", "https://github.com/leeoniya/uPlot"),)
+VENDORED = (
+    ("marked", "18.2.1", "MIT", "https://github.com/markedjs/marked"),
+    ("temml", "0.13.5", "MIT", "https://github.com/ronkok/Temml"),
+    ("uPlot", "1.6.32", "MIT", "https://github.com/leeoniya/uPlot"),
+)
 
 
 @dataclass(frozen=True)

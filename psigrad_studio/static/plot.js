@@ -1,6 +1,6 @@
 // uPlot in the studio's look: the colours of the theme and axes without ticks.
 import { el } from "./dom.js";
-import uPlot from "./vendor/uplot/uPlot.esm.js";
+import uPlot from "./vendor/uplot/uPlot.js";
 
 /** Dashes of lines that share a colour, or that are told apart without it. */
 export const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];

@@ -67,7 +67,7 @@ def test_a_conversation_goes_on_and_a_new_one_begins(opened):
     for words in ("say a:", "and b?"):
         asked(page, words)
         ended(page)
-    first = page.locator(".exchange").first.locator(".text").text_content()
+    first = page.locator(".exchange").first.locator(".words").text_content()
     assert bodies[1]["messages"] == [
         {"role": "user", "content": "say a:"},
         {"role": "assistant", "content": first},
@@ -91,7 +91,7 @@ def test_the_seed_below_an_answer_repeats_it(opened):
     page.fill("#seed", seed)
     asked(page, "say b:")
     expect(page.locator(".facts").nth(1)).to_contain_text(f"seed {seed}")
-    assert page.locator(".text").nth(0).text_content() == page.locator(".text").nth(1).text_content()
+    assert page.locator(".words").nth(0).text_content() == page.locator(".text").nth(1).text_content()
 
 
 def test_two_answers_are_compared_by_keyboard_alone(opened):
@@ -146,7 +146,7 @@ def test_the_better_answer_goes_on_and_two_bad_ones_do_not(opened):
         ended(page, "Both have ended. Which answer is better?")
         exchange = page.locator(".exchange").last
         if key == "2":
-            said.append(exchange.locator(".text").nth(1).text_content())
+            said.append(exchange.locator(".words").nth(1).text_content())
         if key is None:
             exchange.get_by_role("button", name="Skip").click()
         else:
@@ -172,7 +172,7 @@ def test_escape_stops_a_long_answer(opened, monkeypatch):
     page.fill("#temperature", "0")  # an answer that is drawn may end by itself before Escape comes
     asked(page, "say a:")
     expect(page.locator("#stop")).to_be_visible()
-    expect(page.locator(".text")).not_to_be_empty()
+    expect(page.locator(".words")).not_to_be_empty()
     page.keyboard.press("Escape")
     expect(page.locator(".facts")).to_contain_text("stopped")
     expect(page.locator("#stop")).to_be_hidden()
@@ -185,7 +185,7 @@ def test_what_a_model_writes_stays_text(opened, monkeypatch):
     page.fill("#tokens", "12")
     asked(page, HOSTILE)
     ended(page)
-    assert page.locator(".text").text_content() == HOSTILE and page.locator(".said").text_content() == HOSTILE
+    assert page.locator(".words").text_content() == HOSTILE and page.locator(".said").text_content() == HOSTILE
     assert page.locator("main img, main script").count() == 0
 
 

@@ -88,7 +88,7 @@ def test_pairs_by_keyboard_alone(opened, studio):
     counted(page, "0 answered · 8 left")
     shown = []
     for i, (key, choice) in enumerate([("a", "left"), ("ArrowRight", "right"), ("t", "tie"), ("X", "both_bad"), ("B", "right")]):
-        shown.append(page.locator(".words .text").all_text_contents())
+        shown.append(page.locator(".words").all_text_contents())
         page.keyboard.press(key)
         counted(page, f"{i + 1} answered")
         row = votes(studio, number)[-1]
@@ -103,7 +103,7 @@ def test_pairs_by_keyboard_alone(opened, studio):
     counted(page, "5 answered · 3 left")
     page.keyboard.press("Control+z")
     counted(page, "4 answered · 4 left")
-    expect(page.locator(".words .text").first).to_have_text(shown[-1][0])
+    expect(page.locator(".words").first).to_have_text(shown[-1][0])
     page.keyboard.press("r")
     page.keyboard.type("b says why, a, t and x are only letters here?")
     page.keyboard.press("Escape")
@@ -192,7 +192,7 @@ def test_a_ranking_by_keyboard(opened, studio):
     page, _ = at_work(opened, studio, number)
 
     def order() -> list[str]:
-        return page.locator(".order .words .text").all_text_contents()
+        return page.locator(".order .words").all_text_contents()
 
     first = order()
     page.keyboard.press("ArrowDown")
@@ -220,7 +220,7 @@ def test_a_ranking_by_hand(opened, studio):
     number = project(studio, 0, kind="ranking")
     bring(studio, number, [{"prompt": "q", "completions": [f"text {n}" for n in range(3)]}])
     page, _ = at_work(opened, studio, number, size="phone")
-    first = page.locator(".order .words .text").all_text_contents()
+    first = page.locator(".order .words").all_text_contents()
     page.get_by_role("button", name="Move down A").click()
     page.get_by_role("button", name="As good as the one above: C").click()
     page.get_by_role("button", name="Submit this order").click()
@@ -416,8 +416,8 @@ def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
     assert ann.locator("nav[aria-label=Pages] a").all_text_contents() == ["Label"]
     for i in range(4):
         counted(ann, f"{i} answered")
-        expect(ann.locator(".words .text")).to_have_count(2)
-        texts = ann.locator(".words .text").all_text_contents()
+        expect(ann.locator(".words")).to_have_count(2)
+        texts = ann.locator(".words").all_text_contents()
         ann.keyboard.press("ab"[texts.index("short")])
         counted(ann, f"{i + 1} answered")
 

@@ -198,7 +198,7 @@ def test_a_failed_run_says_why(opened, tmp_path):
     with live_studio(runs=tmp_path / "runs") as studio:
         page = opened(at=studio)
         expect(page.locator("#alerts")).to_contain_text("ZeroDivisionError: division by zero")
-        expect(page.locator("#charts")).to_contain_text("No figures have been written yet")
+        expect(page.locator("#no-figures")).to_have_text("No figures have been written yet.")
         page.get_by_role("button", name="What happened").click()
         expect(page.get_by_role("tab", name="About")).to_have_attribute("aria-selected", "true")
         page.goto("about:blank")

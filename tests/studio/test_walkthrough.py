@@ -162,8 +162,8 @@ def vote(page: Page, slips: frozenset[frozenset[str]] = frozenset()) -> list[fro
         if page.locator(".done").is_visible():
             return seen
         assert "parrot" not in page.content() and "step" not in page.locator("main").inner_text()
-        texts = page.locator(".words .text").all_text_contents()
-        seen.append(frozenset([page.locator(".asked .text").text_content(), *texts]))
+        texts = page.locator(".words").all_text_contents()
+        seen.append(frozenset([page.locator(".asked").text_content(), *texts]))
         first, second = (len(text) for text in texts)
         page.keyboard.press("t" if first == second else "ab"[(first < second) != (seen[-1] in slips)])
 

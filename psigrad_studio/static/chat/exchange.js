@@ -1,5 +1,6 @@
-// One question with its answer, or with two. What a model wrote only ever becomes a text node.
+// One question with its answer, or with two. While an answer is written it is plain text; its Markdown is rendered at the end.
 import { el } from "../dom.js";
+import { compared, read } from "../reading.js";
 
 const ENDINGS = { stop: "ended by itself", length: "cut by the limit", stopped: "stopped" };
 const SIDES = ["A", "B"];
@@ -17,7 +18,7 @@ export class Exchange {
     this.done = titles.map(() => false);
     this.answers = titles.map((title) =>
       el("section", { class: "answer writing", "aria-label": `Answer of ${title}` },
-        el("h2", {}, title), el("p", { class: "text", dir: "auto" }), el("p", { class: "facts" })));
+        el("h2", {}, title), el("div", { class: "words", dir: "auto" }, el("p", { class: "text" })), el("p", { class: "facts" })));
     this.choices = el("div", { class: "choices" });
     this.node = el("article", { class: "exchange" },
       el("p", { class: "said", dir: "auto" }, content),
@@ -40,12 +41,23 @@ export class Exchange {
 
   /** The last word on an answer: its whole text, why it ended, and what repeats it. */
   end({ side, text, reason, tokens, seed }) {
-    if (this.texts[side] !== text) this.part(side, "text").textContent = text;
     this.texts[side] = text;
+    this.show(side);
     this.done[side] = true;
     this.answers[side].classList.remove("writing");
     const shown = text === "" ? "nothing written" : ENDINGS[reason];
     this.part(side, "facts").textContent = `${tokens} ${tokens === 1 ? "token" : "tokens"} · ${shown} · seed ${seed}`;
+  }
+
+  /** An answer that has ended, by the reading that was chosen, or by its difference to the other one. */
+  show(side, difference = false) {
+    const text = this.texts[side], other = this.texts[1 - side];
+    this.part(side, "words").replaceChildren(difference && other !== undefined ? compared(text, other) : read(text));
+  }
+
+  /** Show the ended answers again: the reading is another now. */
+  again(difference = false) {
+    this.done.forEach((done, side) => { if (done) this.show(side, difference); });
   }
 
   fail(message) {
@@ -60,8 +72,18 @@ export class Exchange {
       el("button", { type: "button", "data-choice": choice, "aria-keyshortcuts": key, onclick: () => choose(choice) }, title, el("kbd", { "aria-hidden": "true" }, key)));
     this.choices.replaceChildren(
       el("div", { class: "row", role: "group", "aria-label": "Which answer is better?" }, ...buttons),
-      el("button", { type: "button", class: "quiet", onclick: skip }, "Skip"));
+      el("div", { class: "row" },
+        el("button", { type: "button", class: "quiet", "aria-pressed": "false", "aria-keyshortcuts": "D", onclick: (event) => this.differ(event.currentTarget) },
+          "Difference", el("kbd", { "aria-hidden": "true" }, "D")),
+        el("button", { type: "button", class: "quiet", onclick: skip }, "Skip")));
     this.choices.scrollIntoView({ block: "center" });
+  }
+
+  /** Show the difference of the two answers, or the answers again. */
+  differ(button = this.choices.querySelector("[aria-pressed]")) {
+    const differ = button.getAttribute("aria-pressed") === "false";
+    button.setAttribute("aria-pressed", String(differ));
+    this.again(differ);
   }
 
   /** Name the models. */

@@ -1,11 +1,13 @@
 // The chat page: a conversation with one model, or with two that stay unnamed until one is chosen.
 import { events, get, post } from "../api.js";
 import { notice } from "../dom.js";
+import { choose as chooseReading, chosen as chosenReading } from "../reading.js";
 import { Exchange } from "./exchange.js";
 
 const $ = (id) => document.getElementById(id);
 const CHOICES = { 1: "left", 2: "right", 3: "tie", 4: "both_bad" };
 
+const exchanges = []; // all that are on the page
 const talk = []; // what was said and stands: { role, content }
 let abilities = { template: true, system: false };
 let writing = null; // the answer on its way: { exchange, id, abort }
@@ -74,6 +76,7 @@ async function send() {
   for (const field of [$("tokens"), $("seed")]) if (!field.reportValidity()) return;
   const names = comparing() ? null : named($("first"));
   const exchange = new Exchange(content, names);
+  exchanges.push(exchange);
   $("log").append(exchange.node);
   $("nothing").hidden = true;
   $("message").value = "";
@@ -163,7 +166,7 @@ function skip() {
 function fresh() {
   if (writing) stop();
   open = null;
-  talk.length = 0;
+  talk.length = exchanges.length = 0;
   $("log").replaceChildren();
   $("nothing").hidden = false;
   say("");
@@ -196,7 +199,14 @@ $("message").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
   const typing = event.target.closest("input, textarea, select");
-  if (open && !typing && !event.ctrlKey && !event.metaKey && !event.altKey && event.key in CHOICES) choose(CHOICES[event.key]);
+  if (!open || typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key in CHOICES) choose(CHOICES[event.key]);
+  if (event.key.toLowerCase() === "d") open.differ();
+});
+$("written").checked = chosenReading() === "written";
+$("written").addEventListener("change", () => {
+  chooseReading($("written").checked ? "written" : "rendered");
+  for (const exchange of exchanges) exchange.again();
 });
 for (const id of ["first", "second", "compare"]) $(id).addEventListener("change", () => { draw(); look(); });
 for (const id of ["temperature", "topP"]) $(id).addEventListener("input", draw);

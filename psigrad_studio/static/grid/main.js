@@ -379,4 +379,9 @@ function arrive() {
 }
 
 arrive();
+// an address that asks for nothing shows what this page is about: values that spread from the treasure
+if (location.hash === "") {
+  if (still.matches) arriveAtOnce();
+  else play(planners);
+}
 document.documentElement.dataset.ready = "true";

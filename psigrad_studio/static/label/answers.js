@@ -1,4 +1,4 @@
-// The controls of each kind of question. Each is {node, key(event)} and says `give(answer)` when the person has decided.
+// The controls of each kind of question. Each is {node, key(event), read(reading)} and says `give(answer)` when the person has decided.
 import { el } from "../dom.js";
 import * as texts from "./texts.js";
 
@@ -6,20 +6,27 @@ export const LETTERS = "ABCDEFGHIJKL";
 const hint = (key) => el("kbd", { "aria-hidden": "true" }, key);
 const press = (key, label, onclick, attributes) => el("button", { type: "button", onclick, ...attributes }, el("span", {}, label), hint(key));
 
-/** Controls for a task of a project. */
+/** Controls for a task of a project; `read(reading)` of them shows the completions rendered, written, or by their difference. */
 export function controls(project, task, give) {
-  if (project.kind === "pair") return pair(project, task, give);
-  return project.kind === "ranking" ? ranking(project, task, give) : rating(project, task, give);
+  const made = { pair, ranking }[project.kind]?.(project, task, give) ?? rating(project, task, give);
+  const read = (reading) => {
+    for (const node of made.node.querySelectorAll(".words")) {
+      const at = Number(node.dataset.at), content = task.completions[at];
+      const differs = reading === "difference" && task.completions.length === 2;
+      node.replaceChildren(differs ? texts.difference(content, task.completions[1 - at]) : texts.completion(content, reading));
+    }
+  };
+  return { ...made, read };
 }
 
-function card(letter, content, extra = {}) {
+function card(letter, at, extra = {}) {
   const label = letter === null ? "The completion" : `Completion ${letter}`;
   const head = letter === null ? null : el("header", {}, el("span", { class: "letter", "aria-hidden": "true" }, letter), ...(extra.tools ?? []));
   return el(
     "article",
     { class: "completion card", "aria-label": label, ...extra.attributes },
     head,
-    el("div", { class: "words", ...extra.words }, texts.completion(content)),
+    el("div", { class: "words", "data-at": at, ...extra.words }),
   );
 }
 
@@ -28,7 +35,7 @@ function card(letter, content, extra = {}) {
 function pair(project, task, give) {
   const grades = project.strengths;
   let side = null;
-  const cards = task.completions.map((content, i) => card(LETTERS[i], content));
+  const cards = task.completions.map((_, i) => card(LETTERS[i], i));
   const buttons = {
     left: press("A", "A is better", () => choose("left"), { class: "side" }),
     tie: project.ties ? press("T", "Tie", () => choose("tie")) : null,
@@ -102,7 +109,7 @@ function rating(project, task, give) {
     give({ rating: value });
     return true;
   }
-  return { node: el("div", { class: "one" }, card(null, task.completions[0]), el("div", { class: "dock choices" }, scale)), key };
+  return { node: el("div", { class: "one" }, card(null, 0), el("div", { class: "dock choices" }, scale)), key };
 }
 
 // ---- several in order
@@ -112,9 +119,9 @@ function ranking(project, task, give) {
   let rows = task.completions.map((_, index) => ({ index, equal: false }));
   const list = el("ol", { class: "order", "aria-label": "Completions, the best first" });
   const said = el("p", { class: "visually-hidden", role: "status" });
-  const items = task.completions.map((content, index) => item(content, index));
+  const items = task.completions.map((_, index) => item(index));
 
-  function item(content, index) {
+  function item(index) {
     const letter = LETTERS[index];
     const tool = (sign, label, act) =>
       el("button", { type: "button", class: "icon quiet", "aria-label": `${label} ${letter}`, title: label, onclick: () => act() }, sign);
@@ -129,7 +136,7 @@ function ranking(project, task, give) {
     const node = el(
       "li",
       { tabindex: "-1", "data-index": index },
-      card(letter, content, { tools, words: { tabindex: "0", role: "group", "aria-label": `Text of ${letter}` } }),
+      card(letter, index, { tools, words: { tabindex: "0", role: "group", "aria-label": `Text of ${letter}` } }),
     );
     return { node, equals, rank: node.querySelector(".rank") };
   }

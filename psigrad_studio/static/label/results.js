@@ -34,7 +34,7 @@ export async function results(root, project) {
         done(found.progress),
         el("div", { class: "columns" }, agreement(found.agreement), position(found.agreement.position)),
         ranking(found.ranking, by),
-        people(found),
+        ...[people(found)].filter(Boolean),
       );
     } catch (error) {
       if (!waiting.isConnected) notice(error.message);

@@ -1,38 +1,56 @@
-// What is shown of a prompt or a completion: strings, or conversations. Everything becomes text nodes.
+// What is shown of a prompt or a completion: strings, or conversations, by the reading that was chosen.
 import { el } from "../dom.js";
+import { compared, read } from "../reading.js";
 
 const NAMES = { system: "System", developer: "Developer", user: "User", assistant: "Assistant", tool: "Tool" };
 
 /** A prompt: plain text, or its messages one after the other. */
-export function prompt(content) {
-  if (!Array.isArray(content)) return plain(content);
-  return content.length === 1 && content[0].role === "user" ? message(content[0]) : conversation(content);
+export function prompt(content, reading) {
+  if (!Array.isArray(content)) return text(content, reading);
+  return content.length === 1 && content[0].role === "user" ? message(content[0], reading) : conversation(content, reading);
 }
 
 /** A completion. A single message of the assistant needs no name over it: all of them have that. */
-export function completion(content) {
-  if (!Array.isArray(content)) return plain(content);
-  return content.length === 1 && content[0].role === "assistant" ? message(content[0]) : conversation(content);
+export function completion(content, reading) {
+  if (!Array.isArray(content)) return text(content, reading);
+  return content.length === 1 && content[0].role === "assistant" ? message(content[0], reading) : conversation(content, reading);
 }
 
-function conversation(messages) {
+/** A completion as it was written, with what `other` does not have marked word by word. */
+export const difference = (content, other) => compared(flat(content), flat(other));
+
+function conversation(messages, reading) {
   return el(
     "div",
     { class: "talk" },
-    ...messages.map((each) => el("div", { class: "turn" }, el("span", { class: "role" }, NAMES[each.role] ?? String(each.role)), message(each))),
+    ...messages.map((each) => el("div", { class: "turn" }, el("span", { class: "role" }, NAMES[each.role] ?? String(each.role)), message(each, reading))),
   );
 }
 
-function message({ content, tool_calls: calls, reasoning_content: thoughts }) {
+function message({ content, tool_calls: calls, reasoning_content: thoughts }, reading) {
   const parts = [];
   if (thoughts) parts.push(el("div", { class: "text soft" }, String(thoughts)));
-  if (content !== undefined && content !== null && content !== "") parts.push(plain(content));
+  if (content !== undefined && content !== null && content !== "") parts.push(text(content, reading));
   for (const call of calls ?? []) parts.push(el("div", { class: "text mono" }, JSON.stringify(call.function ?? call)));
   return parts.length === 1 ? parts[0] : el("div", {}, ...parts);
 }
 
-function plain(content) {
-  if (Array.isArray(content)) return el("div", {}, ...content.map((part) => plain(part?.type === "text" ? part.text : JSON.stringify(part))));
-  const text = typeof content === "string" ? content : JSON.stringify(content);
-  return text.trim() === "" ? el("div", { class: "text soft" }, "(only spaces)") : el("div", { class: "text" }, text);
+function text(content, reading) {
+  if (Array.isArray(content)) return el("div", {}, ...content.map((part) => text(partial(part), reading)));
+  const words = typeof content === "string" ? content : JSON.stringify(content);
+  return words.trim() === "" ? el("div", { class: "text soft" }, "(only spaces)") : read(words, reading);
+}
+
+const partial = (part) => (part?.type === "text" ? part.text : JSON.stringify(part));
+
+/** The words of a completion alone, to be compared. */
+function flat(content) {
+  if (typeof content === "string") return content;
+  if (!Array.isArray(content)) return JSON.stringify(content);
+  const said = ({ role, content: words, tool_calls: calls, reasoning_content: thoughts }) => {
+    const whole = typeof words === "string" ? words : Array.isArray(words) ? words.map(partial).join("\n") : words ? JSON.stringify(words) : "";
+    const parts = [thoughts, whole, ...(calls ?? []).map((call) => JSON.stringify(call.function ?? call))];
+    return `${content.length > 1 ? `${NAMES[role] ?? role}: ` : ""}${parts.filter(Boolean).join("\n")}`;
+  };
+  return content.map(said).join("\n\n");
 }

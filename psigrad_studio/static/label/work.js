@@ -1,6 +1,7 @@
 // The desk itself: one task after the other, by keyboard or by hand.
 import { post } from "../api.js";
 import { el, notice } from "../dom.js";
+import { choose, chosen } from "../reading.js";
 import { controls } from "./answers.js";
 import { submit } from "./send.js";
 import * as texts from "./texts.js";
@@ -30,10 +31,12 @@ export class Work {
       skip: el("button", { type: "button", class: "quiet", onclick: () => this.skip() }, "Skip ", el("kbd", { "aria-hidden": "true" }, "S")),
       help: el("button", { type: "button", class: "quiet", onclick: () => this.help() }, "Keys ", el("kbd", { "aria-hidden": "true" }, "?")),
     };
+    this.reading = chosen();
+    this.readings = readings(project, (reading) => this.read(reading));
     this.dialog = keys(project);
     const foot = el("div", { class: "row foot" }, this.reason, this.buttons.skip, this.buttons.undo, this.buttons.help);
     root.replaceChildren(
-      el("div", { class: "row head between" }, el("div", { class: "row how" }, this.bar, this.count), this.lease),
+      el("div", { class: "row head between" }, el("div", { class: "row how" }, this.bar, this.count), this.readings, this.lease),
       this.stage,
       foot,
       this.status,
@@ -83,7 +86,7 @@ export class Work {
     this.warned = false;
     this.reason.value = "";
     this.progress();
-    this.reason.hidden = this.buttons.skip.hidden = task === null;
+    this.reason.hidden = this.buttons.skip.hidden = this.readings.hidden = task === null;
     if (task === null) {
       this.ask = null;
       this.lease.textContent = "";
@@ -94,10 +97,22 @@ export class Work {
     this.shownAt = performance.now();
     this.held(task.lease_ms);
     this.ask = controls(this.project, task, (answer) => this.vote(answer));
-    this.stage.replaceChildren(el("section", { class: "asked card", "aria-label": "Prompt" }, texts.prompt(task.prompt)), this.ask.node);
+    this.asked = el("section", { class: "asked card", "aria-label": "Prompt" });
+    this.stage.replaceChildren(this.asked, this.ask.node);
+    this.read(this.reading);
     this.status.textContent = "The next task.";
     document.getElementById("main").focus({ preventScroll: true });
     scrollTo(0, 0);
+  }
+
+  /** Show the texts rendered, as they were written, or two completions by their difference. */
+  read(reading) {
+    this.reading = reading;
+    if (reading !== "difference") choose(reading);
+    for (const button of this.readings.children) button.setAttribute("aria-pressed", button.dataset.reading === reading);
+    if (!this.task) return;
+    this.asked.replaceChildren(texts.prompt(this.task.prompt, reading === "difference" ? chosen() : reading));
+    this.ask.read(reading);
   }
 
   progress() {
@@ -223,7 +238,9 @@ export class Work {
     }
     const own = this.ask?.key(event);
     if (own) return void event.preventDefault();
-    const act = { s: () => this.skip(), u: () => this.undo(), r: () => this.reason.focus() }[event.key.toLowerCase()];
+    const other = this.reading === "written" ? "rendered" : "written", apart = this.reading === "difference" ? chosen() : "difference";
+    const reading = { m: () => this.read(other), ...(this.project.kind === "pair" ? { d: () => this.read(apart) } : {}) };
+    const act = { s: () => this.skip(), u: () => this.undo(), r: () => this.reason.focus(), ...reading }[event.key.toLowerCase()];
     if (act && !event.shiftKey) {
       event.preventDefault();
       act();
@@ -248,6 +265,14 @@ function single() {
   } catch {
     return true;
   }
+}
+
+/** The ways to read the texts, as buttons. */
+function readings(project, read) {
+  const offered = [["rendered", "Rendered", "M"], ["written", "As written", "M"], ...(project.kind === "pair" ? [["difference", "Difference", "D"]] : [])];
+  const button = ([reading, label, key]) =>
+    el("button", { type: "button", class: "quiet", "data-reading": reading, "aria-keyshortcuts": key, title: `${label} (${key})`, onclick: () => read(reading) }, label);
+  return el("div", { class: "row tight readings", role: "group", "aria-label": "How the texts are shown" }, ...offered.map(button));
 }
 
 function keys(project) {
@@ -283,6 +308,8 @@ function keys(project) {
     [["S"], "skip; somebody else gets it"],
     [["U"], "undo, also Ctrl+Z; again for the one before"],
     [["R"], "say why; Esc leaves the field"],
+    [["M"], "texts rendered, or as they were written"],
+    ...(project.kind === "pair" ? [[["D"], "the difference of A and B, word by word"]] : []),
     [["?"], "this list"],
   ];
   const box = el("input", {

@@ -18,8 +18,8 @@ export class Chart {
     this.node = el(
       "section",
       { class: "card chart", "data-name": signal.name },
-      el("h3", {}, signal.title, unit),
-      signal.says ? el("p", { class: "soft small says" }, signal.says) : null,
+      el("h3", {}, el("span", {}, signal.title, unit), signal.group ? el("span", { class: "group-name soft" }, signal.group) : null),
+      el("p", { class: "soft small says" }, signal.says),
       this.frame,
       this.readout,
     );

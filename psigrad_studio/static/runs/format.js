@@ -41,6 +41,7 @@ export function tick(value, step) {
     const digits = Math.max(1, Math.min(4, 1 + Math.ceil(Math.log10(size / step) - 1e-9)));
     return Number(value.toPrecision(digits)).toExponential().replaceAll("-", MINUS);
   }
-  const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step || 1) + 1e-9)));
+  let digits = 0; // as many as the step has, so that 0.25 does not become 0.3
+  while (digits < 6 && Math.abs(Math.round(step * 10 ** digits) - step * 10 ** digits) > 1e-6 * step * 10 ** digits) digits += 1;
   return String(Number(value.toFixed(digits))).replace("-", MINUS);
 }

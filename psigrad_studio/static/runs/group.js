@@ -1,6 +1,7 @@
 // A group side by side: the prompt once, then each completion with its reward, its parts, its advantage and its tokens.
 import { get, post } from "../api.js";
 import { el, notice } from "../dom.js";
+import { chosen, choose, compared, read } from "../reading.js";
 import { episodePicture } from "./about.js";
 import { figure, whole } from "./format.js";
 import { MEASURES, measures, reach, tokenText } from "./tokens.js";
@@ -10,14 +11,15 @@ const KINDS = { train: "training", eval: "held out", episode: "episode" };
 
 const BARE = "There are no figures by token here: a run writes them for the first prompts of each step (record_tokens).";
 
-const message = ({ role, content }) =>
-  el("div", { class: "message" }, role ? el("span", { class: "role soft" }, role) : null, el("p", { class: "said" }, content));
+const message = ({ role, content }, reading) =>
+  el("div", { class: "message" }, role ? el("span", { class: "role soft" }, role) : null, el("div", { class: "said" }, read(content, reading)));
 
 export class Group {
   constructor() {
     this.node = el("section", { class: "group", "aria-label": "Group" });
     this.chosen = [];
     this.measure = "logprob";
+    this.asked = null; // Markdown or not, once somebody has said so
     this.projects = null;
     this.clear();
   }
@@ -34,6 +36,8 @@ export class Group {
     this.chosen = [];
     this.offered = measures(group.members);
     if (!this.offered.includes(this.measure)) this.measure = this.offered[0] ?? "";
+    // only tokens as they were written have colours
+    this.markdown = this.asked ?? (this.offered.length === 0 && chosen() === "rendered");
     this.draw();
   }
 
@@ -42,11 +46,12 @@ export class Group {
     const parts = [`Step ${whole(group.step)}`, KINDS[group.kind] ?? group.kind, episode || group.row === null ? "" : `prompt ${group.row}`];
     const title = parts.filter(Boolean).join(" · ");
     this.readout = el("p", { class: "token-said soft", role: "status" }, this.offered.length ? "Point at a token, or walk through with the arrow keys." : "");
+    const said = episode ? [] : group.prompt.map((each) => message(each, this.markdown ? "rendered" : "written"));
     const head = el(
       "div",
       { class: "card prompt" },
-      el("div", { class: "row between" }, el("h2", {}, title), el("span", { class: "soft small" }, group.said)),
-      ...(episode ? [] : group.prompt.map(message)),
+      el("div", { class: "row between" }, el("h2", {}, title), el("span", { class: "soft small" }, group.said), episode ? null : this.ways()),
+      ...said,
     );
     this.members = el("div", { class: "members" });
     this.sending = el("div", { class: "card sending", hidden: true });
@@ -55,8 +60,19 @@ export class Group {
     // what holds for all of them is said once
     this.common = group.members.length > 1 && group.members.every((m) => m.why === group.members[0].why) ? group.members[0].why : "";
     if (this.common) head.append(el("p", { class: "why" }, this.common));
-    this.node.replaceChildren(head, ...(group.picture ? [episodePicture(this.run.id)] : []), ...(this.offered.length ? [this.colours()] : []), this.members, this.sending);
+    this.node.replaceChildren(head, ...(group.picture ? [episodePicture(this.run.id)] : []), ...(this.offered.length && !this.markdown ? [this.colours()] : []), this.members, this.sending);
     this.fill();
+  }
+
+  /** Whether Markdown and formulas are rendered; tokens have colours only as they were written. */
+  ways() {
+    const box = el("input", { type: "checkbox", checked: this.markdown, onchange: () => {
+      this.markdown = this.asked = box.checked;
+      choose(box.checked ? "rendered" : "written");
+      this.draw();
+      this.node.querySelector(".ways input").focus();
+    } });
+    return el("label", { class: "tick small soft ways" }, box, "Markdown");
   }
 
   colours() {
@@ -72,7 +88,7 @@ export class Group {
 
   fill() {
     const group = this.shown, most = this.measure ? reach(group.members, this.measure) : 0;
-    if (this.key) this.key.textContent = this.measure ? `${MEASURES[this.measure].says}${this.full(most)}` : "";
+    if (this.key && !this.markdown) this.key.textContent = this.measure ? `${MEASURES[this.measure].says}${this.full(most)}` : "";
     const episode = group.kind === "episode";
     this.members.classList.toggle("few", group.members.length < 3);
     this.members.replaceChildren(...group.members.map((m) => this.member(m, most, episode)));
@@ -88,9 +104,9 @@ export class Group {
     const label = `Completion ${m.k ?? "without a number"}`;
     const parts = Object.entries(m.parts), alone = episode || this.shown.members.length < 2;
     const box = el("input", { type: "checkbox", checked: this.chosen.includes(m.n), onchange: () => this.choose(m, box) });
-    const text = m.tokens && (m.tokens.text.length > 0) && this.shown.names
+    const text = !this.markdown && m.tokens && m.tokens.text.length > 0 && this.shown.names
       ? tokenText(m.tokens, this.measure, most, label, (said) => { this.readout.textContent = said; })
-      : el("p", { class: "said" }, m.completion || (episode ? "" : "(empty)"));
+      : el("div", { class: "said" }, m.completion ? read(m.completion, this.markdown ? "rendered" : "written") : episode ? "" : "(empty)");
     const facts = [
       ["reward", m.reward === null ? m.status || "none" : figure(m.reward)],
       ...(episode ? [] : [["advantage", m.advantage === null ? "none" : figure(m.advantage)]]),
@@ -135,7 +151,17 @@ export class Group {
     if (!this.projects.some((p) => p.name === OWN)) options.push(el("option", { value: "" }, `a new project, “${OWN}”`));
     const select = el("select", { "aria-label": "Project" }, ...options);
     const button = el("button", { type: "button", class: "primary", onclick: () => this.send(a, b, select.value, button) }, "Send");
-    this.sending.replaceChildren(el("p", {}, `#${a.k} and #${b.k}, blind and in random order, to the labelling desk:`), el("div", { class: "row" }, select, button));
+    const apart = el("div", { class: "apart", hidden: true }, ...[[a, b], [b, a]].map(([one, other]) => el("section", { "aria-label": `Completion ${one.k}` },
+      el("h3", {}, `#${one.k}`), el("div", { class: "said", tabindex: "0", role: "group", "aria-label": `Text of ${one.k}` }, compared(one.completion ?? "", other.completion ?? "")))));
+    const differ = el("button", { type: "button", "aria-pressed": "false", onclick: () => {
+      apart.hidden = !apart.hidden;
+      differ.setAttribute("aria-pressed", String(!apart.hidden));
+    } }, "Difference");
+    this.sending.replaceChildren(
+      apart,
+      el("p", {}, `#${a.k} and #${b.k}: see where they differ, or send them, blind and in random order, to the labelling desk:`),
+      el("div", { class: "row" }, differ, select, button),
+    );
   }
 
   async send(a, b, project, button) {

@@ -198,8 +198,7 @@ export function drawCurves() {
     const marks = bands.flatMap(({ members }) => members.flatMap((run) => run.alerts.filter((a) => a.signal === signal.name).map((a) => placeOf(run, a.step))));
     chartOf(signal).show(linesOf(signal.name, bands), { smooth: state.smooth, log: state.log, zoom: state.zoom }, marks);
   }
-  const groups = Map.groupBy ? Map.groupBy(wanted, (s) => s.group) : byGroup(wanted);
-  place($("charts"), [...groups].map(([title, signals]) => [title, signals.map(chartOf)]));
+  place($("charts"), [...byGroup(wanted).values()].flat().map(chartOf));
   const drawn = document.querySelectorAll("#charts .chart").length;
   $("charts").dataset.milliseconds = (performance.now() - begun).toFixed(1);
   $("charts").dataset.drawn = String(drawn);
@@ -242,18 +241,12 @@ function zoom(range) {
   remember();
 }
 
-/** Charts by group; those with nothing but zeros are small and come last. */
-function place(node, groups) {
-  const titles = groups.map(([title]) => title).join();
-  if (node.dataset.groups !== titles) {
-    node.dataset.groups = titles;
-    node.replaceChildren(...groups.map(([title]) => el("section", { class: "figures", "aria-label": title }, el("h2", {}, title), el("div", { class: "charts" }), el("div", { class: "flats" }))));
-    if (!groups.length && state.runs.some((id) => data.curves.has(id))) node.replaceChildren(el("p", { class: "card soft" }, "No figures have been written yet."));
-  }
-  groups.forEach(([, shown], i) => {
-    swap(node.children[i].querySelector(".charts"), shown.filter((chart) => !chart.flat).map((chart) => chart.node));
-    swap(node.children[i].querySelector(".flats"), shown.filter((chart) => chart.flat).map((chart) => chart.node));
-  });
+/** Charts in one grid, in the order of their groups; those with nothing but zeros are small and come last. */
+function place(node, shown) {
+  const [charts_, flats] = node.children;
+  swap(charts_, shown.filter((chart) => !chart.flat).map((chart) => chart.node));
+  swap(flats, shown.filter((chart) => chart.flat).map((chart) => chart.node));
+  $("no-figures").hidden = shown.length > 0 || !state.runs.some((id) => data.curves.has(id));
 }
 
 function swap(node, children) {

@@ -1,0 +1,56 @@
+// How a text is read: rendered, as it was written, or by its difference to another. What people chose holds for all pages.
+import { el } from "./dom.js";
+import { differing } from "./difference.js";
+
+const KEPT = "psigrad-reading";
+/** Without one of these a text is the same rendered as written. */
+const MARKUP = /[*_`#>|~$\\]|\[[^\]]*\]|^\s*(?:[-+]|\d{1,9}[.)])\s|https?:/m;
+const LONGEST = 20_000;
+
+/** rendered or written. */
+export function chosen() {
+  try {
+    return localStorage.getItem(KEPT) === "written" ? "written" : "rendered";
+  } catch {
+    return "rendered";
+  }
+}
+
+export function choose(reading) {
+  try {
+    localStorage.setItem(KEPT, reading);
+  } catch { /* it holds for this page only */ }
+}
+
+/** A text as it was written, with the blanks at its ends marked. */
+export function written(text) {
+  const begin = /^\s*/.exec(text)[0], end = text.length > begin.length ? /\s*$/.exec(text)[0] : "";
+  return el("div", { class: "text" }, blanks(begin), text.slice(begin.length, text.length - end.length), blanks(end));
+}
+
+const blanks = (text) => (text === "" ? null : el("span", {}, ...[...text].map((sign) => el("span", { class: sign === "\n" ? "blank line-end" : "blank" }, sign))));
+
+/** A text with its Markdown and formulas rendered: as it was written until that is done. */
+export function rendered(text) {
+  const node = written(text);
+  node.classList.add("rendered");
+  if (!MARKUP.test(text) || text.length > LONGEST) return node;
+  import("./markup.js").then(async ({ marked, formulas }) => {
+    const { nodes, waiting } = marked(text);
+    node.className = "rich rendered";
+    node.replaceChildren(...nodes);
+    await formulas(waiting);
+  }).catch(() => { /* then it stays as it was written */ });
+  return node;
+}
+
+/** Text by the reading that was chosen. */
+export const read = (text, reading = chosen()) => (reading === "written" ? written(text) : rendered(text));
+
+/** `text` as it was written, with the words marked that `other` does not have at their place. */
+export function compared(text, other) {
+  const parts = differing(text, other);
+  const node = el("div", { class: "text" }, ...parts.map(({ words, own }) => (own ? el("mark", { class: "own" }, words) : words)));
+  if (!parts.some(({ own }) => own)) node.append(el("span", { class: "soft" }, text === other ? " (the same text)" : " (nothing that the other lacks)"));
+  return node;
+}
