@@ -85,6 +85,23 @@ class EpisodeSettings:
 
 
 @dataclass(frozen=True)
+class ServerSettings:
+    """An OpenAI-compatible server that samples in place of a model here."""
+
+    server: str = ""
+    """Address of an OpenAI-compatible server that samples, such as http://localhost:8000/v1; `model` is then the name of the
+    model there, which may be left out where it serves only one."""
+    server_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable with the server's key; it may be unset."""
+    server_timeout: Positive = 600.0
+    """Seconds that one request to the server may take."""
+    server_attempts: Count = 5
+    """Requests for one completion before the command ends, while the server is busy, down or broken."""
+    server_concurrency: Count = 16
+    """Requests at a time."""
+
+
+@dataclass(frozen=True)
 class SFTConfig(RewardSettings):
     """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages).
 
@@ -231,7 +248,7 @@ class PreferenceConfig(RewardSettings):
 
 
 @dataclass(frozen=True)
-class EvalConfig(EpisodeSettings, RewardSettings):
+class EvalConfig(ServerSettings, EpisodeSettings, RewardSettings):
     """Sample held-out prompts from a model and score them."""
 
     model: Model = field(default_factory=Model)
@@ -246,7 +263,7 @@ class EvalConfig(EpisodeSettings, RewardSettings):
 
 
 @dataclass(frozen=True)
-class SampleConfig(EpisodeSettings, RewardSettings):
+class SampleConfig(ServerSettings, EpisodeSettings, RewardSettings):
     """Sample completions from a model and write them as a dataset."""
 
     model: Model = field(default_factory=Model)

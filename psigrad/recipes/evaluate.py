@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+from psigrad import seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
@@ -14,7 +16,8 @@ from psigrad.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
 from psigrad.rollout import samplers
 from psigrad.rollout.episodes import Episodes
-from psigrad.rollout.types import Trajectory
+from psigrad.rollout.server import Server
+from psigrad.rollout.types import SamplingParams, Trajectory
 from psigrad.training import session
 from psigrad.training.evaluator import Evaluator, figures_of
 from psigrad.training.generation import score
@@ -55,25 +58,74 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
     session.prepare_torch(config.run)
     setup.check_sampling(config.sampling)
-    model = loading.load_model(replace(config.model, adapter="merge"), config.run, None)
-    with episodes_for(config) as episodes:
-        return _sampled(config, scored, model, episodes)
-
-
-def _sampled(config: EvalConfig | SampleConfig, scored: bool, model: LanguageModel, episodes: Episodes | None) -> Report:
-    rows = _rows(config, episodes)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1
     metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""
-    settings = config.evaluation
-    with judge_for(config, model.tokenizer, (metric,) if metric and best_of == 1 else None if scored else ()) as judge:
-        evaluator = evaluator_for(settings, config, model, judge, rows, None, episodes, size=best_of if best_of > 1 else None)
-        figures, trajectories = evaluator(model, samplers.make(config.sampling, model), 0)
-    if best_of == 1:
-        return Report(figures, trajectories, rows)
-    chosen = _best(trajectories, best_of)
-    if not metric:
+    functions = (metric,) if metric and best_of == 1 else None if scored else ()
+    size = best_of if best_of > 1 else config.evaluation.num_generations_eval
+    if config.server:
+        with judge_for(config, None, functions) as judge:
+            return _chosen(config, judge, *_by_server(config, judge, size))
+    model = loading.load_model(replace(config.model, adapter="merge"), config.run, None)
+    with episodes_for(config) as episodes, judge_for(config, model.tokenizer, functions) as judge:
+        return _chosen(config, judge, *_by_model(config, judge, size, model, episodes))
+
+
+def _by_model(
+    config: EvalConfig | SampleConfig, judge: Judge, size: int, model: LanguageModel, episodes: Episodes | None
+) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
+    """`size` completions of each prompt by a model here."""
+    rows = _rows(config, episodes)
+    evaluator = evaluator_for(config.evaluation, config, model, judge, rows, None, episodes, size=size)
+    with contextlib.closing(samplers.make(config.sampling, model)) as sampler:
+        figures, trajectories = evaluator(model, sampler, 0)
+    return figures, trajectories, rows
+
+
+def _by_server(config: EvalConfig | SampleConfig, judge: Judge, size: int) -> tuple[dict[str, Any], list[Trajectory], list[Row]]:
+    """`size` completions of each prompt by a server, under the seeds that a model here would have."""
+    if config.environment or config.tools:
+        raise UserError("Episodes with an environment or tools need a model here; leave out --server, or environment and tools.")
+    if config.evaluation.eval_kl:
+        raise UserError("eval_kl needs the model's own distribution, which a server does not tell; leave it out.")
+    rows, sampling = _rows(config, None), config.sampling
+    for row in rows:
+        if row.prompt is None:
+            raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
+    params = SamplingParams(
+        sampling.max_completion_length,
+        config.evaluation.eval_temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.min_p,
+        sampling.stop_token_ids,
+    )
+    server = Server(
+        config.server,
+        config.model.path,
+        config.server_key_variable,
+        config.server_timeout,
+        config.server_attempts,
+        config.server_concurrency,
+    )
+    derived = [[seeds.derive(config.run.seed, "eval", i, k) for k in range(size)] for i in range(len(rows))]
+    replies = {(i, k): reply for i, k, reply in server.completions(rows, derived, params)}
+    written = [
+        Trajectory(i, k, (), replies[i, k].completion, 0, text=replies[i, k].text) for i in range(len(rows)) for k in range(size)
+    ]
+    found = score(judge.scorer, written, dict(enumerate(rows)))
+    return figures_of(found, size, judge.metric), found, rows
+
+
+def _chosen(
+    config: EvalConfig | SampleConfig, judge: Judge, figures: dict[str, Any], found: list[Trajectory], rows: list[Row]
+) -> Report:
+    """All completions, or with `best_of` the best of each prompt, by the metric where there is one."""
+    if not isinstance(config, EvalConfig) or config.best_of == 1:
+        return Report(figures, found, rows)
+    chosen = _best(found, config.best_of)
+    if not config.evaluation.metric:
         return Report(figures_of(chosen, 1, judge.metric), chosen, rows)
-    with judge_for(config, model.tokenizer, (metric,)) as truth:
+    with judge_for(config, None, (config.evaluation.metric,)) as truth:
         return _measured(chosen, judge, truth, rows)
 
 

@@ -59,7 +59,7 @@ def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str
     for start in range(0, len(sampled.trajectories), size):
         group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None or keep == "all"]
         if keep == "all":
-            made += [_row(t, sampled) | {"reward": t.reward, "finish_reason": t.completion.finish_reason} for t in group]
+            made += [_row(t, sampled) | _noted(t) for t in group]
             continue
         if not group:
             continue
@@ -93,6 +93,13 @@ def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
     """A preference row with the columns of the dataset row."""
     own = {key: value for key, value in best.items() if key != "completion"}
     return {**own, "chosen": best["completion"], "rejected": worst["completion"]}
+
+
+def _noted(trajectory: Trajectory) -> dict[str, Any]:
+    """What is told of a completion besides itself; `logprob` is the sum over its tokens, where it is known."""
+    own = trajectory.completion
+    known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
+    return {"reward": trajectory.reward, "finish_reason": own.finish_reason, **known}
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -45,13 +45,14 @@ class Judge:
 @contextlib.contextmanager
 def judge_for(
     config: Scored,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     functions: Sequence[Reward] | None = None,
     journal: Journal | None = None,
 ) -> Iterator[Judge]:
     """The scorer that `config.reward` and `config.reward_model` describe, or one of these `functions` alone.
 
-    `config.reward_weights` weigh the reward functions first, then the reward models.
+    `config.reward_weights` weigh the reward functions first, then the reward models. `tokenizer` is the policy's; None where
+    only text is known of it.
     """
     paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
     functions = config.reward if functions is None else functions  # (): nobody scores
@@ -106,7 +107,7 @@ def _unsafe(function: Any) -> bool:
     )
 
 
-def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> ModelScorer:
+def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None, names: list[str]) -> ModelScorer:
     """A reward model that never learns, under a name that no other has."""
     model = loading.load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
     model.network.requires_grad_(False)
@@ -115,7 +116,8 @@ def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase,
         if name in names:
             name = f"{base}_{count}"
     names.append(name)
-    same = model.tokenizer.get_vocab() == tokenizer.get_vocab() and model.tokenizer.chat_template == tokenizer.chat_template
+    own = model.tokenizer
+    same = tokenizer is not None and own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
     return ModelScorer(name, model, same, config.micro_batch_tokens)
 
 

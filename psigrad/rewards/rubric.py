@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from psigrad.endpoint import NoAnswerError, ask, pause
 from psigrad.errors import UserError
 from psigrad.rewards.outcomes import Unscored, text_of
 
@@ -39,14 +37,6 @@ _SCORE = re.compile(r"score\W{0,5}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _LARGEST = 1 << 20
 # The share of a local judge's probability that must lie on the numbers that it may reply with.
 _LEAST = 0.01
-
-
-class _NoScoreError(Exception):
-    """One request gave no score; the message says why. `again` tells whether another may."""
-
-    def __init__(self, why: str, again: bool = True) -> None:
-        super().__init__(why)
-        self.again = again
 
 
 @dataclass(frozen=True)
@@ -134,12 +124,12 @@ class Rubric:
         for attempt in range(self.attempts):
             try:
                 return self._reply(question) / self.scale
-            except _NoScoreError as error:
+            except NoAnswerError as error:
                 why = str(error)
                 if not error.again:
                     break
                 if attempt + 1 < self.attempts:
-                    time.sleep(min(0.5 * 2**attempt, 8.0))
+                    time.sleep(pause(attempt, error))
         return Unscored(f"the judge gave no score in {attempt + 1} requests: {why}")
 
     def _reply(self, question: str) -> float:
@@ -149,19 +139,12 @@ class Rubric:
             "temperature": 0,
             "max_tokens": self.max_tokens,
         }
-        key = os.environ.get(self.api_key_variable, "")
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        request = urllib.request.Request(f"{self.base_url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+        key, url = os.environ.get(self.api_key_variable, ""), f"{self.base_url.rstrip('/')}/chat/completions"
+        found = ask(url, body, key=key, seconds=self.seconds, largest=_LARGEST)
         try:
-            with urllib.request.urlopen(request, timeout=self.seconds) as reply:
-                found = json.loads(reply.read(_LARGEST))
             text = str(found["choices"][0]["message"]["content"])
-        except urllib.error.HTTPError as error:
-            # a request that is wrong stays so; too many, or trouble of the server's, passes
-            passes = error.code in (408, 429) or error.code >= 500
-            raise _NoScoreError(f"HTTP {error.code} {error.reason}", again=passes) from error
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise _NoScoreError(f"{type(error).__name__}: {error}"[:200]) from error
+        except (KeyError, IndexError, TypeError) as error:
+            raise NoAnswerError(f"{type(error).__name__}: {error}"[:200], again=True) from error
         return score_in(text, self.scale)
 
 
@@ -169,9 +152,9 @@ def score_in(reply: str, scale: int) -> float:
     """The last score that a reply names. Raises where there is none, or it is beyond the scale."""
     found = _SCORE.findall(reply)
     if not found:
-        raise _NoScoreError(f"no score in the reply {reply[-80:]!r}")
+        raise NoAnswerError(f"no score in the reply {reply[-80:]!r}", again=True)
     if not 0 <= float(found[-1]) <= scale:
-        raise _NoScoreError(f"the score {found[-1]} is not between 0 and {scale}")
+        raise NoAnswerError(f"the score {found[-1]} is not between 0 and {scale}", again=True)
     return float(found[-1])
 
 

@@ -96,6 +96,9 @@ class Sampler(ABC):
         """Episodes of several turns that begin with these prompts; those of a group stand together."""
         return RestartedDialogue(self, prompts, params)
 
+    def close(self) -> None:  # noqa: B027
+        """Give back what it holds besides memory of this process; it samples no more."""
+
     def snapshot(self) -> Sampler:
         """A sampler of the trainer's weights of now: this one, after taking them over where it has a copy of its own. All
         processes that train together call it, before any of them samples.
@@ -157,6 +160,10 @@ class ReplicaSampler(Sampler):
         """See `Sampler`."""
         self._refresh()
         return self
+
+    def close(self) -> None:
+        """See `Sampler`."""
+        self.inner.close()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from psigrad.data.templates import CHATML
+from psigrad.endpoint import NoAnswerError
 from psigrad.errors import UserError
 from psigrad.models import tiny
 from psigrad.models.language_model import prepare
@@ -88,7 +89,7 @@ def test_rows_may_bring_their_own_rubrics():
 )  # fmt: skip
 def test_the_last_score_of_a_reply_counts(reply, score):
     if score is None:
-        with pytest.raises(module._NoScoreError):
+        with pytest.raises(NoAnswerError):
             score_in(reply, 5)
     else:
         assert score_in(reply, 5) == score
@@ -113,7 +114,7 @@ def test_what_has_no_score_is_unscored_and_says_why(monkeypatch):
     with endpoint(replies) as (url, seen):
         good, bad, mute = judged(url, ["good", "bad", "mute"])
     assert good == 1.0 and waits == [0.5, 1.0, 0.5, 1.0] and len(seen) == 7
-    assert bad == Unscored("the judge gave no score in 3 requests: HTTP 500 Internal Server Error")
+    assert bad == Unscored("the judge gave no score in 3 requests: HTTP 500 Internal Server Error: broken")
     assert mute == Unscored("the judge gave no score in 3 requests: no score in the reply 'A fine answer.'")
 
 

@@ -32,7 +32,7 @@ ROOMS = (
     ),
     *("models", "native", "data", "config", "objective", "tabular"),
 )
-LEAVES = ("errors", "importing", "intervals", "seeds")
+LEAVES = ("endpoint", "errors", "importing", "intervals", "seeds")
 ALONE = ("objective", "tabular")
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular"} - {room}) for i, room in enumerate(ROOMS)}
 for room in ("cli", "experiments"):
