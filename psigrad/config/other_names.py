@@ -157,7 +157,7 @@ INSTEAD = {
     ),
     **dict.fromkeys(("bf16", "fp16"), "the precision is dtype=bfloat16 or dtype=float32"),
     "use_vllm": "vLLM is asked for by sampler=vllm",
-    "vllm_mode": "vLLM runs in the trainer's process, or in the samplers of a cluster (cluster=auto)",
+    "vllm_mode": "vLLM runs in a process of its own beside the trainer, or in the samplers of a cluster (cluster=auto)",
     "use_peft": "an adapter is asked for by lora_rank=16",
     **dict.fromkeys(
         ("load_in_4bit", "load_in_8bit"),

@@ -123,9 +123,14 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, besides the model's EOS."""
     sampler: str = "embedded"
-    """Who samples: embedded (psigrad's own), transformers (its generate), vllm (in this process), or module:Class of your own."""
+    """Who samples: embedded (psigrad's own), transformers (its generate), vllm (its engine, in a process of its own), or
+    module:Class of your own."""
     vllm_memory: Annotated[float, Gt(0), Lt(1)] = 0.4
     """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
+    vllm_sleep: bool = False
+    """With sampler=vllm on the GPU that trains: vLLM leaves its memory while the run trains (sleep level 1)."""
+    tensor_parallel_size: Count = 1
+    """With sampler=vllm: devices that each engine divides the model among."""
     max_decode_batch: Count = 256
     """Sequences decoded at once; more wait and enter as others finish."""
     cuda_graphs: bool = False

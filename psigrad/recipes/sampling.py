@@ -37,11 +37,10 @@ def sampler_of(
                 exact=config.sampling.sampler == "embedded" and not model.why_padded,
                 parcel=placement.parcel_prompts,
             )
-    elif model.root is None:
-        yield samplers.make(config.sampling, model)
-    else:
-        twin = loading.load_model(config.model, config.run, None)
-        yield ReplicaSampler(samplers.make(config.sampling, twin), sharded.Replica(model, twin).refresh)
+        return
+    twin = model if model.root is None else loading.load_model(config.model, config.run, None)
+    with contextlib.closing(samplers.make(config.sampling, twin, None if journal is None else journal.tell)) as sampler:
+        yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
 
 def parcels(sampler: Sampler) -> dict[str, dict[str, int]]:

@@ -44,7 +44,7 @@ MAY_CHANGE = frozenset(
         *("environment_timeout", "environment_workers", "environment_sandbox"),
         *("record_tokens", "optim.rehearse"),
         *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
-        *("sampling.max_decode_batch", "sampling.vllm_memory"),
+        *("sampling.max_decode_batch", "sampling.vllm_memory", "sampling.vllm_sleep", "sampling.tensor_parallel_size"),
         *(f"placement.{name}" for name in ("processes", "strategy", "timeout_minutes", "cluster")),
         *(
             f"placement.{name}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from psigrad.config import Sampling
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
@@ -12,8 +14,10 @@ from psigrad.rollout.types import Sampler
 NAMES = ("embedded", "transformers", "vllm")
 
 
-def make(sampling: Sampling, model: LanguageModel) -> Sampler:
+def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | None = None) -> Sampler:
     """The sampler that the settings ask for. Models that cannot run packed are sampled by transformers in place of ours.
+
+    `tell(kind, text, **fields)` hears of what it has to cope with; without it that is printed. Close the sampler after use.
 
     Raises `UserError` for an unknown name, and for what the machine or the model cannot do.
     """
@@ -25,10 +29,22 @@ def make(sampling: Sampling, model: LanguageModel) -> Sampler:
         return made
     if name not in NAMES:
         raise UserError(f"There is no sampler {name!r}; expected one of {', '.join(NAMES)} or module:Class{nearest(name, NAMES)}")
+    if name != "vllm" and (sampling.vllm_sleep or sampling.tensor_parallel_size > 1):
+        raise UserError(
+            f"sampling.vllm_sleep and sampling.tensor_parallel_size are vLLM's and the sampler is {name}; leave them out, or "
+            "sample with sampler=vllm."
+        )
     if name == "vllm":
         from psigrad.rollout.vllm_backend import VLLMSampler
 
-        return VLLMSampler(model, sampling.max_decode_batch, memory=sampling.vllm_memory)
+        return VLLMSampler(
+            model,
+            sampling.max_decode_batch,
+            memory=sampling.vllm_memory,
+            tensor_parallel_size=sampling.tensor_parallel_size,
+            sleep=sampling.vllm_sleep,
+            tell=tell,
+        )
     if name == "transformers" or model.why_padded:
         from psigrad.rollout.transformers_backend import TransformersSampler
 

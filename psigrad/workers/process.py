@@ -32,7 +32,7 @@ class Worker:
 
     `service(payload)` is called in the worker and gives the function that answers. `homes` are files of modules that a fresh
     process does not find by name. `memory` limits its data in bytes (0: no limit), `variables` are environment variables that it
-    gets besides the usual ones. `prefix` is a command to run it under.
+    gets besides the usual ones. `prefix` is a command to run it under. It must be ready within `start_limit` seconds.
 
     Pipes never block: a worker that was stopped in the middle of reading or writing is late like any other.
     """
@@ -47,6 +47,7 @@ class Worker:
         memory: int = 0,
         variables: Sequence[str] = (),
         prefix: Sequence[str] = (),
+        start_limit: float = START_LIMIT,
     ) -> None:
         request_read, self._requests = os.pipe()
         self._responses, response_write = os.pipe()
@@ -70,7 +71,7 @@ class Worker:
         self._outbox, self._inbox = bytearray(), bytearray()
         self.ready = False
         setup = {"path": sys.path, "homes": homes, "service": service, "payload": payload}
-        self.ask({**setup, "memory": memory, "withheld": withheld(variables)}, START_LIMIT)
+        self.ask({**setup, "memory": memory, "withheld": withheld(variables)}, start_limit)
 
     def ask(self, message: Any, limit: float) -> None:
         """Send a request that must be answered within `limit` seconds."""
