@@ -107,7 +107,7 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	@touch $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm --durations 5
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm --durations 5 --timeout 1800
 
 # lm-eval brings thirty packages along that nothing else needs.
 LM_EVAL_VENV ?= .venv-lm-eval
