@@ -43,6 +43,10 @@ SAME = {
     "actor_rollout_ref.rollout.temperature": "sampling.temperature",
     "actor_rollout_ref.rollout.top_p": "sampling.top_p",
     **dict.fromkeys(("vllm_gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization"), "sampling.vllm_memory"),
+    **dict.fromkeys(
+        ("vllm_tensor_parallel_size", "actor_rollout_ref.rollout.tensor_model_parallel_size"), "sampling.tensor_parallel_size"
+    ),
+    "vllm_enable_sleep_mode": "sampling.vllm_sleep",
     **dict.fromkeys(("rollout_n", "n_samples_per_prompt", "actor_rollout_ref.rollout.n"), "num_generations"),
     **dict.fromkeys(("num_ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"), "num_iterations"),
     "num_mini_batches": "num_minibatches",
