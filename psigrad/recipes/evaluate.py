@@ -16,7 +16,7 @@ from psigrad.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
 from psigrad.rollout import samplers
 from psigrad.rollout.episodes import Episodes
-from psigrad.rollout.server import Server
+from psigrad.rollout.openai_server import ServedModel
 from psigrad.rollout.types import SamplingParams, Trajectory
 from psigrad.training import session
 from psigrad.training.evaluator import Evaluator, figures_of
@@ -99,7 +99,7 @@ def _by_server(config: EvalConfig | SampleConfig, judge: Judge, size: int) -> tu
         sampling.min_p,
         sampling.stop_token_ids,
     )
-    server = Server(
+    server = ServedModel(
         config.server,
         config.model.path,
         config.server_key_variable,

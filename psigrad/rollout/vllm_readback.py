@@ -33,7 +33,7 @@ class Piece(NamedTuple):
         return matrix[self.first : self.first + len(self.values)]
 
 
-class Layer(NamedTuple):
+class Held(NamedTuple):
     """A module of vLLM's with one of its parameters, and of what it is made. Without pieces nobody knows."""
 
     name: str
@@ -90,7 +90,7 @@ class Readback:
         """Parameters whose arrangement is not known here, so that they can't be compared."""
         return [layer.name for layer in self.layers(sent, transposed) if not layer.pieces]
 
-    def layers(self, sent: Mapping[str, Tensor], transposed: Collection[str]) -> Iterator[Layer]:
+    def layers(self, sent: Mapping[str, Tensor], transposed: Collection[str]) -> Iterator[Held]:
         """Every parameter of the model."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         embedding = next((f"{n}.weight" for n, m in self.model.named_modules() if _is_embedding(m)), "")
@@ -100,7 +100,7 @@ class Readback:
                 sources = [".".join(filter(None, (head, one, leaf))) for one in fused.get(last, [last])]
                 if self.tied and "ParallelLMHead" in _kinds(module) and sources[0] not in sent and leaf == "weight":
                     sources = [embedding]
-                yield Layer(f"{name}.{leaf}", module, parameter, _pieces(module, leaf, parameter, sources, sent, transposed))
+                yield Held(f"{name}.{leaf}", module, parameter, _pieces(module, leaf, parameter, sources, sent, transposed))
 
 
 def _pieces(
@@ -158,17 +158,17 @@ def _equal(own: Tensor, sent: Tensor) -> bool:
     return own.shape == sent.shape and torch.equal(own.detach(), sent.to(own.device, own.dtype))
 
 
-def _width(layer: Layer) -> int:
+def _width(layer: Held) -> int:
     return int(next(p.values.shape[1] for p in layer.pieces if len(p.values)))
 
 
-def _order(layer: Layer) -> list[int]:
+def _order(layer: Held) -> list[int]:
     """All columns in an order that is new each time."""
     known = any(len(piece.values) for piece in layer.pieces)
     return torch.randperm(_width(layer)).tolist() if known else []
 
 
-def _read(layer: Layer, columns: list[int]) -> Tensor:
+def _read(layer: Held, columns: list[int]) -> Tensor:
     """[rows, columns] of the matrix that the layer multiplies by."""
     dtype = next(p.values.dtype for p in layer.pieces if len(p.values))
     one = torch.zeros(len(columns), _width(layer), dtype=dtype)
@@ -177,7 +177,7 @@ def _read(layer: Layer, columns: list[int]) -> Tensor:
     return found.reshape(len(columns), -1).T
 
 
-def _telling(layer: Layer, wanted: list[Piece]) -> list[int]:
+def _telling(layer: Held, wanted: list[Piece]) -> list[int]:
     """Columns to read: some by chance, and for each of the wanted pieces one in which it is not what the layer has now."""
     order, missing, chosen, size = _order(layer), list(wanted), list[int](), COLUMNS
     while order and (missing or not chosen):

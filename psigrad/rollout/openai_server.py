@@ -35,7 +35,7 @@ class Reply:
 
 
 @dataclass
-class Server:
+class ServedModel:
     """Asks the server at `url` for completions by `model` ("": the only one that it serves), `concurrency` at a time.
 
     `key_variable` names the environment variable with its key. A request has `seconds` for its answer, and `attempts` where the

@@ -13,8 +13,8 @@ from psigrad.config import Data, EvalConfig, Evaluation, Model, Run, SampleConfi
 from psigrad.data.dataset_rows import Row
 from psigrad.errors import UserError
 from psigrad.recipes import evaluate, sample
-from psigrad.rollout import server as module
-from psigrad.rollout.server import UNKNOWN, Server
+from psigrad.rollout import openai_server as module
+from psigrad.rollout.openai_server import UNKNOWN, ServedModel
 from psigrad.rollout.types import SamplingParams
 
 CHAT = Row("a chat", prompt=[{"role": "user", "content": "2 + 2?"}])
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=7, temperature=0.5)
 
 
 def asked(url: str, rows=(CHAT,), seeds=((5,),), params=PARAMS, **settings):
-    made = Server(url, **{"attempts": 3, "seconds": 5.0, **settings})
+    made = ServedModel(url, **{"attempts": 3, "seconds": 5.0, **settings})
     return {(i, k): reply for i, k, reply in made.completions(list(rows), list(seeds), params)}
 
 
