@@ -119,8 +119,11 @@ class Journal:
         )
 
     def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of rollouts.jsonl."""
+        """Rows of rollouts.jsonl, of which trackers are shown some."""
         self.folder.rollouts(completions)
+        shown = [row for row in completions if "completion" in row]  # in control rows are episodes
+        for tracker in self.trackers if shown else ():
+            tracker.completions(int(shown[0]["step"]), shown)
 
     def stop_requested(self) -> bool:
         """Whether SIGTERM or Ctrl-C came, to any process."""

@@ -22,9 +22,30 @@ class Tracker(Protocol):
         """The figures of one step."""
         ...
 
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of rollouts.jsonl of one step."""
+        ...
+
     def close(self) -> None:
         """No more will come."""
         ...
+
+
+# The columns of a table of completions, and how many rows of a step it has.
+COLUMNS, ROWS = ("step", "kind", "prompt", "completion", "reward", "advantage"), 32
+# A table of training completions is sent for every so many steps; of held-out ones for each evaluation.
+EVERY = 10
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Completions as rows of `COLUMNS`, conversations as text."""
+    return [[_cell(row.get(name)) for name in COLUMNS] for row in rows[:ROWS]]
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list | tuple):  # messages
+        return "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, Mapping) else str(m) for m in value)
+    return value
 
 
 class _TensorBoard:
@@ -37,6 +58,13 @@ class _TensorBoard:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+        clean = lambda cell: str(cell).replace("|", "\\|").replace("\n", "<br>")  # noqa: E731
+        self.writer.add_text(
+            "completions", "\n".join([*lines, *(f"| {' | '.join(map(clean, r))} |" for r in table_of(rows))]), step
+        )
+
     def close(self) -> None:
         self.writer.close()
 
@@ -47,10 +75,14 @@ class _Wandb:
 
         # one folder is one run, also when it goes on after a stop
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self.wandb = wandb
         self.run = wandb.init(project="psigrad", id=name, name=folder.name, dir=str(folder), config=dict(config), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.run.log({"completions": self.wandb.Table(columns=list(COLUMNS), data=table_of(rows))}, step=step)
 
     def close(self) -> None:
         self.run.finish()
@@ -65,6 +97,12 @@ class _Trackio:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.trackio.log({"step": step, **metrics})
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        import pandas
+
+        table = pandas.DataFrame(table_of(rows), columns=list(COLUMNS))
+        self.trackio.log({"step": step, "completions": self.trackio.Table(dataframe=table)})
 
     def close(self) -> None:
         self.trackio.finish()
@@ -89,15 +127,22 @@ class Background:
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self._make = name, make
-        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=self.ROOM)
+        self._waiting: deque[Callable[[Tracker], None]] = deque(maxlen=self.ROOM)
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue the figures of one step."""
-        self._waiting.append((step, metrics))
+        self._waiting.append(lambda tracker: tracker.log(step, metrics))
         self._wake.set()
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Queue the first completions of one step; those of training of every tenth step."""
+        if rows and (step == 1 or step % EVERY == 0 or rows[0].get("kind") == "eval"):
+            kept = [dict(row) for row in rows[:ROWS]]
+            self._waiting.append(lambda tracker: tracker.completions(step, kept))
+            self._wake.set()
 
     def close(self) -> None:
         """Let the tracker finish, for at most `PATIENCE` seconds."""
@@ -114,7 +159,7 @@ class Background:
                 self._wake.wait()
                 self._wake.clear()
                 while self._waiting:
-                    tracker.log(*self._waiting.popleft())
+                    self._waiting.popleft()(tracker)
             tracker.close()
         except Exception as error:
             _tell(self.name, f"failed and gets nothing more: {type(error).__name__}: {error}")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.training.trackers import Background, open_trackers
+from psigrad.training.trackers import COLUMNS, Background, open_trackers
 
 CONFIG = {"run": {"seed": 0}}
 
@@ -30,6 +30,9 @@ class Fake(types.ModuleType):
 
     def log(self, figures, **settings):
         self.calls.append(("log", figures, settings))
+
+    def Table(self, columns=None, data=None, dataframe=None):
+        return ("table", columns, data) if dataframe is None else ("table", list(dataframe.columns), dataframe.values.tolist())
 
     def finish(self):
         self.calls.append(("finish",))
@@ -152,3 +155,45 @@ def test_an_unknown_name_is_refused_before_any_tracker_starts(tmp_path, monkeypa
     with pytest.raises(UserError, match="no tracker 'wandbb'; expected tensorboard, wandb, trackio; did you mean 'wandb'"):
         open_trackers(["trackio", "wandbb"], tmp_path, CONFIG)
     assert fake.calls == []
+
+
+ROWS = [
+    {
+        "step": 1,
+        "kind": "train",
+        "prompt": [{"role": "user", "content": "2 | 3"}],
+        "completion": "5",
+        "reward": 1.0,
+        "advantage": 0.5,
+    },
+    {"step": 1, "kind": "train", "prompt": "q", "completion": "a", "reward": None},
+]
+TABLE = [[1, "train", "user: 2 | 3", "5", 1.0, 0.5], [1, "train", "q", "a", None, None]]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_completions_become_a_table(name, tmp_path, monkeypatch):
+    """By the recorded calls of a module of the same shape."""
+    fake = Fake(name)
+    monkeypatch.setitem(sys.modules, name, fake)
+    (tracker,) = open_trackers([name], tmp_path, CONFIG)
+    tracker.completions(1, ROWS)
+    tracker.completions(2, [{**row, "step": 2} for row in ROWS])
+    tracker.completions(3, [{"step": 3, "kind": "eval", "completion": "x"}] * 100)
+    tracker.close()
+    tables = [figures["completions"] for kind, figures, *_ in (call for call in fake.calls if call[0] == "log")]
+    assert len(tables) == 2, "training completions of every tenth step, held-out ones always"
+    assert tables[0][1] == list(COLUMNS) and [[None if v != v else v for v in row] for row in tables[0][2]] == TABLE
+    assert len(tables[1][2]) == 32
+
+
+def test_tensorboard_shows_completions_as_text(tmp_path):
+    (tracker,) = open_trackers(["tensorboard"], tmp_path, CONFIG)
+    tracker.completions(10, [{**row, "step": 10} for row in ROWS])
+    tracker.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    text = events.Tensors("completions/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "| user: 2 \\| 3 | 5 | 1.0 | 0.5 |" in text
