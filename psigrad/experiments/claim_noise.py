@@ -30,6 +30,8 @@ def check(s: NoiseSettings) -> None:
     """Refuse settings that make no sense."""
     trials.check(s)
     trials.check_rates(s.rates)
+    if not {"RAFT", "RLOO"} <= set(s.methods) <= set(METHODS):
+        raise UserError(f"methods are {', '.join(s.methods)}; expected RAFT and RLOO, which are compared, and PPO or not.")
     if not set(s.noises) <= set(NOISES) - {0.0}:
         raise UserError(f"noises are {s.noises}; there are rewards with noise 0.5 and 1.")
     if s.betas and min(s.betas) <= 0:
@@ -46,7 +48,7 @@ def run(s: NoiseSettings) -> TrialResult:
     """Every method at every noise, and at every β without noise."""
     where = trials.files(s)
     configs = {}
-    for method in METHODS:
+    for method in s.methods:
         for noise in (0.0, *s.noises):
             config = trials.online(s, where, algorithm(method, 0.0), reward=(NOISES[noise],))
             configs[f"{method}, noise {noise:g}"] = (method.lower(), config)
@@ -56,22 +58,21 @@ def run(s: NoiseSettings) -> TrialResult:
     rates = trials.tuned(s, "noise", configs, s.rates, trials.area)
     jobs = [
         Trial(f"{arm} at {rates[arm]:g}", seed, method, trials.at_rate(config, rates[arm]))
-        for seed in range(s.seeds)  # the first seeds are whole before the next begin
+        for seed in range(s.seeds)
         for arm, (method, config) in configs.items()
     ]
     found = trials.finished(s, "noise", jobs)
     rows = {(arm, seed): found[f"{arm} at {rates[arm]:g}", seed] for arm in configs for seed in range(s.seeds)}
     figures = {"area": trials.area, "at the end": trials.last}
     made = {arm: trials.with_figure(trials.summed(arm, range(s.seeds), rows, figures), "rate", rates[arm]) for arm in configs}
+    others = [m for m in s.methods if m != "RAFT"]
     findings = [
         worse(f"RAFT loses more than {other} by noise {noise:g}", made, other, f"noise {noise:g}")
         for noise in s.noises
-        for other in ("RLOO", "PPO")
+        for other in others
     ]
     findings += [
-        worse(f"RAFT loses more than {other} by β {beta:g}", made, other, f"β {beta:g}")
-        for beta in s.betas
-        for other in ("RLOO", "PPO")
+        worse(f"RAFT loses more than {other} by β {beta:g}", made, other, f"β {beta:g}") for beta in s.betas for other in others
     ]
     return TrialResult(s, tuple(made.values()), tuple(findings), trials.spent(s, "noise"))
 

@@ -24,6 +24,7 @@ from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import SpaceSettings
 from psigrad.experiments.trials import ClaimVerdict, Trial
 from psigrad.intervals import Interval, over_seeds
+from psigrad.models.converted import plain_folder
 from psigrad.recipes import demo, evaluate
 from psigrad.report.plots import COLOURS
 
@@ -66,6 +67,8 @@ def check(s: SpaceSettings) -> None:
     trials.check(s)
     if bool(s.model) != bool(s.dataset):
         raise UserError("model and dataset belong together: give both, or neither.")
+    if len({label(path) for path in s.model}) < len(s.model):
+        raise UserError(f"Two of the models {', '.join(s.model)} have one name; copy or rename a folder.")
 
 
 def run(s: SpaceSettings) -> SpaceResult:
@@ -78,8 +81,8 @@ def run(s: SpaceSettings) -> SpaceResult:
         "after RLOO": trials.place(s, "action_space", "RLOO", 0) / "model",
     }
     found = {name: masses(str(path), str(where["held_out"]), s.held_out) for name, path in models.items()}
-    if s.model:
-        found[Path(s.model).name] = masses(s.model, s.dataset, s.held_out, longest=32)
+    for path in s.model:
+        found[label(path)] = masses(plain_folder(path), s.dataset, s.held_out, longest=32)
     rows = tuple(row for name, (_, places) in found.items() for row in summary(name, places))
     findings = []
     for name, (_, places) in found.items():
@@ -93,6 +96,12 @@ def run(s: SpaceSettings) -> SpaceResult:
         firsts, seconds = ([pair[i][1] for pair in pairs] for i in (0, 1))
         findings.append(trials.paired(claim, "entropy: first token > second, paired by prompt", firsts, seconds))
     return SpaceResult(s, {name: size for name, (size, _) in found.items()}, rows, tuple(findings))
+
+
+def label(path: str) -> str:
+    """What a model is called: its folder, or that of its run."""
+    place = Path(path)
+    return place.parent.name if place.name == "model" else place.stem if place.suffix == ".gguf" else place.name
 
 
 def masses(

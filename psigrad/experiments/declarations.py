@@ -152,6 +152,8 @@ class NoiseSettings(TrialSettings):
     """Held-out words that accuracy is measured on."""
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     """Learning rates that each arm tries on a seed of its own; the one with the greatest area under its curve is taken."""
+    methods: tuple[str, ...] = ("RAFT", "RLOO", "PPO")
+    """What is compared: RAFT and RLOO, and PPO or not."""
     noises: tuple[float, ...] = (1.0,)
     """Standard deviations of the noise in the reward, beside none: 0.5 or 1."""
     betas: tuple[float, ...] = (0.5,)
@@ -192,12 +194,12 @@ class LambdaSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class SpaceSettings(TrialSettings):
-    """As other trials; a model of your own may be looked at too."""
+    """As other trials; models of your own may be looked at too, say before and after training."""
 
-    model: str = ""
-    """Folder or hub name of another model."""
+    model: tuple[str, ...] = ()
+    """Folders, hub names or GGUF files of other models."""
     dataset: str = ""
-    """Prompts for it: a JSONL file with the column prompt."""
+    """Prompts for them: a JSONL file with the column prompt."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from psigrad import cli
+from psigrad.config import Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.experiments import claim_alarms, claim_groups, claim_loopholes, claim_methods, claim_space, flawed, noisy, trials
 from psigrad.experiments import declarations as experiment
@@ -165,6 +166,23 @@ def test_alarms_are_counted_by_run():
     assert verdict.test == "1 of 4 runs; share" and verdict.verdict == "undecided"
 
 
+def test_a_finished_run_is_known_by_its_settings_and_newer_ones_have_their_defaults(tmp_path):
+    trial = trials.Trial("a", 0, "sft", SFTConfig(run=Run(max_steps=7)))
+    identity = trials._identity(trial)
+    mark = tmp_path / "trial.json"
+
+    def done(found) -> bool:
+        mark.write_text(json.dumps({"trial": found, "cpu_seconds": 1.0}))
+        return trials._done(tmp_path, trial)
+
+    assert not trials._done(tmp_path / "none", trial) and done(identity)
+    older = {k: v for k, v in identity.items() if k != "batch_size"}
+    assert done(older), "the run is older than a setting, which has its default now"
+    for other in ({"batch_size": 99}, {"method": "dpo"}, {"gone": 1}):
+        with pytest.raises(UserError, match="holds a run with other settings"):
+            done({**identity, **other})
+
+
 def test_the_time_of_finished_runs_is_added_up(tmp_path):
     for name, seconds in (("noise/a-0", 30.0), ("noise-tuning/a-1000", 60.0), ("methods/a-0", 600.0)):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -180,13 +198,22 @@ def test_the_time_of_finished_runs_is_added_up(tmp_path):
         ("methods", MethodsSettings(rates=()), "at least one learning rate"),
         ("noise", NoiseSettings(rates=(0.0,)), "at least one learning rate above 0"),
         ("methods", MethodsSettings(level=0.0), "between 0 and 1"),
-        ("action_space", SpaceSettings(model="x"), "belong together"),
+        ("action_space", SpaceSettings(model=("x",)), "belong together"),
+        ("action_space", SpaceSettings(model=("a/x/model", "b/x/model"), dataset="d"), "a/x/model, b/x/model have one name"),
+        ("noise", NoiseSettings(noises=(0.7,)), "noises are .0.7,.; there are rewards with noise 0.5 and 1"),
+        ("noise", NoiseSettings(methods=("RAFT", "PPO")), "methods are RAFT, PPO; expected RAFT and RLOO"),
+        ("noise", NoiseSettings(betas=(0.0,)), "betas are .0.0,.; give numbers above 0"),
         ("loopholes", LoopholeSettings(processes=0), "processes is 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(name, settings, message):
     with pytest.raises(UserError, match=message):
         experiment.named(name).module.check(settings)
+
+
+def test_a_model_is_called_by_its_folder_or_run():
+    names = ("runs/sums/grpo/model", "gpt2", "models/SmolLM2.Q4_1.gguf")
+    assert [claim_space.label(name) for name in names] == ["grpo", "gpt2", "SmolLM2.Q4_1"]
 
 
 def test_places_of_a_completion_are_summed_up():
