@@ -63,5 +63,6 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves."""
-    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))
+    """The learning curves, entropy and pass@k."""
+    beside = [("Entropy, nats per token", ("entropy", "last fifth")), (f"pass@{K} at the end", (f"pass@{K}",))]
+    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)

@@ -127,5 +127,6 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves."""
-    return trials.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)))
+    """The learning curves, and the changes of the log-probabilities."""
+    beside = [("Change of log-probabilities, nats per completion", ("chosen", "rejected"))]
+    return trials.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)

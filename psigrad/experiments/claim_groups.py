@@ -76,5 +76,6 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves."""
-    return trials.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)))
+    """The learning curves, and the area by updates and by samples."""
+    beside = [("Mean accuracy, by updates and by samples", ("area", "by samples"))]
+    return trials.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)

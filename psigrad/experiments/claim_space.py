@@ -117,7 +117,7 @@ def masses(
         evaluation=Evaluation(eval_prompts=prompts),
         run=Run(threads=1),
     )
-    network = AutoModelForCausalLM.from_pretrained(path)
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     places: dict[int, list[tuple[tuple[float, ...], float]]] = {}
     with torch.no_grad():
         for one in evaluate.sampled(asked, False).trajectories:
