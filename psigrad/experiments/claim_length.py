@@ -230,7 +230,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     """Weights and lengths on the tree, and lengths over training."""
     figure, (left, middle, right) = drawing.new_figure(12.5, 3.5, 1, 3)
     styles: dict[str, dict[str, Any]] = {
-        name: {"color": c} for name, c in zip(ARMS, (drawing.BLUE, drawing.GREEN, drawing.RUST), strict=True)
+        name: {"color": c} for name, c in zip(groups.METHODS, (drawing.BLUE, drawing.GREEN, drawing.RUST), strict=True)
     }
     styles["GRPO without std"] |= {"linestyle": (0, (4, 2))}
     for row in found["exact"]:
@@ -247,5 +247,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     for axes, label in ((left, "tokens of the wrong answer"), (middle, "accuracy, as it rises"), (right, "steps")):
         axes.set_xlabel(label, color=drawing.INK, fontsize=9)
     left.set_ylim(0, 1.1)
-    right.legend(fontsize=8, frameon=False)
+    left.set_xticks([int(n) for n in found["exact"][0]["weight"]])
+    for axes in (left, right):
+        axes.legend(fontsize=8, frameon=False)
     return drawing.save(figure, path)

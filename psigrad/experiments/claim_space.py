@@ -74,7 +74,7 @@ def check(s: SpaceSettings) -> None:
 def run(s: SpaceSettings) -> SpaceResult:
     """The fine-tuned model, the same after RLOO, before any training, and the model that was asked for."""
     where = trials.files(s)
-    trials.finished(s, "action_space", [Trial("RLOO", 0, "rloo", trials.online(s, where, "rloo"))])
+    trials.finished(s, "action_space", [Trial("RLOO", 0, "rloo", trials.online(s, where, "rloo", reward=("exact",)))])
     models = {
         "untrained": where["base"],
         "after SFT": where["model"],
