@@ -140,15 +140,13 @@ def _exactly(claim: str, test: str, value: float, holds: bool) -> ClaimVerdict:
 def tables(result: DifficultyResult) -> Iterator[Table | Text]:
     """One prompt, the runs, then the claims."""
     shown = [i for i, p in enumerate(CHANCES) if p <= 0.5]
-    table = drawing.new_table(
-        "The weight of a prompt by its chance of a right answer, exact", "", *(f"{CHANCES[i]:g}" for i in shown)
-    )
+    table = drawing.new_table("The weight of a prompt, exact", "", *(f"p = {CHANCES[i]:g}" for i in shown))
     for row in result.exact:
         table.add_row(row.name, *(f"{row.weight[i]:.2f}" for i in shown))
     yield table
     yield drawing.note(
-        "the expected step along ∇J, in units of ∇J and of the same at p = 0.5; 1 − p is as p",
-        f"groups of {result.settings.generations}",
+        "p: chance of a right answer; 1 − p weighs as p",
+        f"weight: of the expected step along ∇J, at p = 0.5 it is 1; groups of {result.settings.generations}",
     )
     yield trials.arms_table("The difficulty bias over training", result.arms, ".3f")
     yield drawing.note(

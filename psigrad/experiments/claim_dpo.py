@@ -18,7 +18,7 @@ from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
 from psigrad.data import tasks
-from psigrad.experiments import trials
+from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import TrialSettings
 from psigrad.experiments.trials import Trial, TrialResult
 from psigrad.recipes import demo, sample
@@ -129,4 +129,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, and the changes of the log-probabilities."""
     beside = [("Change of log-probabilities, nats per completion", ("chosen", "rejected"))]
-    return trials.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)
+    return drawing.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)

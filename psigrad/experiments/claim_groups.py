@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import trials
+from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import TrialSettings
 from psigrad.experiments.trials import Trial, TrialResult
 
@@ -78,4 +78,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, and the area by updates and by samples."""
     beside = [("Mean accuracy, by updates and by samples", ("area", "by samples"))]
-    return trials.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)
+    return drawing.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)

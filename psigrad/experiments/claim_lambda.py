@@ -16,7 +16,7 @@ from rich.text import Text
 
 from psigrad.config import ControlConfig, Run
 from psigrad.errors import UserError
-from psigrad.experiments import trials
+from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import LambdaSettings
 from psigrad.experiments.trials import Trial, TrialResult
 
@@ -93,4 +93,4 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         (f"{title} on {task}", [f"{task}, λ {lam:g}" for lam in LAMBDAS])
         for title, task in (("Held-out accuracy", "words"), ("Return", "CartPole"))
     ]
-    return trials.learning_curves(found, path, *panels, sharey=False)
+    return drawing.learning_curves(found, path, *panels, sharey=False)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import trials
+from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import MethodsSettings
 from psigrad.experiments.trials import Trial, TrialResult
 
@@ -100,4 +100,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves."""
-    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))
+    return drawing.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import trials
+from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import NoiseSettings
 from psigrad.experiments.trials import Arm, ClaimVerdict, Trial, TrialResult
 
@@ -102,4 +102,4 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves by noise."""
     cases = dict.fromkeys(arm["name"].split(", ")[1] for arm in found["arms"])
     panels = [(case.capitalize(), [f"{m}, {case}" for m in METHODS]) for case in cases]
-    return trials.learning_curves(found, path, *panels)
+    return drawing.learning_curves(found, path, *panels)
