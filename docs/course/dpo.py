@@ -188,9 +188,10 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# Margins rise: the models tell better from worse. But look at the middle. The loss asks for the *difference*
-# of two log-ratios. It is content if the chosen answer falls, as long as the rejected one falls faster.
-# Where does the probability go? To answers that no pair mentions.
+# Margins rise: the models tell better from worse, since the rejected answers became improbable. But look at
+# the middle: the chosen ones did not become more probable. The loss asks for the *difference* of two
+# log-ratios, and would be as content if both fell. What is taken from the rejected answers may go to
+# answers that no pair mentions.
 #
 # So, who answers best? RLOO gets the same number of completions as DPO saw in its pairs, with a reward of 1
 # for right answers.

@@ -35,6 +35,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "ppo_rloo": {"sft_steps": 3, "rl_steps": 2, "seeds": 1},
     "grpo": {"completions": 400, "sft_steps": 3, "rl_steps": 1},
     "dpo": {"sft_steps": 3, "dpo_steps": 2, "rl_steps": 2, "solve_steps": 20},
+    "reward_model": {"comparisons": 300, "sft_steps": 3, "reward_steps": 2, "rl_steps": 2},
 }
 
 
@@ -207,3 +208,17 @@ def test_dpo(tmp_path):
     margins = left["curve"](left["runs"]["DPO"], "eval/rewards/margins")[1]
     assert margins[-1] > margins[0] + 0.5
     assert left["accuracy"]["RLOO"] > left["accuracy"]["SFT"] + 0.15
+
+
+@pytest.mark.long
+def test_reward_model(tmp_path):
+    left = whole("reward_model", tmp_path)
+    assert left["error"] < 0.3
+    small, large = left["kept"]["small errors"], left["kept"]["some large errors"]
+    assert small == sorted(small) and max(large) > large[-1] + 0.2
+    truth = {name: left["curve"](run, "eval/similarity/mean")[1] for name, run in left["runs"].items()}
+    proxy = {name: left["curve"](run, "reward")[1] for name, run in left["runs"].items()}
+    assert proxy["β = 0"][-20:].mean() > proxy["β = 0"][:3].mean() + 0.2
+    assert truth["β = 0"][-1] < truth["β = 0"][0] - 0.3  # the proxy rose and the truth fell
+    assert truth["β = 0.5"][-1] > truth["β = 0.5"][0] - 0.15
+    assert left["at"] == pytest.approx(np.log(9), abs=0.02)

@@ -1,0 +1,310 @@
+# %% [markdown]
+# # 5 · A reward model, and pushing it too far
+#
+# Often nobody can write the reward down: helpful, polite, well told. But people can compare. Of two
+# answers, which is better? A **reward model** turns comparisons into a number, and reinforcement
+# learning makes the number large. This chapter does both, and shows the trap: the number is not
+# what we wanted. It only went along with it where we looked.
+
+# %%
+import itertools
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import psigrad
+from psigrad.data import tasks
+from psigrad.models import tiny
+from psigrad.objective.reward_model import BradleyTerry
+from psigrad.rewards.builtin import similarity
+
+# %% tags=["parameters"]
+comparisons = 4000
+sft_steps = 300
+reward_steps = 60
+rl_steps = 120
+
+# %% [markdown]
+# ## From comparisons to numbers
+#
+# Bradley and Terry (1952) say how comparisons come about: each answer has a worth r, and the
+# better one wins with probability
+#
+#     P(w beats l) = σ(r_w − r_l),    σ(z) = 1 / (1 + e^−z).
+#
+# To learn r, make what was seen probable: loss = −log σ(r_w − r_l). Six answers with known worth,
+# and judges who err as the formula says:
+
+# %%
+worth = torch.tensor([-1.5, -0.6, 0.0, 0.3, 1.0, 2.0])
+generator = torch.Generator().manual_seed(0)
+first = torch.randint(6, (comparisons,), generator=generator)
+second = (first + torch.randint(1, 6, (comparisons,), generator=generator)) % 6
+wins = torch.rand(comparisons, generator=generator) < torch.sigmoid(
+    worth[first] - worth[second]
+)
+chosen, rejected = torch.where(wins, first, second), torch.where(wins, second, first)
+
+learned = torch.zeros(6, requires_grad=True)
+for _ in range(300):
+    loss = (
+        BradleyTerry().loss(learned[chosen], learned[rejected], None, comparisons).value
+    )
+    (gradient,) = torch.autograd.grad(loss, learned)
+    learned = (learned - 4.0 * gradient).detach().requires_grad_()
+learned = learned.detach()
+
+fig, ax = plt.subplots(figsize=(4.5, 3.2))
+ax.plot([-2, 2], [-2, 2], color="black", lw=1, ls=":")
+ax.plot(worth - worth.mean(), learned - learned.mean(), "o")
+ax.set(xlabel="true worth, centred", ylabel="learned, centred")
+plt.show()
+error = ((learned - learned.mean()) - (worth - worth.mean())).abs().max()
+print(f"largest error {error:.2f} from {comparisons} comparisons")
+
+# %% [markdown]
+# We had to centre both: add 5 to all worths and no comparison changes. **Only differences of
+# rewards mean anything.** (And a baseline takes constants away anyhow, chapter 2.)
+#
+# ## Goodhart's law, by arithmetic
+#
+# Let the learned reward be truth + error. Draw n answers and keep the one that the *proxy* likes
+# best. With larger n the proxy rises: that is what maximising does. What about the truth?
+
+# %%
+rng = np.random.default_rng(0)
+sizes = 2 ** np.arange(0, 11)
+fig, axes = plt.subplots(1, 2, sharey=True)
+kept = {}
+for ax, (name, draw) in zip(
+    axes,
+    {
+        "small errors": lambda n: 0.7 * rng.normal(size=(4000, n)),
+        "some large errors": lambda n: 0.35 * rng.standard_t(2, size=(4000, n)),
+    }.items(),
+    strict=True,
+):
+    proxies, truths = [], []
+    for n in sizes:
+        truth = rng.normal(size=(4000, n))
+        proxy = truth + draw(n)
+        best = proxy.argmax(1)[:, None]
+        proxies.append(np.take_along_axis(proxy, best, 1).mean())
+        truths.append(np.take_along_axis(truth, best, 1).mean())
+    kept[name] = truths
+    ax.semilogx(sizes, proxies, "--", label="proxy", base=2)
+    ax.semilogx(sizes, truths, label="truth", base=2)
+    ax.set(title=name, xlabel="n of best-of-n", ylim=(-0.2, 5))
+    ax.legend()
+plt.show()
+peak = int(np.argmax(kept["some large errors"]))
+print(f"with some large errors the truth peaks at n = {sizes[peak]} and then falls")
+
+# %% [markdown]
+# If errors are small everywhere, more selection only helps less. If the proxy is now and then far
+# too kind, the best of many is no longer the best answer. It is the *greatest error*. A policy
+# that is trained selects much harder than the best of 1,024.
+
+# %% [markdown]
+# ## Now on a language model
+#
+# The words of chapter 4, and the model that imitates careless teachers. What we want, the **truth**,
+# is similarity to the right answer: 1 − edits / length.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
+random.Random(0).shuffle(words)
+rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
+held_out, prompts = rows[:200], rows[200:]
+shown = tasks.demonstrations(prompts, 0.6, tasks.swapped_ending, seed=0)
+tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
+tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
+settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
+sft = psigrad.train(
+    "sft",
+    model=folder / "base",
+    dataset=shown,
+    max_steps=sft_steps,
+    batch_size=64,
+    learning_rate=5e-3,
+    output_dir=str(folder / "sft"),
+    **settings,
+)
+
+# %% [markdown]
+# Judges see two answers, and prefer the better one with probability σ(8·difference). Both
+# answers have four letters: the judges never see anything else. The reward model is the SFT
+# model with one number as its output, read at the last token.
+
+
+# %%
+def an_answer(right, rng):
+    """The right answer, the teachers' mistake, or one with a letter or more changed."""
+    if rng.random() < 0.4:
+        return right if rng.random() < 0.5 else tasks.swapped_ending(right, rng)
+    letters = list(right)
+    for place in rng.sample(range(4), rng.randint(1, 3)):
+        letters[place] = rng.choice("abcdefgh")
+    return "".join(letters)
+
+
+def compare(rows, seed):
+    rng, pairs = random.Random(seed), []
+    for row in rows:
+        two = [an_answer(row["answer"], rng) for _ in range(2)]
+        a, b = similarity(two, [row["answer"]] * 2)
+        if two[0] != two[1]:
+            if rng.random() > 1 / (1 + np.exp(-8 * (a - b))):
+                two.reverse()
+            pairs.append(
+                {
+                    "prompt": row["prompt"],
+                    "chosen": f" {two[0]}",
+                    "rejected": f" {two[1]}",
+                }
+            )
+    return pairs
+
+
+pairs = compare(prompts[:1500], seed=1)  # comparisons are dear
+reward_model = psigrad.train(
+    "reward",
+    model=sft.model,
+    dataset=pairs,
+    eval_dataset=compare(held_out, seed=2),
+    max_steps=reward_steps,
+    batch_size=64,
+    learning_rate=1e-3,
+    output_dir=str(folder / "reward"),
+    **settings,
+)
+accuracy = reward_model.after["eval/accuracy"]
+print(f"agrees with the judges on {accuracy:.0%} of new pairs")
+
+# %% [markdown]
+# Not perfect, and neither are the judges. Now maximise it with RLOO, once with nothing else in
+# mind, and once with a **KL penalty**,
+#
+#     maximise E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ],
+#
+# that keeps the policy near the SFT model π_ref, where the judges looked. The policy may write up to
+# 10 tokens.
+
+
+# %%
+def against_the_model(beta):
+    kl = {"where": "reward", "estimator": "k1", "coefficient": beta} if beta else None
+    return psigrad.train(
+        {"preset": "rloo", "kl": kl},
+        model=sft.model,
+        dataset=prompts,
+        eval_dataset=held_out,
+        reward_model=str(reward_model.model),
+        metric="similarity",
+        max_steps=rl_steps,
+        eval_steps=10,
+        eval_prompts=len(held_out),
+        eval_kl=True,
+        prompts_per_step=16,
+        num_generations=8,
+        learning_rate=2e-3,
+        warmup_steps=5,
+        max_completion_length=10,
+        output_dir=str(folder / f"rloo-{beta}"),
+        **settings,
+    )
+
+
+def curve(run, key):
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
+    return np.array(points).T
+
+
+runs = {"β = 0": against_the_model(0.0), "β = 0.5": against_the_model(0.5)}
+fig, axes = plt.subplots(1, 3, figsize=(9, 3))
+for name, run in runs.items():
+    axes[0].plot(*curve(run, "reward"), label=name)
+    axes[1].plot(*curve(run, "eval/similarity/mean"), label=name)
+    axes[2].plot(*curve(run, "eval/kl"), label=name)
+for ax, title in zip(
+    axes, ("proxy: the reward model", "truth: similarity", "KL, nats"), strict=True
+):
+    ax.set(title=title, xlabel="step")
+axes[0].legend()
+plt.show()
+for name, run in runs.items():
+    truth = curve(run, "eval/similarity/mean")[1]
+    print(
+        f"{name:8} truth at the start {truth[0]:.2f}, best {truth.max():.2f}, end {truth[-1]:.2f}"
+    )
+
+# %% [markdown]
+# Without a leash the proxy jumps within ten steps, and the truth falls to almost nothing. With this β the
+# policy stays where it was: the truth is kept, and nothing is gained. What do the two write in the end?
+
+# %%
+for name, run in runs.items():
+    found = [json.loads(line) for line in (run.folder / "rollouts.jsonl").open()][-4:]
+    print(name, [row["completion"] for row in found])
+
+# %% [markdown]
+# Nothing! The judges compared answers of four letters. No pair ever said that an empty answer is bad, and
+# the reward model, learned from few comparisons, happens to like it better than a right one. Give it all words and 300
+# steps at a rate of 3e-3, and look again.
+#
+# ## Where it fails
+#
+# - A reward model is right *where there were comparisons*. The policy goes where there were none,
+#   since that is where the largest errors are.
+# - The KL penalty does not mend the reward. It limits how far the policy may go to exploit it. Too
+#   large a β, and nothing is learned; too small, and the truth is lost. Only a measurement of the
+#   truth can tell, on a few held-out answers that people judge.
+# - If a program can check the answer, use the program (chapters 4, 6 and 7), and still look at
+#   what is written: programs have holes too.
+#
+# `psigrad` prints a warning when the reward rises and the held-out metric falls. Both of these
+# figures have to exist for that.
+#
+# ## Exercises
+#
+# 1. Add 5 to all rewards of a pair: what happens to the Bradley–Terry loss? And if all are doubled?
+# 2. Best-of-n has KL(π_n ‖ π) = log n − (n − 1)/n at most. How many nats is best-of-1,024? Compare
+#    with the KL that the policy without a leash went.
+# 3. Label smoothing ε says that a share of labels is wrong. Show that the loss then has its minimum
+#    at a finite difference r_w − r_l, and where.
+
+# %% [markdown]
+# ### Answer 1
+
+# %% tags=["hide-cell"]
+# A constant changes nothing. Doubling makes right pairs cheaper and wrong ones
+# dearer: the scale says how sure the model is.
+for change in (lambda r: r, lambda r: r + 5, lambda r: 2 * r):
+    r = change(learned)
+    print(f"{BradleyTerry().loss(r[chosen], r[rejected], None, comparisons).value:.4f}")
+
+# %% [markdown]
+# ### Answer 2
+
+# %% tags=["hide-cell"]
+# About six nats. Gradients go further, and cheaply.
+print(f"best-of-1,024: {np.log(1024) - 1023 / 1024:.1f} nats")
+print(f"RLOO, β = 0: {curve(runs['β = 0'], 'eval/kl')[1][-1]:.1f} nats")
+
+# %% [markdown]
+# ### Answer 3
+
+# %% tags=["hide-cell"]
+# −(1 − ε)·log σ(d) − ε·log σ(−d) is least where σ(d) = 1 − ε.
+lead = torch.linspace(0, 6, 601)
+smooth = BradleyTerry(label_smoothing=0.1)
+losses = [float(smooth.loss(d[None], torch.zeros(1), None, 1).value) for d in lead]
+at = float(lead[int(np.argmin(losses))])
+print(f"least at a lead of {at:.2f}; log(0.9 / 0.1) = {np.log(9):.2f}")
