@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -22,6 +23,7 @@ from psigrad.data import tasks
 from psigrad.models import tiny
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, aggregate, ratio
 from psigrad.objective.advantage import ones
+from psigrad.objective.catalog import GRPO
 from psigrad.objective.surrogate import score
 
 # %% tags=["parameters"]
@@ -205,7 +207,7 @@ for name, (good, bad) in shares.items():
 
 # %%
 rl = psigrad.train(
-    {"preset": "grpo", "kl": None},
+    replace(GRPO, kl=None),
     model=sft.model,
     dataset=prompts,
     eval_dataset=held_out,
@@ -236,7 +238,7 @@ axes[1].barh(
 )
 axes[1].invert_yaxis()
 axes[1].set(title="answers to new words", xlim=(0, 1))
-axes[1].legend(loc="lower right")
+axes[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
 plt.show()
 print(
     f"sampled {shares['RL, sampled'][0]:.2f} right, greedy {shares['RL, greedy'][0]:.2f}"
