@@ -122,7 +122,7 @@ class ConvolvedTowers(Towers):
         leaf = self.flat.detach().requires_grad_()
         with torch.enable_grad():
             features = self.seen(x_MD, leaf)
-        return _ConvolvedTape(self, super()._record(features.detach()), features, leaf)
+        return _ConvolvedTape(self, self._record(features.detach()), features, leaf)
 
     @torch.no_grad()
     def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 
 from psigrad.native.processor import identity
 
-SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp")
+SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
 HEADERS = ("common.h",)
 # without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
 FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")

@@ -15,6 +15,7 @@ from torch import Tensor
 from psigrad.native.build import bind, library
 from psigrad.native.half_precision import HalfPrecision
 from psigrad.native.products import Products, by_pytorch
+from psigrad.native.towers import TowerKernels
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
@@ -40,6 +41,9 @@ _SIGNATURES = {
     "copies": "pppit",
     "squared_norm": "pppit",
     "adamw_bf16": "ppi" + "f" * 5 + "t",
+    "relu_towers": "ppppiiit",
+    "relu_towers_gradient": "ppppppiiiit",
+    "adam": "ppppi" + "f" * 8,
 }
 
 
@@ -115,11 +119,8 @@ class Kernels:
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
-        self.products, self.gradients, self.half_precision = (
-            Products(self._call),
-            Gradients(self._call),
-            HalfPrecision(self._call),
-        )
+        self.products, self.gradients = Products(self._call), Gradients(self._call)
+        self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""

@@ -1,0 +1,93 @@
+// Layers with ReLUs between them, forwards and backwards, and Adam's step: control's networks are so small that calling PyTorch for each
+// operation takes longer than the operation.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common.h"
+
+extern "C" void product(float* c, const float* a, const float* b, const float* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads);
+
+namespace {
+
+inline vec root_of(vec x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX__)
+    return (vec)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int i = 0; i < WIDTH; i++) x[i] = std::sqrt(x[i]);
+    return x;
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+// K towers of `layers` layers with `sizes`[layers + 1], whose weights [K, in, out] and biases [K, out] lie layer after layer in `flat`. What
+// each layer gives for x [rows, in] goes to `hs`: [K, rows, out] after another, behind a ReLU but for the last.
+void relu_towers(float* hs, const float* flat, const float* x, const int64_t* sizes, int64_t layers, int64_t towers, int64_t rows, int threads) {
+    const float* before = nullptr;
+    for (int64_t i = 0; i < layers; i++) {
+        int64_t in = sizes[i], out = sizes[i + 1];
+        const float *weight = flat, *bias = flat + towers * in * out;
+        for (int64_t k = 0; k < towers; k++) {
+            const float* from = before ? before + k * rows * in : x;
+            product(hs + k * rows * out, from, weight + k * in * out, bias + k * out, rows, out, in, out, in, 1, out, 1, 0, 0, threads);
+        }
+        int64_t count = towers * rows * out;
+        if (i + 1 < layers)
+            over(count, [=](int64_t j, auto lanes) {
+                vec h = take(hs + j, lanes);
+                give(hs + j, lanes, h > 0 ? h : vec{});
+            });
+        flat = bias + towers * out, before = hs, hs += count;
+    }
+}
+
+// The gradient with respect to `flat`, given that of the last layer [K, states, out] for the first `states` of the rows.
+void relu_towers_gradient(float* grads, const float* flat, const float* x, const float* hs, const float* given, const int64_t* sizes, int64_t layers, int64_t towers, int64_t rows, int64_t states, int threads) {
+    std::vector<int64_t> at(layers + 1), layer(layers + 1);  // where a layer's weights begin, and what it gave
+    int64_t widest = 0;
+    for (int64_t i = 0; i < layers; i++) {
+        at[i + 1] = at[i] + towers * (sizes[i] + 1) * sizes[i + 1];
+        layer[i + 1] = layer[i] + towers * rows * sizes[i + 1];
+        widest = std::max(widest, sizes[i]);
+    }
+    static thread_local std::vector<float> room;
+    room.resize(std::max<int64_t>(room.size(), 2 * states * widest));
+    for (int64_t k = 0; k < towers; k++) {
+        const float* d = given + k * states * sizes[layers];
+        for (int64_t i = layers - 1; i >= 0; i--) {
+            int64_t in = sizes[i], out = sizes[i + 1];
+            const float* h = i ? hs + layer[i - 1] + k * rows * in : x;
+            float *weight = grads + at[i] + k * in * out, *bias = grads + at[i] + towers * in * out + k * out;
+            product(weight, h, d, nullptr, in, out, states, out, 1, in, out, 1, 0, 0, threads);
+            std::fill(bias, bias + out, 0.f);
+            for (int64_t s = 0; s < states; s++)
+                over(out, [=](int64_t j, auto lanes) { give(bias + j, lanes, take(bias + j, lanes) + take(d + s * out + j, lanes)); });
+            if (!i) break;
+            float* back = room.data() + (i % 2) * states * widest;
+            product(back, d, flat + at[i] + k * in * out, nullptr, states, in, out, in, out, 1, 1, out, 0, 0, threads);
+            over(states * in, [=](int64_t j, auto lanes) {
+                vec kept = take(h + j, lanes), slope = take(back + j, lanes);
+                give(back + j, lanes, kept > 0 ? slope : vec{});
+            });
+            d = back;
+        }
+    }
+}
+
+// w -= rate · m / (sqrt(v · correction + tiny) + eps) after Adam's new averages of the gradient times `scale`; new1 is 1 - beta1, new2
+// 1 - beta2.
+void adam(float* w, const float* gradient, float* first, float* second, int64_t count, float new1, float beta2, float new2, float rate, float correction, float tiny, float eps, float scale) {
+    over(count, [=](int64_t i, auto lanes) {
+        vec g = take(gradient + i, lanes) * scale, m = take(first + i, lanes), v = take(second + i, lanes);
+        m += (g - m) * new1;
+        v = v * beta2 + g * g * new2;
+        vec x = take(w + i, lanes) - m * rate / (root_of(v * correction + tiny) + eps);
+        give(first + i, lanes, m), give(second + i, lanes, v), give(w + i, lanes, x);
+    });
+}
+}
