@@ -93,13 +93,12 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
         result,
         "noise: standard deviation of what is added to a reward of 0 or 1",
         "area: mean held-out accuracy over the run, by the reward without noise",
-        *[f"rate: the best of {', '.join(f'{r:g}' for r in result.settings.rates)} on another seed, for each row"]
-        * ("rate" in result.arms[0].figures),
+        f"rate: the best of {', '.join(f'{r:g}' for r in result.settings.rates)} on another seed, for each row",
     )
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves by noise."""
     cases = dict.fromkeys(arm["name"].split(", ")[1] for arm in found["arms"])
-    panels = [(case.capitalize(), [f"{m}, {case}" for m in METHODS]) for case in cases]
+    panels = [(f"Held-out accuracy, {case}", [f"{m}, {case}" for m in METHODS]) for case in cases]
     return drawing.learning_curves(found, path, *panels)
