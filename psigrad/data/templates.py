@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from psigrad.data.dataset_rows import Message, Row, show
@@ -69,6 +69,16 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     if not ids:
         raise UserError(f"The prompt of {row.source} has no tokens; give a prompt with text that the tokenizer knows.")
     return ids
+
+
+def ignores_tools(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
+    """Whether the row offers tools and the chat template renders the same prompt without them."""
+    if not isinstance(row.prompt, list) or not _arguments(row)["tools"]:
+        return False
+    bare = replace(row, columns={name: value for name, value in row.columns.items() if name != "tools"})
+    return _render(tokenizer, row, row.prompt, generation_prompt=True) == _render(
+        tokenizer, bare, row.prompt, generation_prompt=True
+    )
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:

@@ -116,7 +116,7 @@ def counted(config: PreTrainedConfig) -> Shape:
         layers=size(text, "layers"),
         heads=heads,
         key_heads=size(text, "keys"),
-        head_dim=getattr(text, "head_dim", None) or hidden // heads,
+        head_dim=getattr(text, "head_dim", None) or hidden // max(heads, 1),
         inner=size(text, "inner") or 4 * hidden,
         vocabulary=int(text.vocab_size),
         linears=linears,

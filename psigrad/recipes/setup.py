@@ -23,7 +23,7 @@ from psigrad.config import (
 from psigrad.data import mixing
 from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
-from psigrad.data.templates import prompt_ids, stop_token_id
+from psigrad.data.templates import ignores_tools, prompt_ids, stop_token_id
 from psigrad.errors import UserError
 from psigrad.models.backbone import write
 from psigrad.models.language_model import LanguageModel
@@ -143,6 +143,11 @@ def prompts_of(
                 f"the prompt has {tokens} tokens, and with max_completion_length {completion} the model's {model.max_length} "
                 f"positions leave {max(0, room)}; shorten it or lower max_completion_length"
             )
+    if journal is not None and (deaf := next((row for row in rows[:1] if ignores_tools(model.tokenizer, row)), None)) is not None:
+        text = (
+            f"The chat template does not show the tools to the model ({deaf.source}); take a model whose template offers tools."
+        )
+        journal.tell("tools_ignored", text)
     kept = [prompt for prompt in prompts if prompt.index not in bad]
     if bad and (data.bad_rows == "stop" or not kept):
         first = next(iter(bad))

@@ -27,11 +27,13 @@ class KVCache:
         """How many sequences are still being sampled; they fill the first slots."""
         return self.lengths.numel()
 
-    def room(self, layer: int, k: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values with room for `tokens` per slot; `k` [·, H_kv, ·, D] tells heads, width and type."""
+    def room(self, layer: int, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values with room for `tokens` per slot; `k` and `v` [·, H_kv, ·, D] tell heads, widths and type,
+        and their widths may differ (multi-head latent attention).
+        """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
-            self.layers[layer] = grown(have, k.new_zeros, (self.slots, k.shape[1], k.shape[3]), tokens, self.longest)
+            self.layers[layer] = grown(have, k.new_zeros, (self.slots, k.shape[1], k.shape[3], v.shape[3]), tokens, self.longest)
         return self.layers[layer]
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> Prefill:
@@ -58,12 +60,14 @@ class KVCache:
 
 
 def grown(
-    have: tuple[Tensor, Tensor] | None, zeros: Callable[..., Tensor], shape: tuple[int, int, int], tokens: int, longest: int
+    have: tuple[Tensor, Tensor] | None, zeros: Callable[..., Tensor], shape: tuple[int, int, int, int], tokens: int, longest: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [slots, H_kv, capacity, D] that hold what `have` holds, with room for at least `tokens`."""
-    slots, heads, dim = shape
+    """Keys and values [slots, H_kv, capacity, D] that hold what `have` holds, with room for at least `tokens`; `shape` is slots,
+    heads, and the widths of keys and of values.
+    """
+    slots, heads, *dims = shape
     capacity = min(longest, tokens + max(GROWTH, tokens // 2))
-    keys, values = (zeros(slots, heads, capacity, dim) for _ in range(2))
+    keys, values = (zeros(slots, heads, capacity, dim) for dim in dims)
     for old, new in zip(have or (), (keys, values), strict=False):
         new[:, :, : old.shape[2]] = old
     return keys, values
@@ -98,7 +102,7 @@ class Prefill:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
-        stored = self.cache.room(layer, k.transpose(0, 1)[None], width)
+        stored = self.cache.room(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
         for new, old in zip((k, v), stored, strict=True):
             old[self.first : self.first + len(self.copies), :, :width] = new[rows].transpose(1, 2)
 
@@ -141,7 +145,7 @@ class Decode:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
-        keys, values = self.cache.room(layer, k, self.width)
+        keys, values = self.cache.room(layer, k, v, self.width)
         keys[self.slots, :, self.places] = k[:, :, 0]
         values[self.slots, :, self.places] = v[:, :, 0]
         batch, heads, _, dim = q.shape
@@ -149,4 +153,4 @@ class Decode:
         queries = q.view(batch, k.shape[1], heads // k.shape[1], dim)
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask(window), scale=scale)
-        return out.reshape(batch, 1, heads, dim)
+        return out.reshape(batch, 1, heads, v.shape[3])

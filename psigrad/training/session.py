@@ -198,7 +198,10 @@ def begin(
     if config.run.extend:
         first = replace(first, ended=False)
     journal.callbacks.know(learners[0].model)
-    note_start(config.run, journal, found, first.step, why_padded=getattr(learners[0].model, "why_padded", ""))
+    why = getattr(learners[0].model, "why_padded", "")
+    note_start(config.run, journal, found, first.step, why_padded=why)
+    if why:
+        journal.tell("padded", f"Sequences are padded, not packed, which takes more time and memory: {why}.", why=why)
 
     def save(now: State) -> None:
         if world.rank and not world.lockstep:
