@@ -88,10 +88,10 @@ test-mutants: $(MUTANTS_VENV)/.installed
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600
 
-# without a network, where that can be: Ray's ports are then nobody else's
+# without a network and other processes, where that can be: nobody else has Ray's ports, and "auto" finds no cluster of others
 test-cluster: $(CLUSTER_VENV)/.installed
-	if unshare -rn true 2>/dev/null; then \
-	  unshare -rn sh -c 'ip link set lo up && PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900'; \
+	if unshare -rnpf --mount-proc true 2>/dev/null; then \
+	  unshare -rnpf --mount-proc sh -c 'ip link set lo up && PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900'; \
 	else PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900; fi
 
 # vLLM pins its own torch and transformers, so it gets an environment of its own. VLLM=vllm takes the CUDA build.

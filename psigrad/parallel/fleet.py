@@ -188,7 +188,7 @@ class Fleet:
         """What a worker raised, as the driver says it; the traceback goes to the run folder."""
         if isinstance(error.cause, UserError):
             return UserError(str(error.cause))
-        said = str(error.traceback_str)
+        said = str(error)  # the traceback of the worker
         text = f"{self._a} failed on the cluster ({type(error.cause).__name__}: {reason_of(error.cause)}{_place(said)})."
         self._tell("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=said[-8000:])
         return UserError(text)

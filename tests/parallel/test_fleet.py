@@ -21,7 +21,8 @@ class Lost(Exception):
 
 class Raised(Exception):
     def __init__(self, cause, said=""):
-        self.cause, self.traceback_str = cause, said
+        super().__init__(said)
+        self.cause = cause
 
 
 @dataclass(frozen=True)
