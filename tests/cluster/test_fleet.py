@@ -263,7 +263,7 @@ def test_a_sampler_that_raises_ends_the_run_with_its_file_and_line(job, tmp_path
     said = finish(start(job, out, sampler=f"{file}:Sampler", samplers=1), status=1)
     assert f"A sampler failed on the cluster (RuntimeError: no more tokens, {file}, line {line_of('sampler')})." in said
     (failed,) = [event for event in events(out) if event["kind"] == "worker_failed"]
-    assert "raise RuntimeError" in failed["traceback"] and "the sampler speaks" in (out / "workers.log").read_text()
+    assert "raise RuntimeError" in failed["traceback"]
 
 
 def test_mistakes_are_one_sentence(job, tmp_path):
