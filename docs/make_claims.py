@@ -151,7 +151,7 @@ LITERATURE = (
         PSI,
     ),
     Claim(
-        "… and lowers its variance; the reward to go lowers it further",
+        "A baseline lowers the variance of the gradient; the reward to go lowers it further",
         "Greensmith et al. 2004; Sutton and Barto 2018, chapter 13",
         "",
         {"baseline": "baseline", "to go": "reward to go", "both": "reward to go, with the baseline"},
@@ -207,7 +207,7 @@ LITERATURE = (
         "area under the learning curve lost by noise of deviation 1, RAFT's loss less RLOO's; holds above 0",
     ),
     Claim(
-        "… and by a larger β",
+        "RAFT loses more than RLOO by a larger β",
         AHMADIAN,
         "noise",
         {"RAFT loses more than RLOO by β 0.5": ""},
@@ -221,7 +221,7 @@ LITERATURE = (
         "share of PPO's peak that RLOO does without; holds from 0.5 to 0.7",
     ),
     Claim(
-        "… and is 2–3 times as fast",
+        "RLOO is 2–3 times as fast as PPO",
         "Huang and Ahmadian 2024",
         "memory",
         {
@@ -238,7 +238,7 @@ LITERATURE = (
         "mass of the 16 likeliest tokens after the first, less 0.9; holds above 0",
     ),
     Claim(
-        "… and on fewer than at the first token",
+        "Later tokens are drawn from fewer than the first",
         AHMADIAN,
         "action_space",
         {f"{x}: the second token is drawn from fewer than the first": x for x in LOOKED_AT},
@@ -296,7 +296,7 @@ LITERATURE = (
         "nats per token over the run, less those with 0.2; holds above 0",
     ),
     Claim(
-        "… and improves pass@k",
+        "A higher upper clip improves pass@k",
         DAPO,
         "clip_higher",
         {"0.28 has the higher pass@8": "pass@8", "0.28 has the higher accuracy": "pass@1"},
@@ -317,7 +317,7 @@ LITERATURE = (
         "change of the implicit reward's margin, held out; holds above 0",
     ),
     Claim(
-        "… and lowers the log-probability of the chosen answers",
+        "DPO lowers the log-probability of the chosen answers",
         "Pal et al. 2024, [2402.13228](https://arxiv.org/abs/2402.13228)",
         "dpo",
         {f"{x} lowers the log-probability of the chosen answers": x for x in ("DPO", "IPO", "SimPO")},
