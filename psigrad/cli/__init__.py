@@ -56,6 +56,7 @@ GROUPS = {
         "bench": Command("training steps of a model, timed by phase, beside TRL where it is installed", language.bench),
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),
         "report": Command("draw report.html of a run again, or compare several runs", worlds.report),
+        "push": Command("upload a finished run's model with its model card to the Hugging Face hub", language.push),
         "studio": Command("the web application: grid world, runs, labelling desk, chat", worlds.studio),
     },
     "the same mathematics, small": {

@@ -111,6 +111,27 @@ def pairs(arguments: list[str]) -> int:
     return 0
 
 
+def push(arguments: list[str]) -> int:
+    """Upload a finished run's model."""
+    usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"
+    if asks_for_help(arguments):
+        print(f"{usage}\n\nUpload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub.")
+        print("The token is that of HF_TOKEN or of `hf auth login`. A repository that is there gets a new commit.")
+        print("\n  --private          make a new repository private")
+        print("  --revision BRANCH  branch to upload to, made where it is missing (default main)")
+        return 0
+    from psigrad.cli import flags
+
+    names, listed, rest = flags.listed(arguments, "--revision")
+    given = flags.plain("push", rest, {"private": False})
+    if len(names) != 2 or len(listed["--revision"]) > 1:
+        raise UserError(f"push got {len(names)} names and takes a run folder and a repository; the usage is {usage}.")
+    from psigrad.training import hub
+
+    print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))
+    return 0
+
+
 def check(arguments: list[str]) -> int:
     """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
     from psigrad.cli import flags

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from psigrad.config.gymnasium import ControlConfig, Dqn, Network, Trpo
 from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
-from psigrad.config.sections import Data, Evaluation, Model, Optim, Placement, Reward, Run, Sampling
+from psigrad.config.sections import Data, Evaluation, Hub, Model, Optim, Placement, Reward, Run, Sampling
 from psigrad.config.tooling import BenchConfig, LmEvalConfig, PlanConfig
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Dqn",
     "EvalConfig",
     "Evaluation",
+    "Hub",
     "LmEvalConfig",
     "Model",
     "Network",

@@ -14,6 +14,7 @@ from psigrad.config.sections import (
     CountOrZero,
     Data,
     Evaluation,
+    Hub,
     Model,
     Optim,
     Placement,
@@ -115,6 +116,7 @@ class SFTConfig(RewardSettings):
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
+    hub: Hub = field(default_factory=Hub)
     batch_size: Count = 16
     """Rows per optimiser step."""
     max_length: Count = 1024
@@ -135,6 +137,7 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
+    hub: Hub = field(default_factory=Hub)
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: str = ""
@@ -201,6 +204,7 @@ class RewardConfig:
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
+    hub: Hub = field(default_factory=Hub)
     process: bool = False
     """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
     step_separator: str = "\n"
@@ -232,6 +236,7 @@ class PreferenceConfig(RewardSettings):
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=256))
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
+    hub: Hub = field(default_factory=Hub)
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
     reference: str = ""

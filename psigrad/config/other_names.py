@@ -95,7 +95,6 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "save_strategy": {"steps": {}, "no": {"run.save_steps": 0}},
     "optim": {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}},
     "shuffle_dataset": {True: {}},
-    "push_to_hub": {False: {}},
     "use_liger_kernel": {False: {}},
     "packing": {False: {}},
     "actor_rollout_ref.model.use_remove_padding": {True: {}},

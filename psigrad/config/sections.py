@@ -191,6 +191,20 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Hub:
+    """Whether and where the finished model is uploaded. Names are those of transformers' TrainingArguments."""
+
+    push_to_hub: bool = False
+    """Upload the model with its card when the run is finished, with the token in HF_TOKEN or of `hf auth login`."""
+    hub_model_id: str = ""
+    """Repository to upload to: user/name, or a name alone, which is then yours; empty: the name of the run's folder."""
+    hub_private_repo: bool = False
+    """Make a new repository private; one that is there and public is refused."""
+    hub_revision: str = ""
+    """Branch to upload to, made where it is missing; empty: main."""
+
+
+@dataclass(frozen=True)
 class Run:
     """Where the run lives and how long it goes on."""
 

@@ -12,6 +12,7 @@ from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError
 from psigrad.objective import PolicyGradient
+from psigrad.parallel import launch
 from psigrad.recipes import given_model
 from psigrad.recipes.given_model import START, GivenModel
 from psigrad.training.result import Result
@@ -69,13 +70,24 @@ def train(
 
 
 def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
-    """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name."""
+    """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name.
+
+    Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
+    """
+    speaks = config.hub.push_to_hub and launch.first()
+    if speaks:
+        from psigrad.training import hub
+
+        hub.check(config.hub)
     if given is None:
-        return _run(config, None)
-    with given.as_it_was():
-        result = _run(config, given)
-    if given.network is not None and given.made is None:  # the run was finished before
-        given_model.take_weights(given.network, result.model)
+        result = _run(config, None)
+    else:
+        with given.as_it_was():
+            result = _run(config, given)
+        if given.network is not None and given.made is None:  # the run was finished before
+            given_model.take_weights(given.network, result.model)
+    if speaks:
+        hub.after_run(config.hub, result.folder)
     return result
 
 

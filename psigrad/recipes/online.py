@@ -72,8 +72,8 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
-        fresh = State(algorithm=algorithm.initial_state())
-        begun = session.begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh)
+        fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held))
+        begun = session.begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh, counted)
         job = Online(
             config=config,
             algorithm=algorithm,

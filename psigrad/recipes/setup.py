@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from psigrad.data import mixing
 from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.data.templates import ignores_tools, prompt_ids, stop_token_id
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.models.backbone import write
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.scalar_model import ScalarModel
@@ -220,7 +221,8 @@ def train_on_rows(
     `rows` are those of training and those that are held out.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    begun = session.begin(config, journal, [learner], pinned(config, model.tokenizer, *rows), found, State())
+    pins, counted = pinned(config, model.tokenizer, *rows), (len(rows[0]), len(rows[1]))
+    begun = session.begin(config, journal, [learner], pins, found, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:
@@ -240,7 +242,9 @@ def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel,
         leave(journal.folder.path)  # what the others have of it
     journal.folder.flush()
     journal.folder.event("finished", **noted)
-    written = write_report(journal.folder.path) if config.run.report and journal.world.rank == 0 else None
+    if world.rank == 0:
+        write_card(journal.folder.path)
+    written = write_report(journal.folder.path) if config.run.report and world.rank == 0 else None
     before, after = session.evaluations(journal.folder.path)
     return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
 
@@ -253,6 +257,18 @@ def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> 
     model.save_merged(folder)
     if kept == "both":
         write(model.adapter, model.tokenizer, folder / "adapter")
+
+
+def write_card(folder: Path) -> None:
+    """README.md beside the weights, as everybody looks for it there. A card that cannot be written ends no run."""
+    from psigrad.report import card
+
+    model = folder / "model"
+    try:
+        (model / "README.md").write_text(card.text(folder), encoding="utf-8")
+        (model / "adapter" / "README.md").unlink(missing_ok=True)  # peft's, a form that nobody has filled in
+    except OSError as error:
+        print(f"psigrad: {model / 'README.md'} could not be written: {reason_of(error)}.", file=sys.stderr)
 
 
 def write_report(folder: Path) -> Path:

@@ -35,6 +35,7 @@ PINS = (
 _OLD_NAMES = {"held-out dataset": "eval_dataset", "chat template": "chat_template"}
 # Settings that change nothing that is computed.
 _FREE = frozenset(f"run.{name}" for name in ("output_dir", "progress", "report", "resume", "allow", "extend")) | {"format"}
+_FREE |= {f"hub.{name}" for name in ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")}
 # Settings that change results by rounding at most. A change is recorded.
 MAY_CHANGE = frozenset(
     (

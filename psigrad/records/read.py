@@ -142,8 +142,11 @@ def load_all(folders: Sequence[str | Path]) -> list[RunData]:
     return runs
 
 
-def load(folder: str | Path) -> RunData:
-    """The run in `folder`. Raises `UserError` where it is no run folder, or may not be read."""
+def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
+    """The run in `folder`; without `rollouts` none of its completions, which take the most time.
+
+    Raises `UserError` where it is no run folder, or may not be read.
+    """
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
@@ -155,7 +158,7 @@ def load(folder: str | Path) -> RunData:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
         check_format(path, config := _json(path / "config.json"))
-        rewards, troubles, samples = _rollouts(path / "rollouts.jsonl")
+        rewards, troubles, samples = _rollouts(path / "rollouts.jsonl") if rollouts else ({}, Counter(), {})
         return RunData(
             name=path.resolve().name,
             path=path,

@@ -87,6 +87,10 @@ class EventRow(TypedDict):
     """Of started, resumed, saved, stopped: the step at that moment. Of warning: the step from which on the rule holds."""
     why_padded: NotRequired[str]
     """Of started, resumed: why batches are padded instead of packed; empty where they are packed."""
+    rows: NotRequired[int]
+    """Of started, resumed: dataset rows that are trained on."""
+    eval_rows: NotRequired[int]
+    """Of started, resumed: dataset rows that are held out."""
     command: NotRequired[str]
     """Of started, resumed: what was typed to start this process."""
     machine: NotRequired[dict[str, Any]]

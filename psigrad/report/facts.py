@@ -1,13 +1,18 @@
-"""The circumstances of a run: when, how long, by which command, on what machine, with which versions."""
+"""The circumstances of a run: what it does by which settings, when, how long, by which command, on what, with which versions."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
-from psigrad.records.read import RunData, clip
+from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.records.read import RunData, clip, flat, kind_of
 from psigrad.records.rows import number
+
+_CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig, "control": ControlConfig}
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
@@ -71,3 +76,36 @@ def moment(seconds: float) -> str:
     if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def method(run: RunData) -> str:
+    """What the run does, in one line."""
+    given = run.settings
+    model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
+    kind = kind_of(run.config)
+    if kind == "control":
+        algorithm = run.config.get("algorithm", "?")
+        name = algorithm.get("preset", "a policy gradient") if isinstance(algorithm, dict) else algorithm
+        return f"{name} on {run.config.get('env') or 'an environment'}: {given.get('n_envs', '?')} copies"
+    if kind == "reward":
+        return f"reward model from {model}: {given.get('batch_size', '?')} pairs per step"
+    if kind == "preference":
+        loss = run.config.get("loss", "?")
+        name = loss.get("preset", "a preference loss") if isinstance(loss, dict) else loss
+        return f"{name} on {model}: {given.get('batch_size', '?')} pairs per step"
+    if kind == "sft":
+        return f"supervised fine-tuning of {model}: {given.get('batch_size', '?')} rows per step"
+    algorithm = run.config.get("algorithm", "?")
+    if isinstance(algorithm, dict):
+        algorithm = algorithm.get("name") or algorithm.get("preset") or "a policy gradient"
+    rewards = run.config.get("reward")
+    against = f" against {', '.join(map(str, rewards))}" if isinstance(rewards, list) and rewards else ""
+    shape = f"{given.get('prompts_per_step', '?')} prompts × {given.get('num_generations', '?')} completions per step"
+    return f"{algorithm} on {model}{against}: {shape}"
+
+
+def chosen(run: RunData) -> dict[str, Any]:
+    """Settings other than the defaults, by dotted name."""
+    defaults = flat(json.loads(json.dumps(asdict(_CONFIGS.get(kind_of(run.config), OnlineConfig)()))))
+    given = {name: value for name, value in run.settings.items() if name not in ("recipe", "format")}
+    return {name: value for name, value in given.items() if value != defaults.get(name)}

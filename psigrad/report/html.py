@@ -8,25 +8,23 @@ import os
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
-from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, flat, interval, kind_of, load_all, shown, visible
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, shown, visible
 from psigrad.records.rows import number
 from psigrad.records.signals import BY_NAME, name_of
 from psigrad.records.warnings import BY_NAME as RULES
 from psigrad.records.warnings import Alert
 from psigrad.report import plots
-from psigrad.report.facts import facts, moment
+from psigrad.report.facts import chosen, facts, method, moment
 from psigrad.report.verdict import Verdict, alerts, verdict
 
 SAMPLES, AT_ONCE = 24, 6
-_CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig, "control": ControlConfig}
 _ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
 _VERDICTS = {1.0: "good", 0.0: "bad"}
 
@@ -125,7 +123,7 @@ def page(runs: Sequence[RunData]) -> str:
         return rendered("report.html", f"{len(runs)} runs compared", **vars(parts))
     (run,) = runs
     parts = _Parts(
-        [_method(run)],
+        [method(run)],
         verdict(run),
         facts(run),
         _headline(run),
@@ -187,32 +185,6 @@ def _warnings(run: RunData) -> Table | None:
     return Table(("", "", "last from step", "to step", ""), rows) if rows else None
 
 
-def _method(run: RunData) -> str:
-    """What the run does, in one line."""
-    given = run.settings
-    model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
-    kind = kind_of(run.config)
-    if kind == "control":
-        algorithm = run.config.get("algorithm", "?")
-        name = algorithm.get("preset", "a policy gradient") if isinstance(algorithm, dict) else algorithm
-        return f"{name} on {run.config.get('env') or 'an environment'}: {given.get('n_envs', '?')} copies"
-    if kind == "reward":
-        return f"reward model from {model}: {given.get('batch_size', '?')} pairs per step"
-    if kind == "preference":
-        loss = run.config.get("loss", "?")
-        name = loss.get("preset", "a preference loss") if isinstance(loss, dict) else loss
-        return f"{name} on {model}: {given.get('batch_size', '?')} pairs per step"
-    if kind == "sft":
-        return f"supervised fine-tuning of {model}: {given.get('batch_size', '?')} rows per step"
-    algorithm = run.config.get("algorithm", "?")
-    if isinstance(algorithm, dict):
-        algorithm = algorithm.get("name") or algorithm.get("preset") or "a policy gradient"
-    rewards = run.config.get("reward")
-    against = f" against {', '.join(map(str, rewards))}" if isinstance(rewards, list) and rewards else ""
-    shape = f"{given.get('prompts_per_step', '?')} prompts × {given.get('num_generations', '?')} completions per step"
-    return f"{algorithm} on {model}{against}: {shape}"
-
-
 def _headline(run: RunData) -> Table | None:
     """The summary's rows, or the first and last evaluation."""
     if run.summary:
@@ -250,7 +222,7 @@ def _compared(runs: Sequence[RunData]) -> Table:
         rows.append(
             [
                 Cell(i, "key", run.name),
-                Cell(clip(_method(run), 160), "soft"),
+                Cell(clip(method(run), 160), "soft"),
                 _number(max((row["step"] for row in run.metrics), default=None)),
                 _number(last.get(f"{metric}/mean")),
                 Cell(interval(last, f"{metric}/"), "n"),
@@ -317,12 +289,7 @@ def _troubles(run: RunData) -> Table | None:
 
 def _chosen(run: RunData) -> Table | None:
     """Settings other than the defaults."""
-    defaults = flat(json.loads(json.dumps(asdict(_CONFIGS.get(kind_of(run.config), OnlineConfig)()))))
-    rows = [
-        [Cell(name), Cell(_value(value), "text")]
-        for name, value in run.settings.items()
-        if name not in ("recipe", "format") and value != defaults.get(name)
-    ]
+    rows = [[Cell(name), Cell(_value(value), "text")] for name, value in chosen(run).items()]
     return Table((), rows[:80]) if rows else None
 
 

@@ -84,6 +84,15 @@ class Result:
         model: PreTrainedModel = kind.from_pretrained(self.model, **options)
         return model
 
+    def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str = "") -> str:
+        """Upload the model with its card to the hub, as `psigrad push` does, and give the repository's address.
+
+        Raises `UserError` for a wrong name, a token that is missing or refused, and a hub that cannot be reached.
+        """
+        from psigrad.training import hub
+
+        return hub.push(self.folder, repo_id, private=private, revision=revision)
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the trained model."""
         from transformers import AutoTokenizer

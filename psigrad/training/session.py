@@ -182,11 +182,12 @@ def begin(
     pinned: Mapping[str, str],
     found: Path | None,
     fresh: State,
+    rows: tuple[int, int],
 ) -> Begun:
     """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
 
-    `pinned` is what checkpoints pin (`psigrad.recipes.pinned`). Raises `UserError` where it differs from the checkpoint's, and
-    `run.allow` does not name the difference.
+    `pinned` is what checkpoints pin (`psigrad.recipes.pinned`), `rows` how many are trained on and held out. Raises `UserError`
+    where a pin differs from the checkpoint's, and `run.allow` does not name the difference.
     """
     world = journal.world
     if world.size > 1:
@@ -199,7 +200,7 @@ def begin(
         first = replace(first, ended=False)
     journal.callbacks.know(learners[0].model)
     why = getattr(learners[0].model, "why_padded", "")
-    note_start(config.run, journal, found, first.step, why_padded=why)
+    note_start(config.run, journal, found, first.step, why_padded=why, rows=rows[0], eval_rows=rows[1])
     if why:
         journal.tell("padded", f"Sequences are padded, not packed, which takes more time and memory: {why}.", why=why)
 
