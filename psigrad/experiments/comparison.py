@@ -73,6 +73,8 @@ def check(comparison: Comparison) -> None:
         raise UserError(
             "compare needs --max-steps: all methods get the same number of steps, each with a batch of the same size."
         )
+    if comparison.config.hub.push_to_hub:
+        raise UserError("compare trains many models and pushes none; push the one you choose with psigrad push RUN REPO.")
     for method in comparison.methods:
         found = declaration(method)
         if found.settings not in (OnlineConfig, PreferenceConfig):

@@ -78,7 +78,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     if speaks:
         from psigrad.training import hub
 
-        hub.check(config.hub)
+        hub.check(config.hub, str(config.run.output_dir))
     if given is None:
         result = _run(config, None)
     else:

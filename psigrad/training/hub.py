@@ -57,13 +57,13 @@ def push(folder: str | Path, repository: str, *, private: bool = False, revision
     return f"{api.endpoint}/{there}" + (f"/tree/{revision}" if revision and revision != "main" else "")
 
 
-def check(hub: Hub) -> None:
+def check(hub: Hub, output_dir: str = "") -> None:
     """Refuse before a run what could not be pushed after it: a wrong name, a token that is missing or refused.
 
     A hub that cannot be reached now is only named: it may be back by then.
     """
-    if hub.hub_model_id:
-        check_name(hub.hub_model_id)
+    if repository := hub.hub_model_id or (output_dir and Path(output_dir).resolve().name):
+        check_name(repository)
     check_token()
     try:
         _api().whoami()
@@ -91,7 +91,8 @@ def check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise UserError(
-            f"{repository!r} is no name of a repository on the hub ({reason_of(error).rstrip('.')}); expected user/name."
+            f"{repository!r} is no name of a repository on the hub ({reason_of(error).rstrip('.')}); expected user/name, as in "
+            "--hub-model-id user/name."
         ) from error
 
 

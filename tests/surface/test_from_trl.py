@@ -91,6 +91,18 @@ def converted(path: str, trainer: str = ""):
     return convert(read(path, trainer))
 
 
+@pytest.mark.parametrize("name", ["GRPOConfig", "DPOConfig", "SFTConfig", "RewardConfig"])
+def test_pushing_to_the_hub_is_taken_over(here, name):
+    Path("mine.py").write_text(
+        f"from trl import {name}\n"
+        f"args = {name}(output_dir='out', push_to_hub=True, hub_model_id='me/it', hub_private_repo=True, hub_revision='b')\n"
+    )
+    made = converted("mine.py", name.removesuffix("Config").lower())
+    found = {key.removeprefix("hub."): value for key, value in made.settings.items() if key.startswith("hub.")}
+    assert found == {"push_to_hub": True, "hub_model_id": "me/it", "hub_private_repo": True, "hub_revision": "b"}
+    assert not made.no_equal
+
+
 def test_a_script_is_read_without_being_run(here):
     Path("mine.py").write_text(SCRIPT)
     made = converted("mine.py")

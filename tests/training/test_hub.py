@@ -19,6 +19,7 @@ from tiny_jobs import online_config, preference_config, reward_config, sft_confi
 from psigrad import cli
 from psigrad.config import Hub, Model
 from psigrad.errors import UserError
+from psigrad.experiments import comparison
 from psigrad.recipes import api, online, reward
 from psigrad.report import card
 from psigrad.training.result import Result
@@ -225,6 +226,11 @@ def test_a_push_that_fails_loses_nothing_and_the_same_run_pushes_again(job, tmp_
 def test_what_cannot_be_pushed_is_refused_before_the_first_step(job, tmp_path, hub, monkeypatch, capsys):
     with pytest.raises(UserError, match="is no name of a repository"):
         api.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True, hub_model_id="a/b/c")))
+    with pytest.raises(UserError, match="'my run' is no name of a repository"):
+        api.run(replace(sft_config(job, tmp_path / "my run"), hub=Hub(push_to_hub=True)))
+    with pytest.raises(UserError, match="compare trains many models and pushes none"):
+        made = online_config(job, tmp_path / "compare")
+        comparison.check(comparison.Comparison(("grpo",), replace(made, hub=Hub(push_to_hub=True))))
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(UserError, match="push_to_hub is set and the hub refuses the token"):
         api.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True)))
