@@ -197,3 +197,21 @@ def test_ppo_solves_cartpole(seed):
     solved = EvalCallback(8_192, n_eval_episodes=16, stop_at=490.0)  # learning on would prove nothing more
     agent = PPO("CartPole-v1", seed=seed).learn(60_000, callback=solved)
     assert evaluate_policy(agent, n_eval_episodes=100, seed=seed)[0] >= 475
+
+
+def test_the_commands_tuned_settings_reach_their_sections(monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from psigrad.cli import worlds
+    from psigrad.control import run
+
+    seen = []
+    monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
+    monkeypatch.setattr(worlds, "finished", lambda result: 0)
+    worlds.control(["dqn", "--env", "CartPole-v1"])
+    worlds.control(["dqn", "--env", "CartPole-v1", "--net-arch", "32", "--no-double-q"])
+    worlds.control(["dqn", "--env", "CartPole-v1", "--no-tuned"])
+    tuned, given, plain = seen
+    assert tuned.network.net_arch == (256, 256) and tuned.dqn.double_q and tuned.dqn.train_freq == 256
+    assert given.network.net_arch == (32,) and not given.dqn.double_q and given.dqn.train_freq == 256
+    assert plain.network.net_arch == (64, 64) and plain.dqn.train_freq == 4
