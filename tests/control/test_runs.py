@@ -182,7 +182,7 @@ def test_an_agent_takes_any_policy_gradient_and_any_way_to_make_an_environment()
     vectors = gym.make_vec("CartPole-v1", 3, vectorization_mode="sync")
     assert PPO(vectors, n_steps=16).learn(32).settings.n_envs == 3
     for wrong, said in (
-        (lambda: PPO("MlpPolicy", "CartPole-v1"), "environment first"),
+        (lambda: PPO("Acrobot-v1", "CartPole-v1"), "Two environments"),
         (lambda: Agent("CartPole-v1"), "algorithm"),
         (lambda: PPO("CartPole-v1", learning_rat=1), "learning_rate"),
         (lambda: PPO("CartPole-v1", learning_rate="fast"), "learning_rate"),

@@ -160,7 +160,7 @@ def test_a_dataset_saved_to_disk_is_read_and_a_damaged_one_named(tmp_path: Path)
 def test_other_names_go_to_the_hub_with_split_and_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
-    def fake(path: str, name: str | None, split: str) -> datasets.Dataset:
+    def fake(path: str, name: str | None, split: str, streaming: bool = False) -> datasets.Dataset:
         asked.append((path, name, split))
         return datasets.Dataset.from_list(RECORDS)
 

@@ -6,10 +6,8 @@ import json
 import random
 from pathlib import Path
 
-import lm_eval
 import pytest
 import yaml
-from lm_eval.tasks import TaskManager
 
 from psigrad import cli
 from psigrad.models import tiny
@@ -83,6 +81,9 @@ def evaluated(kind: str, model: str, tasks: str, names: list[str], **arguments: 
     arguments = {"pretrained": model, "dtype": "float32", **arguments}
     if kind == "hf":
         arguments |= {"device": "cpu", "batch_size": 1}
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=tasks, include_defaults=False)
     return lm_eval.simple_evaluate(model=kind, model_args=arguments, tasks=names, task_manager=manager, bootstrap_iters=0)
 

@@ -375,7 +375,7 @@ HOSTILE = [
 @pytest.mark.parametrize("fragment", HOSTILE)
 def test_hostile_addresses_are_read_as_text_or_not_at_all(opened, fragment):
     page = opened(fragment)
-    page.click("#forward")
+    page.keyboard.press(".")  # a step forward, where the end is not there yet
     assert page.evaluate("document.querySelectorAll('main img, main script, main b:not(#cell b), main iframe').length") == 0
     assert page.evaluate("document.querySelectorAll('.cell').length") > 0
 

@@ -100,7 +100,7 @@ MISTAKES = {
     "bad value": (["grpo", "--max-steps", "ten"], "run.max_steps is 'ten'; input should be a valid integer"),
     "bad choice": (["sft", "--dtype", "float16"], "model.dtype is 'float16'"),
     "stray word": (["sft", "hello"], "'hello' is neither a flag nor an override"),
-    "no value": (["sft", "--dataset"], "expected one argument"),
+    "no value": (["sft", "--dataset"], "expected at least one argument"),
     "missing file": (["sft", "--config", "nowhere.yaml"], "'nowhere.yaml' cannot be read"),
     "no model": (["sft", "--dataset", "x.jsonl", "--output-dir", "{tmp}/run"], "No model was given"),
     "no reward": (["grpo", "--model", "x", "--dataset", "x.jsonl"], "No reward was given"),
@@ -325,7 +325,8 @@ def test_every_settings_class_is_frozen():
 
 
 def test_the_public_names_are_there_and_lazy():
-    assert {"train", "evaluate", "score", "explain", "PolicyGradient", "__version__"} == set(psigrad.__all__) == set(dir(psigrad))
+    names = {"Callback", "PolicyGradient", "__version__", "evaluate", "explain", "score", "train"}
+    assert names == set(psigrad.__all__) == set(dir(psigrad))
     assert callable(psigrad.train) and callable(psigrad.explain)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         operator.attrgetter("trian")(psigrad)

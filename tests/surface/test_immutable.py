@@ -19,6 +19,19 @@ ROOT = Path(__file__).parents[2] / "psigrad"
 CHANGING = {
     *("Pretrained", "LanguageModel", "ScalarModel", "Subject", "Memory", "_Standing", "_Seat", "_Episode", "_Worker"),
     *("_TargetLists", "GuessNumber", "Calculator", "TextGrid"),
+    *(
+        "Callbacks",
+        "Control",
+        "Conversion",
+        "Engine",
+        "GivenModel",
+        "Home",
+        "InFile",
+        "Nothing",
+        "Readback",
+        "ServedModel",
+        "TrlScript",
+    ),
 }
 
 

@@ -42,7 +42,7 @@ def test_every_method_is_a_command_with_its_summary():
 def as_trained(monkeypatch: pytest.MonkeyPatch, method: Any, **settings: Any) -> OnlineConfig:
     """The settings that `psigrad.train` comes to."""
     seen: list[OnlineConfig] = []
-    monkeypatch.setattr(online, "run", seen.append)
+    monkeypatch.setattr(online, "run", lambda config, given: seen.append(config))
     psigrad.train(method, model="m", dataset=[{"prompt": "a"}], reward="exact", **settings)
     return seen[0]
 
@@ -96,7 +96,7 @@ def test_the_class_of_the_settings_says_which_recipe_runs(monkeypatch):
 
     ran = []
     for recipe in (sft, online, preference, reward):
-        monkeypatch.setattr(recipe, "run", lambda config, name=recipe.__name__: ran.append(name))
+        monkeypatch.setattr(recipe, "run", lambda config, given, name=recipe.__name__: ran.append(name))
     for name in ("sft", "grpo", "dpo", "reward"):
         api.run(load(declaration(name).settings, flags={"model.path": "m"}))
     assert ran == ["psigrad.recipes.sft", "psigrad.recipes.online", "psigrad.recipes.preference", "psigrad.recipes.reward"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from psigrad.records import checkpoint
 from psigrad.rewards import RewardError
 from psigrad.training import cycle as module
 from psigrad.training import online_rl as training
+from psigrad.training.callbacks import Callbacks
 from psigrad.training.cycle import cycle
 from psigrad.training.progress import bar
 from psigrad.training.state import State
@@ -27,6 +30,8 @@ from psigrad.training.update import NonFiniteError
 
 class Quiet:
     world = ALONE
+    callbacks = Callbacks()
+    folder = SimpleNamespace(checkpoints=Path("checkpoints"))
 
     def stop_requested(self):
         return False
