@@ -91,7 +91,7 @@ def test_the_seed_below_an_answer_repeats_it(opened):
     page.fill("#seed", seed)
     asked(page, "say b:")
     expect(page.locator(".facts").nth(1)).to_contain_text(f"seed {seed}")
-    assert page.locator(".words").nth(0).text_content() == page.locator(".text").nth(1).text_content()
+    assert page.locator(".words").nth(0).text_content() == page.locator(".words").nth(1).text_content()
 
 
 def test_two_answers_are_compared_by_keyboard_alone(opened):

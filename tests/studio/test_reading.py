@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import Visits
 from live_desk import bring, project
-from live_studio import live_studio
+from live_studio import live_studio, until
 from playwright.sync_api import expect
 from run_folders import append, make_run, rollout
 
@@ -303,7 +303,7 @@ def first_paint(page, address: str) -> float:
     for _ in range(5):
         page.goto("about:blank")
         page.goto(address)
-        page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length > 0")
+        until(lambda: page.evaluate("performance.getEntriesByName('first-contentful-paint').length > 0"))
         found.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
     return min(found)
 
