@@ -408,7 +408,7 @@ def test_the_whole_flow_by_keyboard_alone(opened):
     tab_to(".member input")
     press("Space")
     expect(page.locator(".sending")).to_be_visible()
-    tab_to(".sending button")
+    tab_to(".sending button:last-of-type")
     press("Enter")
     expect(page.locator(".sending")).to_contain_text("It waits in “Sent from runs”")
 
