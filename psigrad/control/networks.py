@@ -84,9 +84,6 @@ class Towers(nn.Module):
 
     def record(self, x_MD: Tensor) -> Tape:
         """The same, ready to be differentiated once."""
-        return self._tape(x_MD)
-
-    def _tape(self, x_MD: Tensor) -> Tape:
         native = self._native(x_MD) if len(x_MD) <= _GROUPS else None
         return Tape(self, self._record(x_MD)) if native is None else _NativeTape(self, native, x_MD)
 

@@ -1,6 +1,5 @@
 // AdamW's step of bfloat16 weights through their float32 masters, and the norm of their gradients.
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "common.h"
@@ -9,17 +8,6 @@ namespace {
 
 // Numbers of a tensor that a thread takes at a time. Sums over them are added up in their order, whoever made them.
 constexpr int64_t PIECE = 1 << 14;
-
-inline vec root(vec x) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_sqrt_ps((__m512)x);
-#elif defined(__AVX__)
-    return (vec)_mm256_sqrt_ps((__m256)x);
-#else
-    for (int i = 0; i < WIDTH; i++) x[i] = std::sqrt(x[i]);
-    return x;
-#endif
-}
 
 double squares(const bfloat16* x, int64_t count) {
     double sum = 0;

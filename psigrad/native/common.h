@@ -1,5 +1,6 @@
 // Types, conversions and the small matrix product that all kernels share. Arithmetic is float32 whatever is stored.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -104,6 +105,17 @@ inline void over(int64_t n, Piece piece) {
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 inline vec spread(float x) { return x - vec{}; }
+
+inline vec root(vec x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX__)
+    return (vec)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int i = 0; i < WIDTH; i++) x[i] = std::sqrt(x[i]);
+    return x;
+#endif
+}
 
 inline float total(vec x) {
     float lanes[WIDTH], sum = 0;

@@ -1,27 +1,11 @@
 // Layers with ReLUs between them, forwards and backwards, and Adam's step: control's networks are so small that calling PyTorch for each
 // operation takes longer than the operation.
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "common.h"
 
 extern "C" void product(float* c, const float* a, const float* b, const float* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads);
-
-namespace {
-
-inline vec root_of(vec x) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_sqrt_ps((__m512)x);
-#elif defined(__AVX__)
-    return (vec)_mm256_sqrt_ps((__m256)x);
-#else
-    for (int i = 0; i < WIDTH; i++) x[i] = std::sqrt(x[i]);
-    return x;
-#endif
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -86,7 +70,7 @@ void adam(float* w, const float* gradient, float* first, float* second, int64_t 
         vec g = take(gradient + i, lanes) * scale, m = take(first + i, lanes), v = take(second + i, lanes);
         m += (g - m) * new1;
         v = v * beta2 + g * g * new2;
-        vec x = take(w + i, lanes) - m * rate / (root_of(v * correction + tiny) + eps);
+        vec x = take(w + i, lanes) - m * rate / (root(v * correction + tiny) + eps);
         give(first + i, lanes, m), give(second + i, lanes, v), give(w + i, lanes, x);
     });
 }
