@@ -64,8 +64,9 @@ def hostile():
     return HOSTILE
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
+    # one module only: while it is open its loop runs in this thread, where no other can then be started
     with chromium() as found:
         yield found
 
