@@ -74,6 +74,8 @@ class PretrainedResult:
     settings: PretrainedSettings
     outcomes: tuple[TrainedModel, ...]
     findings: tuple[ClaimVerdict, ...]
+    core_minutes: float = 0.0
+    """Processor time of the training runs: not of sampling DPO's pairs, nor of measuring."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def run(s: PretrainedSettings) -> PretrainedResult:
         place = trials.place(s, NAME, name, s.seed)
         found[name] = _measured(s, str(place / "model"), base, held_out, place)
     outcomes = tuple(_outcome(name, samples[name], found) for name in found)
-    return PretrainedResult(s, outcomes, tuple(_findings(found)))
+    return PretrainedResult(s, outcomes, tuple(_findings(found)), trials.spent(s, NAME))
 
 
 def _usual(s: PretrainedSettings, base: str, train: Path, held_out: Path) -> OnlineConfig:

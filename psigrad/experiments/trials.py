@@ -207,7 +207,7 @@ def _done(place: Path, trial: Trial) -> bool:
     return True
 
 
-def spent(s: TrialSettings, name: str) -> float:
+def spent(s: TrialSettings | PretrainedSettings, name: str) -> float:
     """Minutes of processor time that the finished runs of an experiment took, those of its tuning included."""
     marks = [mark for part in (name, f"{name}-tuning") for mark in (Path(s.out) / "runs" / part).glob("*/trial.json")]
     return math.fsum(json.loads(mark.read_text())["cpu_seconds"] for mark in marks) / 60

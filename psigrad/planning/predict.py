@@ -101,7 +101,7 @@ def predict(
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
     configurations that are on this machine are read.
     """
-    config = replace(config, model=as_planned(config.model))
+    config = replace(config, model=as_planned(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
     policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
     work = share_of(config, whole)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
@@ -36,18 +38,21 @@ def located(settings: Model) -> str:
     check_path(settings.path)
     if settings.revision:
         return str(_downloaded(settings.path, settings.revision))
-    found = _on_hub(settings.path)
+    found = _adapter_on_hub(settings.path)
     return plain_folder(settings.path if found is None else str(found))
 
 
-def continued(settings: Model) -> TrainedAdapter | None:
-    """The adapter that these settings go on training; None where the model is no adapter, or is to be merged."""
+def continued(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
+    """The adapter that these settings go on training; None where the model is no adapter, or is to be merged.
+
+    With `local` a hub name is only looked up among what was downloaded before.
+    """
     if settings.lora_rank or settings.adapter == "merge" or not settings.path:
         return None
     check_path(settings.path)
     folder: Path | None = Path(settings.path).expanduser()
     if not (folder is not None and is_adapter(folder)):
-        folder = _on_hub(settings.path, settings.revision)
+        folder = _adapter_on_hub(settings.path, settings.revision, local=local)
     if folder is None:
         return None
     held = described(folder)
@@ -76,9 +81,9 @@ def lora_of(settings: Model) -> Lora | None:
     return None if found is None else found.lora
 
 
-def as_planned(settings: Model) -> Model:
-    """The same model as a base with an adapter's rank, whose sizes its configuration gives."""
-    found = continued(settings)
+def as_planned(settings: Model, *, local: bool = False) -> Model:
+    """The same model as a base with an adapter's rank, whose sizes its configuration gives. `local`: see `continued`."""
+    found = continued(settings, local=local)
     if found is None:
         return settings
     lora = found.lora
@@ -111,21 +116,48 @@ def _downloaded(path: str, revision: str) -> Path:
 
 
 @lru_cache(maxsize=8)
-def _on_hub(path: str, revision: str = "") -> Path | None:
+def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Path | None:
     """The folder that a hub adapter was downloaded to; None where the name is none of an adapter's."""
     from huggingface_hub import snapshot_download
     from transformers.utils import cached_file
 
     if Path(path).expanduser().exists():
         return None
+    if not local:
+        stay_here_without_a_network()
+    which: dict[str, Any] = {"revision": revision or None, "local_files_only": local}
     try:
-        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        names = (CONFIG, "config.json")
-        found = [
-            cached_file(path, name, revision=revision or None, _raise_exceptions_for_gated_repo=False, **quiet) for name in names
-        ]
-        if found[0] is None or found[1] is not None:
+        quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+        adapter, whole = (cached_file(path, name, **which, **quiet) for name in (CONFIG, "config.json"))
+        if adapter is None or whole is not None:
             return None
-        return Path(snapshot_download(path, revision=revision or None, allow_patterns=_MODEL_FILES))
+        return Path(snapshot_download(path, allow_patterns=_MODEL_FILES, **which))
     except (OSError, ValueError):  # the loader says what is wrong with the name
         return None
+
+
+_network = {"missing": False}
+
+
+def stay_here_without_a_network() -> None:
+    """Use what was downloaded before where the hub's name leads nowhere, as without a network.
+
+    huggingface_hub would ask for every file five times, a minute in all, before it looks at what is there.
+    """
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if (constants.HF_HUB_OFFLINE and not _network["missing"]) or {"http", "https", "all"} & getproxies().keys():
+        return  # asked for by the user; or the proxy knows the name
+    hub = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        socket.getaddrinfo(hub, None)
+        _network["missing"] = False
+    except OSError:
+        if not _network["missing"]:
+            print(f"psigrad: No network: {hub} has no address here. What was downloaded before is used.", file=sys.stderr)
+        _network["missing"] = True
+    constants.HF_HUB_OFFLINE = _network["missing"]

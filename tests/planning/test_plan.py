@@ -337,7 +337,11 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     assert command.warning(settings(folder)) == ""
     monkeypatch.setattr(hardware, "installed", lambda: 420 << 20)
     assert "may need" in command.warning(settings(folder))
-    assert command.warning(settings("nowhere/at-all")) == ""
+    asked: list = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("psigrad.recipes.model_source.stay_here_without_a_network", lambda: None)
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *given, **named: asked.append(given))
+    assert command.warning(settings("nowhere/at-all")) == "" and not asked, "nothing is asked of the hub"
     assert command.warning(settings("")) == ""
     assert command.warning(settings(folder, algorithm="nonsense")) == ""
 

@@ -21,7 +21,10 @@ from psigrad_studio.studio_settings import StudioSettings
 
 def test_it_prints_an_address_that_opens_and_stops_on_ctrl_c(tmp_path):
     command = [sys.executable, "-m", "psigrad", "studio", str(tmp_path), "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # as from a terminal: a shell starts what it puts in the background with SIGINT ignored, and these tests may be that
+    terminal = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=terminal) as process:
         address = re.search(r"http://127\.0\.0\.1:\d+/enter\?key=\S+", process.stdout.readline()).group()
         opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
         assert b"The studio opens" in opener.open(address).read()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.request
+
 import pytest
+from huggingface_hub import constants
 
 from psigrad import cli
 from psigrad.cli import flags
@@ -11,6 +15,7 @@ from psigrad.config.load import load, resolve_names
 from psigrad.config.other_names import BATCH, INSTEAD, NEEDLESS, SAME, VALUES, _names
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.errors import UserError
+from psigrad.recipes import model_source
 
 
 def parsed(*arguments: str, cls=OnlineConfig, **defaults):
@@ -207,3 +212,26 @@ def test_a_near_miss_of_a_folder_is_shown(tmp_path, capsys):
     arguments = ["sft", "--model", str(tmp_path / "my_modl"), "--dataset", "x.jsonl", "--output-dir", str(tmp_path / "run")]
     assert cli.main(arguments) == 2
     assert "did you mean 'my_model'" in capsys.readouterr().err
+
+
+def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeypatch, capsys):
+    def nobody(*given):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    known = lambda *given: [given]  # noqa: E731
+    for answers, offline in ((known, False), (nobody, True), (nobody, True), (known, False)):
+        monkeypatch.setattr(socket, "getaddrinfo", answers)
+        model_source.stay_here_without_a_network()
+        assert constants.HF_HUB_OFFLINE is offline
+    assert capsys.readouterr().err.count("No network: huggingface.co has no address here.") == 1
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    model_source.stay_here_without_a_network()
+    assert constants.HF_HUB_OFFLINE is False, "a proxy finds the name"
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    model_source.stay_here_without_a_network()
+    assert constants.HF_HUB_OFFLINE is True, "the user's own choice stays"
