@@ -167,7 +167,14 @@ def test_a_critic_of_actions_learns_the_return_of_the_action():
             assert float(prepared.returns[n, t]) == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [*control_catalog.names(), "grpo", "rloo", "dr_grpo", "dapo", "cispo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *control_catalog.names(),
+        "grpo",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("rloo", "dr_grpo", "dapo", "cispo", "reinforce_pp")),
+    ],
+)
 def test_every_preset_learns_the_chain(name):
     """The optimum is to go right always, discounted or not: 1 at the end of three steps, and every step to the left costs."""
     whole = not (control_catalog.resolve(name).needs_critic)

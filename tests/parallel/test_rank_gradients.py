@@ -55,7 +55,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 # every world starts processes of its own: those that show least beside the others are left to `make test-long`
-LEFT = {("modules", 4, False), ("double", 4, False), ("modules", 1, True), ("double", 1, True)}
+LEFT = {(kind, size, sharded) for kind in ("modules", "double") for size, sharded in ((1, True), (4, False), (4, True))}
 TRIES = [
     pytest.param(kind, name, *world, marks=[pytest.mark.long] * ((kind, *world) in LEFT))
     for kind, table in TABLES.items()

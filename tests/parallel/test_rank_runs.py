@@ -52,7 +52,7 @@ def rows(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "recipe",
-    ["grpo", "sft", *(pytest.param(r, marks=pytest.mark.long) for r in ("ppo", "dpo", "reward", "online_dpo", "episodes"))],
+    ["grpo", *(pytest.param(r, marks=pytest.mark.long) for r in ("sft", "ppo", "dpo", "reward", "online_dpo", "episodes"))],
 )
 def test_two_processes_train_as_one_does(whole, recipe, strategy):
     one, two = rows(whole(recipe, 1, "ddp")), rows(whole(recipe, 2, strategy))

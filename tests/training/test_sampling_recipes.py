@@ -46,7 +46,7 @@ def begins_with_a_letter(completions, **columns):
     return [float(text[:1].isascii() and text[:1].islower()) for text in completions]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_online_dpo_finds_the_optimum(seed, tokenizer):
     settings = {"prompts_per_step": 8, "num_generations": 8, "optim": Optim(learning_rate=1e-2), "steps": 80}
     run = preferring(tokenizer, function=begins_with_a_letter, seed=seed, **settings)
