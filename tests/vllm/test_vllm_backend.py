@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -336,3 +338,21 @@ def test_grpo_trains_with_it_on_policy(tmp_path, rank):
     rewards = [row["reward"] for row in metrics if "reward" in row]
     assert len(rewards) == 3 and any(a != b for a, b in pairwise(rewards))
     assert done.model.is_dir()
+
+
+def test_each_of_two_trainers_has_an_engine_of_its_own(tmp_path):
+    """vLLM beside torch.distributed: both in one run, each with its process group."""
+    job, out = make_job(tmp_path), tmp_path / "run"
+    tokenizer = AutoTokenizer.from_pretrained(job / "base")
+    tiny.model("qwen3", len(tokenizer), hidden=64, layers=1, heads=2, max_length=64).save_pretrained(job / "base")
+    command = [sys.executable, "-m", "psigrad", "grpo", "--processes=2", "--sampler=vllm", "--max-steps=3", "--reward=exact"]
+    command += [f"--model={job / 'base'}", f"--dataset={job / 'train.jsonl'}", f"--output-dir={out}", "--prompts-per-step=4"]
+    command += ["--num-generations=4", "--max-completion-length=4", "--threads=1", "--no-progress", "--no-report"]
+    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row[name] for row in metrics if (name := "sampling/sampling_logp_difference/max") in row]
+    assert len(gaps) == 3 and 0 < max(gaps) < EQUAL
+    rollouts = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    trained = [row for row in rollouts if row["kind"] == "train"]
+    assert {(row["step"], row["version"]) for row in trained} == {(1, 0), (2, 1), (3, 2)}
