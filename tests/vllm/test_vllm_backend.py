@@ -346,7 +346,13 @@ def test_each_of_two_trainers_has_an_engine_of_its_own(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(job / "base")
     tiny.model("qwen3", len(tokenizer), hidden=64, layers=1, heads=2, max_length=64).save_pretrained(job / "base")
     command = [sys.executable, "-m", "psigrad", "grpo", "--processes=2", "--sampler=vllm", "--max-steps=3", "--reward=exact"]
-    command += [f"--model={job / 'base'}", f"--dataset={job / 'train.jsonl'}", f"--output-dir={out}", "--prompts-per-step=4"]
+    command += [
+        f"--model={job / 'base'}",
+        f"--dataset={job / 'train.jsonl'}",
+        f"--output-dir={out}",
+        "--prompts-per-step=4",
+        "--eval-prompts=0",
+    ]
     command += ["--num-generations=4", "--max-completion-length=4", "--threads=1", "--no-progress", "--no-report"]
     done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
