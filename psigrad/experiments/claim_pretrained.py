@@ -262,7 +262,7 @@ def tables(result: PretrainedResult) -> Iterator[Table | Text]:
             f"{one.samples:,}",
             drawing.around(one.accuracy, ".3f"),
             drawing.around(one.kl, ".2f"),
-            f"{one.everyday.mean:.3f} [{one.everyday.low:.3f}, {one.everyday.high:.3f}]",
+            f"{one.everyday.mean:.2f} [{one.everyday.low:.2f}, {one.everyday.high:.2f}]",
             drawing.around(one.likelihood, "+.2f"),
         )
     yield table
@@ -290,7 +290,9 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         left.bar([place], [mean], 0.6, yerr=[[mean - low], [high - mean]], color=colour, error_kw={"linewidth": 1.2})
         (x, *_), (y, low, high) = one["kl"], one["likelihood"]
         right.errorbar([x], [y], [[y - low], [high - y]], color=colour, marker="o", markersize=5, linewidth=1.4)
-        right.annotate(one["name"], (x, y), textcoords="offset points", xytext=(6, 5), fontsize=8, color=colour)
+        crowded = any(0 < other["kl"][0] - x < 1 for other in found["outcomes"])  # by one that stands to its right
+        side: dict[str, Any] = {"xytext": (-6, 5), "ha": "right"} if crowded else {"xytext": (6, 5)}
+        right.annotate(one["name"], (x, y), textcoords="offset points", fontsize=8, color=colour, **side)
     drawing.tidy(left, "Share of right answers to held-out sums", grid="y")
     drawing.tidy(right, "Everyday sentences: change of log p (nats)", grid="y")
     left.set_xticks(range(len(found["outcomes"])), [one["name"] for one in found["outcomes"]])

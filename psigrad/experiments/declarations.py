@@ -254,10 +254,6 @@ class AlarmSettings(TrialSettings):
     """Runs of each method."""
     steps: int = 60
     """Steps of each run."""
-    prompts: int = 8
-    """Prompts of a step."""
-    held_out: int = 200
-    """Held-out words that accuracy is measured on."""
 
 
 @dataclass(frozen=True)
