@@ -168,10 +168,16 @@ def _dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
     if not isinstance(value, dict) or isinstance(value.get("dataset"), Unread):
         made.look_at.append(f"{name}={value}: give the file, or call psigrad.train with the object.")
         return
-    files = value.get("data_files")
-    plain = value["dataset"] if value["dataset"] not in ("json", "csv", "parquet") else files
+    split, plain = value.get("split"), value["dataset"]
+    if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files
+        plain = value.get("data_files")
+        if isinstance(plain, dict):  # {split: file or files}; a file of ours has one split
+            plain, split = plain.get(split or "train"), None
+        files = plain if isinstance(plain, list) else [plain]
+        if not all(isinstance(file, str) and not isinstance(file, Unread) for file in files):
+            made.look_at.append(f"{name}: give the file of load_dataset as data.{prefix}dataset.")
+            return
     made.settings[f"data.{prefix}dataset"] = f"{plain}:{value['config']}" if value.get("config") else plain
-    split = value.get("split")
     if isinstance(split, str) and not isinstance(split, Unread):
         made.settings[f"data.{prefix}split"] = split
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -65,6 +65,9 @@ def from_rows(
     iterable: Iterable[object], form: Form, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop"
 ) -> LoadedRows:
     """The same checks for rows that are in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
+    if isinstance(iterable, Mapping):
+        parts = ", ".join(map(str, iterable))
+        raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
     return _collect((_Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows)
 
 
@@ -72,7 +75,8 @@ def holdout(rows: LoadedRows, n: int) -> tuple[LoadedRows, LoadedRows]:
     """(rows to train on, the last `n` rows as held-out); `skipped` stays with the first. UserError if none is left to train."""
     if n < 0 or n >= len(rows.rows):
         raise UserError(
-            f"Holding out {n} of {len(rows.rows)} rows is not possible; give more rows, a smaller number, or an eval_dataset."
+            f"Holding out {n} of {len(rows.rows)} rows is not possible; set eval_prompts (--eval-prompts) to fewer, 0 for no "
+            "evaluation, or give held-out rows of their own (--eval-dataset)."
         )
     cut = len(rows.rows) - n
     return LoadedRows(rows.rows[:cut], rows.skipped), LoadedRows(rows.rows[cut:], [])

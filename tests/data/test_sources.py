@@ -207,5 +207,10 @@ def test_the_last_rows_are_held_out() -> None:
     assert train.skipped == rows.skipped and held.skipped == []
     assert holdout(rows, 0)[0].rows == rows.rows
     for n in (-1, 5, 6):
-        with pytest.raises(UserError, match=f"Holding out {n} of 5"):
+        with pytest.raises(UserError, match=rf"Holding out {n} of 5.*--eval-prompts"):
             holdout(rows, n)
+
+
+def test_the_splits_of_a_dataset_are_no_rows() -> None:
+    with pytest.raises(UserError, match="a mapping of train, test; give one of them"):
+        from_rows({"train": "d.jsonl", "test": "t.jsonl"}, "prompt-only")

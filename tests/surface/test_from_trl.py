@@ -133,6 +133,26 @@ def test_a_script_is_read_without_being_run(here):
     assert [line.split(":")[0] for line in made.nothing] == ["log_completions"]
 
 
+@pytest.mark.parametrize(
+    ("files", "split", "dataset", "its"),
+    [
+        ('"d.jsonl"', "train", "d.jsonl", None),
+        ('{"train": "d.jsonl", "test": "t.jsonl"}', "test", "t.jsonl", None),
+        ('{"train": ["a.jsonl", "b.jsonl"]}', "train", ["a.jsonl", "b.jsonl"], None),
+        ("{where: what}", "train", None, None),
+    ],
+)
+def test_files_that_load_dataset_reads_are_named(files, split, dataset, its, here):
+    Path("mine.py").write_text(
+        "from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n"
+        f'data = load_dataset("json", data_files={files}, split="{split}")\n'
+        'SFTTrainer("org/model", SFTConfig(output_dir="out"), train_dataset=data).train()\n'
+    )
+    made = converted("mine.py")
+    assert (made.settings.get("data.dataset"), made.settings.get("data.split")) == (dataset, its)
+    assert dataset is not None or any("give the file" in line for line in made.look_at)
+
+
 def test_the_yaml_and_the_command_give_the_same_settings(here, capsys):
     Path("mine.py").write_text(SCRIPT)
     assert cli.main(["from-trl", "mine.py", "--output", "run.yaml"]) == 0
