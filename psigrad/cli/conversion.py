@@ -56,6 +56,8 @@ def command(method: str, settings: dict[str, Any]) -> str:
             words.append(shlex.quote(f"{name}={text}"))
         elif isinstance(value, bool):
             words.append(flag_of(name) if value else flag_of(name).replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple) and not value:
+            words.append(shlex.quote(f"{name}=[]"))
         else:
             several = value if isinstance(value, list | tuple) else [value]
             words += [flag_of(name), *(shlex.quote(str(one)) for one in several)]

@@ -153,8 +153,9 @@ def test_files_that_load_dataset_reads_are_named(files, split, dataset, its, her
     assert dataset is not None or any("give the file" in line for line in made.look_at)
 
 
-def test_the_yaml_and_the_command_give_the_same_settings(here, capsys):
-    Path("mine.py").write_text(SCRIPT)
+@pytest.mark.parametrize("more", ["", "report_to='none', "])
+def test_the_yaml_and_the_command_give_the_same_settings(more, here, capsys):
+    Path("mine.py").write_text(SCRIPT.replace("GRPOConfig(", f"GRPOConfig({more}", 1))
     assert cli.main(["from-trl", "mine.py", "--output", "run.yaml"]) == 0
     assert cli.main(["from-trl", "mine.py"]) == 0
     said = capsys.readouterr().out
