@@ -131,8 +131,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def read_value(text: str, hint: Any = None) -> Any:
     """A value as YAML reads it, or the text itself: where YAML cannot read it, and where `hint` says that the setting is text.
 
-    `output_dir=2024` is a name. A setting that may be text or more, as `metric` may, is text unless it begins as a mapping does; a
-    list of texts unless it begins as a list does: `report_to=[]`.
+    `output_dir=2024` is a name. A setting that may be text or more, as `metric` may, is text unless it begins as a mapping does,
+    and one of several texts unless it begins as a list does: `report_to=[]`.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text
