@@ -36,6 +36,11 @@ def imported_callable(path: str, kind: str) -> Any:
     return found
 
 
+def imported_module(name: str, kind: str) -> ModuleType:
+    """The module of that name, or in that "file.py". Raises `UserError` where there is none, or it raises."""
+    return _module(name, name, kind)
+
+
 def _module(name: str, path: str, kind: str) -> ModuleType:
     try:
         if name.endswith(".py"):

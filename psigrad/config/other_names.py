@@ -171,7 +171,7 @@ INSTEAD = {
     "data.prompt_key": "a dataset has TRL's columns, such as prompt; rename the column in the file",
     "run_name": "a run is named by its folder: output_dir=runs/NAME",
     **dict.fromkeys(("trainer.experiment_name", "trainer.project_name"), "a run is named by its folder: output_dir=runs/NAME"),
-    "trainer.logger": "trackers are report_to=wandb, tensorboard or trackio",
+    **dict.fromkeys(("trainer.logger", "tensorboard_log"), "trackers are report_to=wandb, tensorboard or trackio"),
     "logging_dir": "everything is in the run's folder: output_dir",
     "eval_strategy": "evaluation is asked for by eval_steps",
     "save_strategy": "checkpoints are asked for by save_steps and save_minutes",

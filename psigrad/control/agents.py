@@ -10,6 +10,7 @@ suit the algorithm on the environment come first where there are some (`tuned=Fa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,7 @@ class Agent:
         if chosen is None:
             raise UserError('No algorithm was given; for example Agent("CartPole-v1", algorithm="ppo").')
         of_policy = {**policies.SETTINGS[named or policies.MLP], **policies.translated(policy_kwargs or {})}
-        config = builder.settings(chosen, env, {"threads": 1, **of_policy, **policies.device(settings)})
+        config = builder.settings(chosen, env, {"threads": 1, **of_policy, **policies.without_foreign(settings)})
         prepare_torch(config.run)
         self._hold(builder.build(config))
         policies.check(named, self._trainer.collector.envs)
@@ -77,27 +78,59 @@ class Agent:
         """Steps taken so far."""
         return self._trainer.timesteps
 
+    @property
+    def observation_space(self) -> Any:
+        """Gymnasium's space of one observation."""
+        return self._trainer.collector.envs.spaces[0]
+
+    @property
+    def action_space(self) -> Any:
+        """Gymnasium's space of one action."""
+        return self._trainer.collector.envs.spaces[1]
+
     def learn(
-        self, total_timesteps: int | None = None, callback: Callback | Sequence[Callback] = (), progress_bar: bool = False
+        self,
+        total_timesteps: int | None = None,
+        callback: Callback | Sequence[Callback] | None = None,
+        progress_bar: bool = False,
+        **foreign: Any,
     ) -> Self:
         """Take `total_timesteps` more steps (default: the setting). Schedules run over them.
 
         Each callback is called with the agent and the figures of every `log_interval`-th rollout; returning False ends it.
+        `foreign` is for Stable-Baselines3's arguments that ask for what is done anyway, `reset_num_timesteps=False` say. Raises
+        `UserError` for others, for a number of steps below 1, and for callbacks that are no functions.
         """
-        trainer, callbacks = self._trainer, callback if isinstance(callback, Sequence) else [callback]
+        if unknown := policies.without_foreign(foreign):
+            raise UserError(
+                f"learn has no argument {next(iter(unknown))!r}; expected total_timesteps, callback or progress_bar. Settings, "
+                "log_interval among them, are given when the agent is made."
+            )
+        trainer = self._trainer
+        callbacks = list(callback) if isinstance(callback, Sequence) else [] if callback is None else [callback]
+        for call in callbacks:
+            if not callable(call):
+                raise UserError(
+                    f"The callback is of type {type(call).__name__}; expected a function of the agent and its figures."
+                )
         start = trainer.timesteps
-        goal = start + (total_timesteps or trainer.config.total_timesteps)
+        steps = trainer.config.total_timesteps if total_timesteps is None else total_timesteps
+        if not isinstance(steps, int | float) or steps < 1:
+            raise UserError(f"total_timesteps is {steps!r}; expected a whole number of 1 or more.")
+        goal = start + int(steps)
         trainer.config = replace(trainer.config, total_timesteps=goal)
         if not self._begun:
             trainer.restart()
             self._begun = True
+        began = time.monotonic()
         with bar("steps", goal, shown=progress_bar, done=start) as advance:
             while trainer.timesteps < goal:
                 before = trainer.timesteps
                 figures = trainer.train_interval()
                 advance(trainer.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
                 if self.verbose:
-                    print(policies.table({"time/total_timesteps": trainer.timesteps, **figures}))
+                    clock = {"time/fps": (trainer.timesteps - start) / (time.monotonic() - began)}
+                    print(policies.table({**clock, "time/total_timesteps": trainer.timesteps, **figures}))
                 if [call for call in callbacks if call(self, {"timesteps": trainer.timesteps, **figures}) is False]:
                     break
         return self
@@ -129,9 +162,7 @@ class Agent:
         now, settings = trainer.collector.envs, trainer.config
         count = now.count if isinstance(env, str) or callable(env) else 1
         made = vector.make(env, count, settings.vectorization, settings.wrappers if isinstance(env, str) else ())
-        if made.spaces != now.spaces:
-            given, held = (f"observations {o} and actions {a}" for o, a in (made.spaces, now.spaces))
-            raise UserError(f"The environment has {given}; expected {held}, which this policy was made for.")
+        vector.check_spaces(made, now)
         trainer.set_environments(made, env)
         self._begun = False
 
@@ -142,9 +173,17 @@ class Agent:
 
     @classmethod
     def load(cls, path: str | Path, env: Any = None) -> Self:
-        """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser."""
+        """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser.
+
+        Raises `UserError` for a folder that holds none, for one of another algorithm, and where the environment has no id and
+        none is given.
+        """
         agent = cls.__new__(cls)
         agent._hold(builder.load_policy(Path(path), env))
+        saved = builder.name_of(agent.settings.algorithm)
+        if cls.algorithm not in (None, saved):
+            agent.close()
+            raise UserError(f"{path} holds a policy of {saved}, not of {cls.algorithm}; load it by Agent.load.")
         return agent
 
     def close(self) -> None:
@@ -155,15 +194,31 @@ class Agent:
 def evaluate_policy(
     agent: Agent, env: Any = None, n_eval_episodes: int = 100, deterministic: bool = True, seed: int = 0
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the return over at least `n_eval_episodes` whole episodes on fresh environments."""
-    config = agent.settings
+    """Mean and standard deviation of the return over at least `n_eval_episodes` whole episodes.
+
+    They are played on fresh environments where `env` (default: the agent's) is an id or a function. An environment that is an
+    object is played on itself, and left open; where the agent is trained on it, training goes on with new episodes. Raises
+    `UserError` where the spaces differ from the policy's, and for less than one episode.
+    """
+    config, trainer = agent.settings, agent._trainer
+    if n_eval_episodes < 1:
+        raise UserError(f"n_eval_episodes is {n_eval_episodes}; expected 1 or more.")
     made = config.env if env is None else env
-    if not isinstance(made, str) and not callable(made):
-        raise UserError("The agent's environment is an object, which cannot be copied; name one to evaluate on: env=…")
-    envs = vector.make(made, min(n_eval_episodes, 16), config.vectorization, **config.env_kwargs)
-    returns, _ = returns_and_lengths(agent._trainer, envs, n_eval_episodes, seed, deterministic)
-    envs.close()
+    fresh = isinstance(made, str) or callable(made)
+    wrappers = config.wrappers if isinstance(made, str) else ()
+    envs = vector.make(made, min(n_eval_episodes, 16) if fresh else 1, config.vectorization, wrappers, **config.env_kwargs)
+    vector.check_spaces(envs, trainer.collector.envs)
+    returns, _ = returns_and_lengths(trainer, envs, n_eval_episodes, seed, deterministic)
+    if fresh:
+        envs.close()
+    elif made is config.env or made is agent.get_env():
+        trainer.restart()
     return float(np.mean(returns)), float(np.std(returns))
+
+
+def _check_every(every: Any) -> None:
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"every is {every!r}; expected a whole number of steps, 1 or more.")
 
 
 class EvalCallback:
@@ -172,6 +227,7 @@ class EvalCallback:
     def __init__(
         self, every: int = 10_000, n_eval_episodes: int = 20, best: str | Path | None = None, stop_at: float | None = None
     ) -> None:
+        _check_every(every)
         self.every, self.n_eval_episodes, self.best, self.stop_at = every, n_eval_episodes, best, stop_at
         self.evaluations: list[tuple[int, float]] = []
         self._next = every
@@ -192,6 +248,7 @@ class CheckpointCallback:
     """Saves the policy every `every` steps, into `folder/step-…`."""
 
     def __init__(self, every: int, folder: str | Path) -> None:
+        _check_every(every)
         self.every, self.folder = every, Path(folder)
         self._next = every
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+
 from psigrad.config import ControlConfig, Run
 from psigrad.config.load import load, to_dict
 from psigrad.control import hyperparameters, vector
@@ -38,6 +40,8 @@ def settings(algorithm: Any, env: Any, given: Mapping[str, Any] | None = None) -
     given = dict(given or {})
     named, place = name_of(algorithm), env if isinstance(env, str) else getattr(getattr(env, "spec", None), "id", "")
     first = hyperparameters.settings_for(named, place or "") if given.get("tuned", True) else {}
+    if isinstance(env, gym.Env) and "n_envs" not in given:
+        first = hyperparameters.one_copy(first)
     values = {**first, **{_dotted(name): value for name, value in given.items()}}
     # what is no plain value is set after loading, which knows JSON alone
     plain = {name: value for name, value in values.items() if name not in ("env", "algorithm")}
@@ -122,16 +126,30 @@ def _plain(config: ControlConfig) -> dict[str, Any]:
 
 def load_policy(folder: Path, env: Any = None) -> Trainer:
     """A trainer with the saved weights, on `env` or the environment it was trained on. Raises `UserError` where there is none."""
-    file = folder / MODEL_CONFIG
-    if not file.exists():
-        raise UserError(f"{folder} holds no policy of control ({MODEL_CONFIG} is missing); give a folder that `save` wrote.")
-    saved = json.loads(file.read_text())
+    saved = _saved(folder)
     normalizer, timesteps = saved.pop("normalizer"), saved.pop("timesteps")
     config = load(ControlConfig, flags=saved)
+    if env is None and not config.env:
+        raise UserError(f"{folder} was trained on an environment that has no id; give it to load: env=…")
     if env is not None:
-        config = replace(config, env=env)
+        config = replace(config, env=env, n_envs=1 if isinstance(env, gym.Env) else config.n_envs)
     trainer = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)))
     trainer.network.load(folder)
     trainer.collector.normalizer.restore(normalizer)
     trainer.timesteps = timesteps
     return trainer
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    """What `save_policy` wrote. Raises `UserError` where it did not write this folder."""
+    file = folder / MODEL_CONFIG
+    try:
+        saved = json.loads(file.read_text()) if file.exists() else None
+    except ValueError:
+        saved = None
+    if isinstance(saved, dict) and "normalizer" in saved:
+        return saved
+    found = f"{MODEL_CONFIG} is missing" if not file.exists() else f"its {MODEL_CONFIG} is of something else"
+    inner = folder / "model"
+    advice = f"give {inner}" if (inner / MODEL_CONFIG).exists() else "give a folder that `save` wrote, or a run's model folder"
+    raise UserError(f"{folder} holds no policy of control ({found}); {advice}.")

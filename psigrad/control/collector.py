@@ -10,6 +10,7 @@ import numpy as np
 
 from psigrad.control.distributions import Array
 from psigrad.control.vector import Environments, Normalizer, VectorStep
+from psigrad.errors import UserError
 
 # Episodes that a mean is over, as Stable-Baselines3's stats_window_size.
 WINDOW = 100
@@ -156,6 +157,9 @@ class Collector:
         lasts: dict[tuple[int, int], Array],
     ) -> Rollout:
         """The trajectories, environment by environment."""
+        for name, values in (("reward", reward), ("observation", raw)):
+            if not np.isfinite(values).all():
+                raise UserError(f"The environment gave a {name} that is NaN or infinite; mend its step and reset.")
         terminated, truncated = np.array(ends[0]), np.array(ends[1])
         ended = (terminated | truncated) & chosen
         self.normalizer.learn_rewards(reward, ended)

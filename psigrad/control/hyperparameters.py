@@ -88,3 +88,10 @@ def settings_for(algorithm: str, environment: str) -> Settings:
     """What to start from. Methods that are named neither here nor in Stable-Baselines3 learn from whole episodes."""
     first = BY_ALGORITHM.get(algorithm, _EPISODES)
     return {**first, **BY_ENVIRONMENT.get((algorithm, environment), {})}
+
+
+def one_copy(settings: Settings) -> Settings:
+    """The same for a single copy of the environment: its rollouts are as much longer as there were more copies."""
+    copies = settings.get("n_envs", 1)
+    longer: Settings = {name: settings[name] * copies for name in ("n_steps", "n_episodes") if name in settings}
+    return {**settings, **longer, "n_envs": 1}

@@ -25,6 +25,11 @@ def named(policy: Any, env: Any) -> str | None:
                 f"Two environments were given, {policy!r} and {env!r}; expected one, or a policy's name first: {MLP}."
             )
         return None
+    if policy == "MultiInputPolicy":
+        raise UserError(
+            f"There is no MultiInputPolicy; expected {' or '.join(SETTINGS)}; flatten the observations, by "
+            "gymnasium.wrappers.FlattenObservation for example."
+        )
     if policy not in SETTINGS:
         raise UserError(f"There is no policy {policy!r}; expected {' or '.join(SETTINGS)}{nearest(policy, SETTINGS) or '.'}")
     if env is None:
@@ -58,12 +63,34 @@ def translated(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def device(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without Stable-Baselines3's `device`, where it names the CPU, on which control always runs.
+# Stable-Baselines3's arguments that have no equal: the values that ask for nothing, and what to do about others.
+_TRACKED = "psigrad control --report-to tensorboard writes such logs; in Python, a callback gets every figure"
+_WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_sde": ((False,), "there is no gSDE here"),
+    "sde_sample_freq": ((-1,), "there is no gSDE here"),
+    "use_rms_prop": ((True,), "the optimiser is optimizer='adam' or 'rmsprop'"),
+    "clip_range_vf": ((None,), "the critic's loss is not clipped"),
+    "stats_window_size": ((100,), "figures are over the last 100 episodes"),
+    "optimize_memory_usage": ((False,), "bytes of images are kept as bytes already"),
+    "tensorboard_log": ((None,), _TRACKED),
+    "tb_log_name": ((), _TRACKED),
+    "reset_num_timesteps": ((False,), "steps are always counted on; for a fresh start make a new agent"),
+}
 
-    Raises `UserError` for another device.
+
+def without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without Stable-Baselines3's that have no equal here, where they ask for nothing; `device` where it names the
+    CPU, on which control always runs.
+
+    Raises `UserError` where they ask for something, and for a schedule that is a function.
     """
     rest = dict(settings)
+    for name, (idle, advice) in _WITHOUT_EQUAL.items():
+        if name in rest and (value := rest.pop(name)) not in idle:
+            raise UserError(f"{name} is {value!r}, which has no equal here: {advice}; leave it out.")
+    for name, schedule in (("learning_rate", "lr_scheduler_type"), ("clip_range", "clip_range_schedule")):
+        if callable(rest.get(name)):
+            raise UserError(f"{name} is a function; expected its first value, and {schedule}='linear' to let it fall to 0.")
     asked = str(rest.pop("device", "auto"))
     if asked not in ("auto", "cpu"):
         raise UserError(

@@ -34,6 +34,10 @@ def run(config: ControlConfig) -> Result:
     trainer = builder.build(config)
     envs = evaluation_environments(config) if config.eval_episodes else None
     try:
+        if config.video:
+            from psigrad.control import video
+
+            video.check(config)
         with session.open_run(config, "control") as journal:
             if (done := session.finished(config, journal)) is not None:
                 return done
@@ -45,8 +49,6 @@ def run(config: ControlConfig) -> Result:
             train(trainer, envs, journal)
             model = journal.folder.save_model(lambda folder: builder.save_policy(folder, trainer))
             if config.video:
-                from psigrad.control import video
-
                 video.record(trainer, journal.folder.path / "episode.gif")
             journal.folder.flush()
             journal.folder.event("finished")

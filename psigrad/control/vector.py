@@ -7,7 +7,6 @@ Here all three give the same `Step`: what followed the action, whether the episo
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from psigrad.control.convolutions import Image
 from psigrad.control.distributions import Array, Categorical, Distribution, Normal
 from psigrad.errors import UserError
-from psigrad.importing import imported_callable
+from psigrad.importing import imported_callable, imported_module
+from psigrad.workers.child import reason_for
 
 # From this many copies on, one numpy program for all of them beats a Python loop over them.
 _WORTH_VECTORISING = 8
@@ -68,12 +68,19 @@ class Environments:
         """New episodes everywhere; the observations [E, D]."""
         self._resting[:] = False
         # Gymnasium gives environment i the seed `seed + i`
-        return self._flatten(self._env.reset(seed=seed % 2**31)[0])
+        try:
+            raw = self._env.reset(seed=seed % 2**31)[0]
+        except Exception as error:
+            raise self._fault("reset", error) from error
+        return self._flat(raw)
 
     def step(self, actions: Array) -> VectorStep:
         """Act in every environment."""
-        raw, reward, terminated, truncated, infos = self._env.step(self.to_env(actions))
-        observation, chosen = self._flatten(raw), ~self._resting
+        try:
+            raw, reward, terminated, truncated, infos = self._env.step(self.to_env(actions))
+        except Exception as error:
+            raise self._fault("step", error) from error
+        observation, chosen = self._flat(raw), ~self._resting
         ended = terminated | truncated
         last: dict[int, Array] = {}
         if self.mode is AutoresetMode.NEXT_STEP:
@@ -93,12 +100,28 @@ class Environments:
         """[E, D] of one observation (then True) or a batch of them, as the environment gives them. Raises `UserError` for
         others.
         """
+        if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
+            raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give its first part alone.")
         given, shape = np.asarray(observation), self._space.shape or ()
         if given.shape == shape:
             return self._flatten(given[None]), True
         if given.shape[1:] == shape and given.ndim == len(shape) + 1:
             return self._flatten(given), False
         raise UserError(f"The observation has shape {given.shape}; expected {shape}, or a batch of such.")
+
+    def _flat(self, raw: Any) -> Array:
+        if np.shape(raw)[1:] != self._space.shape:
+            raise UserError(
+                f"The environment gave an observation of shape {np.shape(raw)[1:]}, and its observation_space says "
+                f"{self._space.shape}; make them agree."
+            )
+        return self._flatten(raw)
+
+    def _fault(self, did: str, error: Exception) -> UserError:
+        if isinstance(error, UserError):
+            return error
+        hint = f" {_RETURNS}" if "unpack" in str(error) else ""
+        return UserError(f"{reason_for(f'The environment, in {did},', error)}. Mend the environment.{hint}")
 
     @property
     def env(self) -> VectorEnv[Any, Any, Any] | Serial:
@@ -141,7 +164,7 @@ class Serial:
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
         """As `VectorEnv.reset`."""
         seeds = [None] * self.num_envs if seed is None else range(seed, seed + self.num_envs)
-        return np.stack([env.reset(seed=s)[0] for env, s in zip(self.envs, seeds, strict=True)]), {}
+        return np.stack([_begun(env.reset(seed=s)) for env, s in zip(self.envs, seeds, strict=True)]), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
         """As `VectorEnv.step`."""
@@ -152,7 +175,7 @@ class Serial:
             observation, reward[i], terminated[i], truncated[i], _ = env.step(actions[i])
             if terminated[i] or truncated[i]:
                 finals[i] = observation
-                observation = env.reset()[0]
+                observation = _begun(env.reset())
             seen.append(observation)
         return np.stack(seen), reward, terminated, truncated, {"final_obs": finals}
 
@@ -162,9 +185,17 @@ class Serial:
             env.close()
 
 
+def _begun(returned: Any) -> Any:
+    """The observation that `reset` returned. An array of two numbers would unpack as well, so the type is asked."""
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise UserError(f"The environment's reset returned a value of type {type(returned).__name__}. {_RETURNS}")
+    return returned[0]
+
+
+_RETURNS = "Gymnasium's reset returns (observation, info), and its step (observation, reward, terminated, truncated, info)."
 # Gymnasium's own "module:Name-v0": it imports the module, which registers the name.
 _VERSION = re.compile(r"-v\d+$")
-Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Callable[[], gym.Env[Any, Any]]
+Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Serial | Callable[[], gym.Env[Any, Any]]
 
 
 def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any, Any]:
@@ -186,7 +217,7 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
     """
     if wrappers and not isinstance(env, str):
         raise UserError(f"The wrappers {list(wrappers)} are for an environment's id; wrap the one that you give yourself.")
-    if isinstance(env, VectorEnv):
+    if isinstance(env, VectorEnv | Serial):
         return Environments(env)
     if isinstance(env, gym.Env):
         if count != 1:
@@ -195,8 +226,13 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
             )
         return Environments(Serial([env]))
     if callable(env):
-        return Environments(Serial([env() for _ in range(count)]))
-    env = registered(env)
+        return Environments(Serial([_called(env) for _ in range(count)]))
+    if not isinstance(env, str):
+        raise UserError(
+            f"The environment is of type {type(env).__name__}; expected an id such as CartPole-v1, an environment of Gymnasium, "
+            "a vector environment, or a function that makes one."
+        )
+    given, env = env, registered(env)
     try:
         spec = spec_of(env)
         if vectorization == "auto":
@@ -210,19 +246,41 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
         more: dict[str, Any] = {"wrappers": around} if around else {}
         return Environments(gym.make_vec(env, count, vectorization_mode=vectorization, **more, **kwargs))
     except gym.error.DependencyNotInstalled as error:
-        raise UserError(f"{env} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'") from error
+        raise UserError(
+            f"{given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
+        ) from error
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
         message = str(error).strip().rstrip(".")
         raise UserError(
-            f"The environment {env!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1."
+            f"The environment {given!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1, or "
+            "module:Name-v0 where a module registers it."
         ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{reason_for(f'The environment {given!r}', error)} when it was made. Mend the environment.") from error
+
+
+def _called(make: Callable[[], Any]) -> gym.Env[Any, Any]:
+    """The environment that a function or class of the user's makes."""
+    try:
+        made = make()
+    except Exception as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        raise UserError(f"{reason_for(f'The environment {name}', error)} when it was made. Mend the environment.") from error
+    if not isinstance(made, gym.Env):
+        raise UserError(
+            f"The function of the environment returned a value of type {type(made).__name__}; expected one of Gymnasium's "
+            "environments."
+        )
+    return made
 
 
 def spec_of(env: str) -> gym.envs.registration.EnvSpec:
     """What is registered under an id; "module:id" imports the module that registers it first, as `gymnasium.make` does."""
     module, _, name = registered(env).rpartition(":")
-    if module:
-        importlib.import_module(module)
+    if module:  # here and not by Gymnasium alone: a module in the current folder is found too
+        imported_module(module, "environment's module")
     return gym.spec(name)
 
 
@@ -244,6 +302,13 @@ def source(env: Made) -> Any:
         entry = spec_of(env).entry_point
         return gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return type(env.unwrapped) if isinstance(env, gym.Env) else env
+
+
+def check_spaces(given: Environments, held: Environments) -> None:
+    """Raises `UserError` where the spaces of the environments given are not those that a policy was made for."""
+    if given.spaces != held.spaces:
+        found, wanted = (f"observations {o} and actions {a}" for o, a in (given.spaces, held.spaces))
+        raise UserError(f"The environment has {found}; expected {wanted}, which this policy was made for.")
 
 
 def _mode(vector: Any) -> AutoresetMode:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from PIL import Image
 
 from psigrad import seeds
+from psigrad.config import ControlConfig
 from psigrad.control.trainer import Trainer
 from psigrad.control.vector import Environments, Serial, single
 from psigrad.errors import UserError
@@ -19,24 +21,44 @@ _MOST_FRAMES, _WIDTH = 250, 300
 
 
 def record(trainer: Trainer, path: Path) -> Path:
-    """One episode of the policy's likeliest actions as a GIF. Raises `UserError` where the environment draws no pictures."""
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
-    config = trainer.config
-    if not isinstance(config.env, str):
-        raise UserError("A video needs the environment's id; this one was given as an object.")
-    try:
-        env = single(config.env, config.wrappers, render_mode="rgb_array", **config.env_kwargs)
-        frames = _frames(env, trainer)
-    except gym.error.Error as error:
-        message = str(error).strip().rstrip(".")
-        raise UserError(
-            f"{config.env} cannot be drawn: {message}; run: pip install 'psigrad[control]', or leave video out."
-        ) from error
+    """One episode of the policy's likeliest actions as a GIF."""
+    env = _drawn(trainer.config)
+    frames = _frames(env, trainer)
     fps = env.metadata.get("render_fps") or 30
     stride = max(1, -(-len(frames) // _MOST_FRAMES))
     kept = frames[::stride]
     kept[0].save(path, save_all=True, append_images=kept[1:], duration=max(20, round(1000 * stride / fps)), loop=0, optimize=True)
     return path
+
+
+def check(config: ControlConfig) -> None:
+    """Raises `UserError` where the environment draws no pictures: before the training, whose end would come too late."""
+    env = _drawn(config)
+    try:
+        env.reset(seed=0)
+        _picture(env)
+    except Exception as error:
+        raise _undrawable(config, error) from error
+    finally:
+        env.close()
+
+
+def _drawn(config: ControlConfig) -> gym.Env[Any, Any]:
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
+    if not isinstance(config.env, str):
+        raise UserError("A video needs the environment's id; this one was given as an object.")
+    try:
+        return single(config.env, config.wrappers, render_mode="rgb_array", **config.env_kwargs)
+    except Exception as error:
+        raise _undrawable(config, error) from error
+
+
+def _undrawable(config: ControlConfig, error: Exception) -> UserError:
+    message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    return UserError(
+        f"{config.env} cannot be drawn: {message}. A video needs an environment that takes render_mode='rgb_array' and whose "
+        "render() returns pixels; Gymnasium's own need: pip install 'psigrad[control]'. Or leave video out."
+    )
 
 
 def _frames(env: gym.Env[object, object], trainer: Trainer) -> list[Image.Image]:

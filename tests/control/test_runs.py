@@ -162,6 +162,10 @@ def test_an_agent_learns_predicts_saves_and_loads(tmp_path):
         PPO.load(tmp_path / "saved", env="Acrobot-v1")
     with pytest.raises(UserError, match="holds no policy"):
         PPO.load(tmp_path)
+    with pytest.raises(UserError, match="a policy of ppo, not of dqn"):
+        DQN.load(tmp_path / "saved")
+    with pytest.raises(UserError, match="first part"):
+        agent.predict((observation, {}))
 
 
 def test_a_callback_ends_training_keeps_the_best_and_saves(tmp_path):
@@ -189,6 +193,111 @@ def test_an_agent_takes_any_policy_gradient_and_any_way_to_make_an_environment()
     ):
         with pytest.raises(UserError, match=said):
             wrong()
+
+
+def test_an_environment_object_is_trained_on_evaluated_on_and_given_to_load(tmp_path):
+    """The order of Stable-Baselines3's first example: one object, whatever number of copies the tuned settings have."""
+    own = gym.make("CartPole-v1")
+    agent = PPO("MlpPolicy", own, n_epochs=1)
+    assert (agent.settings.n_envs, agent.settings.n_steps) == (1, 8 * 32)
+    agent.learn(256, callback=lambda a, _: evaluate_policy(a, n_eval_episodes=2)[0] > 0, reset_num_timesteps=False)
+    figures = evaluate_policy(agent, own, n_eval_episodes=3)
+    assert figures == evaluate_policy(agent, agent.get_env(), n_eval_episodes=3)
+    assert figures == evaluate_policy(agent, gym.make("CartPole-v1"), n_eval_episodes=3)
+    made = PPO(lambda: gym.make("CartPole-v1"), n_envs=1, n_steps=16)
+    made.save(tmp_path / "made")
+    with pytest.raises(UserError, match="env="):
+        PPO.load(tmp_path / "made")
+    observation = made.observation_space.sample()
+    again = PPO.load(tmp_path / "made", env=own)
+    assert again.predict(observation, deterministic=True) == made.predict(observation, deterministic=True)
+
+
+def test_an_evaluation_wraps_the_environment_as_training_does(tmp_path, monkeypatch):
+    (tmp_path / "halved.py").write_text(
+        "import gymnasium as gym\nclass Halved(gym.RewardWrapper):\n    def reward(self, reward):\n        return reward / 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    plain, wrapped = PPO("CartPole-v1", seed=1), PPO("CartPole-v1", seed=1, wrappers=["halved.py:Halved"])
+    assert evaluate_policy(wrapped, n_eval_episodes=3)[0] == evaluate_policy(plain, n_eval_episodes=3)[0] / 2
+
+
+def _learn(*arguments, **more):
+    return lambda: PPO("CartPole-v1", n_envs=1).learn(*arguments, **more)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: PPO("MultiInputPolicy", "CartPole-v1"), "FlattenObservation"),
+        (lambda: PPO("CartPole-v1", use_sde=True), "use_sde is True.*no gSDE"),
+        (lambda: PPO("CartPole-v1", tensorboard_log="logs"), "--report-to tensorboard"),
+        (lambda: PPO("CartPole-v1", learning_rate=lambda progress: progress), "lr_scheduler_type='linear'"),
+        (lambda: PPO(3), "of type int"),
+        (lambda: PPO(lambda: 3, n_envs=1), "of type int"),
+        (lambda: EvalCallback(gym.make("CartPole-v1")), "every is"),
+        (lambda: evaluate_policy(PPO("CartPole-v1"), "Acrobot-v1"), "made for"),
+        (lambda: evaluate_policy(PPO("CartPole-v1"), n_eval_episodes=0), "n_eval_episodes is 0"),
+        (_learn(0), "total_timesteps is 0"),
+        (_learn("many"), "total_timesteps is 'many'"),
+        (_learn(9, callback=3), "of type int"),
+        (_learn(9, tb_log_name="a"), "--report-to tensorboard"),
+        (_learn(9, reset_num_timesteps=True), "counted on"),
+        (_learn(9, log_interval=1), "no argument 'log_interval'"),
+    ],
+)
+def test_what_stable_baselines_has_and_this_has_not_is_said(wrong, said):
+    with pytest.raises(UserError, match=said):
+        wrong()
+
+
+BROKEN = """
+import gymnasium as gym, numpy as np
+class Line(gym.Env):
+    observation_space, action_space = gym.spaces.Box(0, 9, (1,), np.float32), gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.seen(), {}
+    def seen(self): return np.zeros(1, np.float32)
+    def step(self, action): return self.seen(), 0.0, True, False, {}
+class Raises(Line):
+    def step(self, action): raise KeyError("level")
+class Unmade(Line):
+    def __init__(self): raise OSError("level.txt")
+class Shape(Line):
+    def seen(self): return np.zeros(3, np.float32)
+class OldStep(Line):
+    def step(self, action): return self.seen(), 0.0, True, {}
+class OldReset(Line):
+    def reset(self, *, seed=None, options=None): return np.zeros(1, np.float32)
+class Nan(Line):
+    def step(self, action): return self.seen(), float("nan"), True, False, {}
+gym.register("Line-v0", Line)
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "more", "said"),
+    [
+        ("Raises", (), "in step, raised KeyError: 'level' (broken.py, line 11)"),
+        ("Unmade", (), "raised OSError: level.txt (broken.py, line 13) when it was made"),
+        ("Shape", (), "shape (3,), and its observation_space says (1,)"),
+        ("OldStep", (), "step (observation, reward, terminated, truncated, info)"),
+        ("OldReset", (), "reset returns (observation, info)"),
+        ("Nan", (), "reward that is NaN"),
+        ("Line", ("--video",), "render_mode"),
+        ("Line-v9", (), "versioned environments"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_wrong_with_an_environment_of_ones_own_is_a_sentence(env, more, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["ppo", "--env", f"broken{'' if env.endswith('v9') else '.py'}:{env}", "--total-timesteps", "64", "--n-envs", "1"]
+    assert cli.main(["control", *arguments, "--eval-episodes", "0", *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("psigrad: ") and said in error and "Traceback" not in error
+    assert not (more and (tmp_path / "runs").exists()), "a picture that cannot be drawn is noticed before anything is trained"
 
 
 @pytest.mark.parametrize("seed", range(3))
