@@ -5,7 +5,7 @@
 
 `agents` is what users see. `run` is a whole run, with the loop: collect and learn, evaluate, save. `builder` makes a trainer out
 of settings, from the declared `methods` and the tuned `hyperparameters`. Trainers (`trainer`, `on_policy`, `trpo`, `dqn`) learn
-on environments (`vector`, `collector`, `replay`, `video`) with small
+on environments (`vector`, `normalizer`, `collector`, `replay`, `video`) with small
 networks (`actor_critic`, `networks`, `distributions`, `optimizers`).
 """
 

@@ -18,11 +18,12 @@ from psigrad.control.actor_critic import ActorCritic
 from psigrad.control.collector import Collector
 from psigrad.control.distributions import Categorical
 from psigrad.control.dqn import DQNTrainer
+from psigrad.control.normalizer import Normalizer
 from psigrad.control.on_policy import OnPolicyTrainer
 from psigrad.control.optimizers import FlatOptimizer
 from psigrad.control.trainer import Trainer
 from psigrad.control.trpo import TRPOTrainer
-from psigrad.control.vector import Environments, Normalizer
+from psigrad.control.vector import Environments
 from psigrad.errors import UserError, nearest
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.advantage import needs_of

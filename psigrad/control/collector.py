@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from psigrad.control.distributions import Array
-from psigrad.control.vector import Environments, Normalizer, VectorStep
+from psigrad.control.normalizer import Normalizer
+from psigrad.control.vector import Environments, VectorStep
 from psigrad.errors import UserError
 
 # Episodes that a mean is over, as Stable-Baselines3's stats_window_size.

@@ -14,8 +14,9 @@ from psigrad import seeds
 from psigrad.config import ControlConfig
 from psigrad.control.actor_critic import ActorCritic
 from psigrad.control.collector import Collector
+from psigrad.control.normalizer import Normalizer
 from psigrad.control.optimizers import FlatOptimizer
-from psigrad.control.vector import Environments, Normalizer
+from psigrad.control.vector import Environments
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
 

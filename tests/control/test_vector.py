@@ -11,7 +11,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from psigrad.control import vector
 from psigrad.control.collector import Collector, play
-from psigrad.control.vector import Environments, Normalizer
+from psigrad.control.normalizer import Normalizer
+from psigrad.control.vector import Environments
 from psigrad.errors import UserError
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
