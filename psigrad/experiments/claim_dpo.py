@@ -97,7 +97,7 @@ def pairs(s: TrialSettings, where: Mapping[str, Path]) -> tuple[Path, Path]:
             output=str(folder / "sampled.jsonl"),
         )
         folder.mkdir(parents=True, exist_ok=True)
-        sample.run(asked).path.rename(train)
+        trials.pairs(asked, train)
     rows = [json.loads(line) for line in where["held_out"].read_text().splitlines()]
     wrong = tasks.demonstrations(rows, 1.0, tasks.swapped_ending, 0)
     made = [

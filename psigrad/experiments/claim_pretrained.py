@@ -169,10 +169,7 @@ def _dpo(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> Preference
             keep="pairs",
             output=str(folder / "sampled.jsonl"),
         )
-        written = sample.run(asked)
-        if not written.rows:
-            raise UserError("No prompt has a right and a wrong answer, so there are no pairs for DPO; sample more (generations).")
-        written.path.rename(pairs)
+        trials.pairs(asked, pairs)
     return PreferenceConfig(
         model=usual.model,
         data=Data(dataset=str(pairs)),

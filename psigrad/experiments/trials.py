@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.config import ControlConfig, Data, Evaluation, Model, OnlineConfig, Optim, Run, SFTConfig
+from psigrad.config import ControlConfig, Data, Evaluation, Model, OnlineConfig, Optim, Run, SampleConfig, SFTConfig
 from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.control import run as control
@@ -27,7 +27,7 @@ from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.experiments.declarations import PretrainedSettings, TrialSettings
 from psigrad.intervals import Interval, over_seeds
-from psigrad.recipes import api, demo, sft
+from psigrad.recipes import api, demo, sample, sft
 from psigrad.records.rows import figures
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Watch
@@ -205,6 +205,17 @@ def _done(place: Path, trial: Trial) -> bool:
     if known != _identity(trial):
         raise UserError(f"{place} holds a run with other settings; give another --out, or remove that folder.")
     return True
+
+
+def pairs(asked: SampleConfig, place: Path) -> None:
+    """Leave pairs of a model's own samples in the file `place`. Raises `UserError` where there are none."""
+    written = sample.run(asked)
+    if not written.rows:
+        raise UserError(
+            "No prompt has a right and a wrong answer, so there are no pairs for DPO; sample more (generations, prompts), or "
+            "begin with a model that is right more often."
+        )
+    written.path.rename(place)
 
 
 def spent(s: TrialSettings | PretrainedSettings, name: str) -> float:

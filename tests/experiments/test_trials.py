@@ -127,6 +127,7 @@ def test_the_quick_form_of_every_claim(name, folder, capsys):
         "lambda": ["--timesteps", "2000"],
         "methods": ["--rates", "1e-3"],
         "noise": ["--rates", "1e-3"],
+        "dpo": ["--sft-steps", "200"],
         "loopholes": ["--steps", "20", "--sft-steps", "200"],
     }
     printed = quick(name, folder, capsys, "--seeds", "2", *more.get(name, []))
