@@ -172,7 +172,7 @@ def sending_picture(runs: Path) -> None:
         texts = page.locator(".member :is(.tokens, .said)").all_text_contents()
         for number in (0, next(n for n, text in enumerate(texts) if text != texts[0])):
             members.nth(number).get_by_label("compare").check()
-        expect(page.locator(".sending button")).to_be_visible()
+        expect(page.locator(".sending button.primary")).to_be_visible()
         save(page.screenshot(), "runs_send_light")
 
 
