@@ -63,7 +63,7 @@ OTHERS = """## Names of TRL, verl and others
 
 Flags, overrides, YAML files and `psigrad.train` take these names too. In YAML no sections are needed: `learning_rate: 1e-5` at
 the top level is `optim.learning_rate`, and verl's trees are read as they are. Flags may have underscores, and a switch may be
-followed by `true` or `false`.
+followed by `true` or `false`. Two names of one setting with two values are refused.
 
 **Batch sizes.** A batch of psigrad counts over all processes. TRL's `per_device_train_batch_size` (8 where it is left out),
 `gradient_accumulation_steps`, `steps_per_generation` and `generation_batch_size` are computed into ours:
@@ -99,6 +99,11 @@ def _others() -> str:
         f"| `{name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items()) or 'needs nothing'} |"
         for name, values in other_names.VALUES.items()
         for value, new in values.items()
+    ]
+    meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in other_names.AGGREGATES.items()]
+    meant += [
+        f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in other_names.LINKS else f'`psigrad {method}`'} |"
+        for loss, method in other_names.LOSSES.items()
     ]
     places = {
         name: sorted(

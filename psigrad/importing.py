@@ -36,6 +36,13 @@ def imported_callable(path: str, kind: str) -> Any:
     return found
 
 
+def with_colon(name: str) -> str:
+    """`module:function` of a function's dotted name, as TRL's command line has it; any other text as it is."""
+    module, _, function = name.rpartition(".")
+    dotted = bool(module) and function != "py" and all(part.isidentifier() for part in name.split("."))
+    return f"{module}:{function}" if dotted else name
+
+
 def imported_module(name: str, kind: str) -> ModuleType:
     """The module of that name, or in that "file.py". Raises `UserError` where there is none, or it raises."""
     return _module(name, name, kind)

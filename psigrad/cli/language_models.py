@@ -125,7 +125,7 @@ def push(arguments: list[str]) -> int:
     names, listed, rest = flags.listed(arguments, "--revision")
     given = flags.plain("push", rest, {"private": False})
     if len(names) != 2 or len(listed["--revision"]) > 1:
-        raise UserError(f"push got {len(names)} names and takes a run folder and a repository; the usage is {usage}.")
+        raise UserError(f"push got {' '.join(names) or 'nothing'} and takes a run folder and a repository; the usage is {usage}.")
     from psigrad.training import hub
 
     print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))

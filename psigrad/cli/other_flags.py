@@ -20,6 +20,7 @@ def divided(cls: type[Any], arguments: Sequence[str], switches: Mapping[str, boo
     """
     ours: list[str] = []
     others: dict[str, Any] = {}
+    other_names.refuse_two_values(cls, _spelt(arguments))
     for text, values in _flags(arguments):
         typed, sign, value = text.partition("=")
         flag = typed.replace("_", "-")
@@ -41,6 +42,14 @@ def divided(cls: type[Any], arguments: Sequence[str], switches: Mapping[str, boo
         else:
             ours += [f"{flag}{sign}{value}", *values]
     return ours, others
+
+
+def _spelt(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each flag as it was typed; of one that stands there twice the last holds, as everywhere."""
+    for text, values in _flags(arguments):
+        typed, sign, value = text.partition("=")
+        if typed.startswith("--"):
+            yield typed[2:].replace("-", "_"), _value(value if sign else None, values)
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

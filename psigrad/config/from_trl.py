@@ -11,16 +11,10 @@ import yaml
 from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.config.nested import Given, put
-from psigrad.config.other_names import BATCH, INSTEAD, VALUES, translated
+from psigrad.config.other_names import AGGREGATES, BATCH, INSTEAD, LINKS, LOSSES, VALUES, translated
 from psigrad.config.other_names import ours as our_name
 from psigrad.config.trl_fields import COMPUTED, METHODS, NO_EQUAL, outcome
 from psigrad.config.trl_script import TrlScript, Unread, complete
-
-# TRL's names of preference losses -> our method.
-LOSSES = {
-    "sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust_dpo", "apo_zero": "apo_zero", "apo_down": "apo_down",
-    "sigmoid_norm": "ln_dpo", "bco_pair": "dpo", "nca_pair": "dpo", "sppo_hard": "dpo", "simpo": "simpo",
-}  # fmt: skip
 
 
 @dataclass
@@ -135,7 +129,8 @@ def _given(found: TrlScript, made: Conversion) -> None:
             if value is not None:
                 _or_look(value, "reference", name, made)
         elif name in ("train_dataset", "eval_dataset"):
-            _dataset(value, "eval_" if name == "eval_dataset" else "", name, made)
+            if value is not None:
+                _dataset(value, "eval_" if name == "eval_dataset" else "", name, made)
         elif name in ("reward_funcs", "reward_model_name_or_path"):
             _rewards(value if isinstance(value, list) else [value], made)
         elif name == "tools":
@@ -165,8 +160,13 @@ def _or_look(value: Any, setting: str, name: str, made: Conversion) -> None:
 
 
 def _dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
+    if isinstance(value, str) and not isinstance(value, Unread):
+        value = {"dataset": value}
     if not isinstance(value, dict) or isinstance(value.get("dataset"), Unread):
         made.look_at.append(f"{name}={value}: give the file, or call psigrad.train with the object.")
+        return
+    if value.get("part") == "test":
+        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out its last eval_prompts rows.")
         return
     split, plain = value.get("split"), value["dataset"]
     if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files
@@ -183,7 +183,9 @@ def _dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
 
 
 def _rewards(given: list[Any], made: Conversion) -> None:
-    functions = [one for one in given if isinstance(one, str) and ":" in one and not isinstance(one, Unread)]
+    functions = [
+        one for one in given if isinstance(one, dict) or (isinstance(one, str) and ":" in one and not isinstance(one, Unread))
+    ]
     models = [one for one in given if isinstance(one, str) and ":" not in one and not isinstance(one, Unread)]
     if functions:
         made.settings["reward"] = functions
@@ -211,14 +213,8 @@ def _lora(lora: Mapping[str, Any], made: Conversion) -> None:
 def _grpo(values: dict[str, Any], made: Conversion) -> None:
     """GRPO's losses are parts of one algorithm."""
     loss, s = values["loss_type"], made.settings
-    aggregates = {
-        "grpo": "sequence_mean",
-        "sapo": "sequence_mean",
-        "dapo": "token_mean",
-        "bnpo": "token_mean",
-        "cispo": "token_mean",
-    }
-    if loss not in {*aggregates, "dr_grpo"}:
+    aggregates = {**AGGREGATES, "sapo": "sequence_mean", "cispo": "token_mean"}
+    if loss not in aggregates:
         made.no_equal.append(f"loss_type={loss!r}: there is no such aggregation; dapo stands in its place.")
     aggregate: Any = aggregates.get(loss, "token_mean")
     s["algorithm.aggregate"] = {"part": "fixed_length", "n": values["max_completion_length"]} if loss == "dr_grpo" else aggregate
@@ -290,7 +286,7 @@ def _preference(values: dict[str, Any], made: Conversion) -> None:
     if first not in LOSSES:
         made.no_equal.append(f"loss_type={first!r}: there is no such loss; dpo stands in its place.")
     made.method = LOSSES.get(first, "dpo")
-    if first in ("bco_pair", "nca_pair", "sppo_hard"):
+    if first in LINKS:
         s["loss.link"] = first
     if "sft" in losses[1:]:
         s["loss.sft"] = (values.get("loss_weights") or [1.0] * len(losses))[losses.index("sft")]

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -49,11 +49,13 @@ def load(
     """
     in_file = read_file(path) if path else {}
     hints = dict(_hints(cls))
+    other_names.refuse_two_values(cls, other_names.leaves_of(in_file, cls), f"{path}: ")
     values, given = other_names.divided(cls, in_file, str(path))
     usual: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls) if f.name in ("algorithm", "loss")}  # type: ignore[arg-type]
     for name, value in (defaults or {}).items():
         put(usual, name, value, "default")
     values = {name: _over(usual.get(name), values[name]) if name in values else usual[name] for name in {**usual, **values}}
+    other_names.refuse_two_values(cls, (override.partition("=")[::2] for override in overrides))
     for override in overrides:
         name, sign, text = override.partition("=")
         if not sign:
@@ -63,9 +65,11 @@ def load(
         name = other_names.ours(cls, name)
         given.append(Given(name, read_value(text, hints.get(name)), f"override {override!r}"))
     given += [Given(other_names.ours(cls, name), value, f"--{name}") for name, value in (flags or {}).items()]
+    beside: set[str] = set()
     for name, value, source in other_names.translated(cls, values, given):
         put(values, name, value, source)
-    return _build(cls, values, str(path) if path else "")
+        beside = beside | {name} if source != str(path) else beside - {name}
+    return _build(cls, values, str(path) if path else "", beside)
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -102,6 +106,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
 
     Raises `UserError` for a name that nobody knows.
     """
+    other_names.refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))
     dotted = set(leaves.values()) | {f.name for f in dataclasses.fields(cls)}
     named = {}
@@ -151,14 +156,15 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     )
 
 
-def _build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
+def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset()) -> T:
+    """The settings; `source` is the file that errors name, but for those of `beside`, which were given beside it."""
     _refuse_unknown(cls, values, source, "")
     try:
         made: T = _adapter(cls).validate_python(_as_meant(cls, values))  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
-        where = f"{source}: " if source else ""
+        where = f"{source}: " if source and place not in beside else ""
         raise UserError(f"{where}{place} is {first['input']!r}; {_expected(first['msg'])}.") from error
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
@@ -175,7 +181,8 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
         if name not in known:
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
-            raise UserError(f"{where}there is no setting {name!r}{within}{nearest(str(name), known) or '.'}")
+            near = nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
+            raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
                 if dataclasses.is_dataclass(value):

@@ -7,7 +7,7 @@ answered with what to write.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
@@ -142,6 +142,15 @@ BATCH = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
     *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
 )
+# Rewards that TRL's command line takes by name; they are functions of trl.rewards.
+REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+# TRL's loss_type: of GRPO an aggregation, of DPO a method of ours.
+AGGREGATES = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
+LOSSES = {
+    "sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust_dpo", "apo_zero": "apo_zero", "apo_down": "apo_down",
+    "sigmoid_norm": "ln_dpo", "bco_pair": "dpo", "nca_pair": "dpo", "sppo_hard": "dpo", "simpo": "simpo",
+}  # fmt: skip
+LINKS = ("bco_pair", "nca_pair", "sppo_hard")  # DPO with another link
 # A file and a function, which are one name here.
 _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 
@@ -149,7 +158,7 @@ _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
 _METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
 INSTEAD = {
-    **dict.fromkeys(("loss_type", "algorithm.adv_estimator"), _METHOD),
+    "algorithm.adv_estimator": _METHOD,
     "train_batch_size": "prompts of a step are prompts_per_step, rows of one are batch_size",
     **dict.fromkeys(
         (
@@ -178,6 +187,7 @@ INSTEAD = {
     "optim": "the optimiser is AdamW",
     "optim_args": "the optimiser is AdamW",
     "warmup_ratio": "warm-up is counted in steps: warmup_steps",
+    "args": "settings are given one by one; psigrad from-trl SCRIPT writes those of a configuration of TRL",
     "overwrite_output_dir": "a run goes on from its newest checkpoint; for a fresh one give another output_dir",
     "resume_from_checkpoint": "the same command goes on from its newest checkpoint",
     "n_epochs": "passes over a batch are num_iterations",
@@ -206,7 +216,7 @@ def ours(cls: Any, name: str) -> str:
 
 def is_known(name: str) -> bool:
     """Whether something can be said to a name that is none of ours."""
-    return any(name in table for table in (SAME, VALUES, NEEDLESS, BATCH, _FUNCTION, INSTEAD, SHORTCUTS))
+    return any(name in table for table in (SAME, VALUES, NEEDLESS, BATCH, _FUNCTION, INSTEAD, SHORTCUTS, ("loss_type",)))
 
 
 def answer(name: str) -> str:
@@ -261,6 +271,8 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
             found.append(one)
         elif one.name in BATCH or one.name in _FUNCTION:
             others[one.name] = one
+        elif one.name == "loss_type":
+            found += _loss_type(one, known, values)
         elif one.name in INSTEAD:
             wrong.append(one.name)
         elif one.name not in NEEDLESS:
@@ -279,6 +291,58 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
 def _answers(names: Sequence[str]) -> str:
     said = [f"There is no setting {name!r}: {INSTEAD[name]}." for name in dict.fromkeys(names)]
     return "\n".join(said)
+
+
+def _loss_type(given: Given, known: set[str], values: Mapping[str, Any]) -> list[Given]:
+    """TRL's loss_type, where the method that trains has it; `UserError` naming the command of another method."""
+    several = given.value if isinstance(given.value, list | tuple) else [given.value]
+    name = str(several[0]) if len(several) == 1 else ""
+    if "prompts_per_step" in known:
+        if name in AGGREGATES:
+            return [Given("aggregate", AGGREGATES[name], given.source)]
+        what = f"psigrad {name}" if name in ("cispo", "sapo") else f"expected one of {', '.join(AGGREGATES)}, cispo or sapo"
+    elif "loss" in known:
+        loss = values.get("loss", "dpo")
+        trained = loss.get("preset", "dpo") if isinstance(loss, Mapping) else loss
+        if name in LINKS and trained == "dpo":
+            return [Given("loss.link", name, given.source)]
+        if LOSSES.get(name) == trained:
+            return []
+        what = f"psigrad {LOSSES[name]}" if name in LOSSES else f"expected one of {', '.join(LOSSES)}"
+    else:
+        what = _METHOD
+    if what.startswith("psigrad "):
+        what = f"the method is the command: {what}; in Python, the first argument"
+    raise UserError(f"loss_type is {given.value!r}: {what}.")
+
+
+def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "") -> None:
+    """Raises `UserError` where one setting is given under two names with two values."""
+    first: dict[str, tuple[str, Any]] = {}
+    for name, value in given:
+        mine = ours(cls, name)
+        other, before = first.setdefault(mine, (name, value))
+        if other != name and repr(before) != repr(value):
+            raise UserError(
+                f"{where}{other} is {_brief(before)} and {name} is {_brief(value)}, and both are the setting {mine}; "
+                "give one of them."
+            )
+
+
+def _brief(value: Any) -> str:
+    return repr(value) if _hashable(value) or isinstance(value, list | tuple) else f"a {type(value).__name__}"
+
+
+def leaves_of(values: Mapping[str, Any], cls: Any) -> Iterator[tuple[str, Any]]:
+    """(name as it stands, value) of every setting of a file, in sections or not."""
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if is_dataclass(hints.get(name)) and isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif name in hints:
+            yield str(name), value
+        else:
+            yield from _leaves(str(name), value)
 
 
 def _function(others: Mapping[str, Given]) -> list[Given]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config.load import read_file
+from psigrad.config.other_names import REWARDS
 from psigrad.config.trl_fields import DEFAULTS, METHODS, outcome
 from psigrad.errors import UserError, nearest
+from psigrad.importing import with_colon
 
 _SIGNS: dict[type[ast.operator], Any] = {
     ast.Mult: operator.mul,
@@ -80,8 +82,17 @@ def _of_file(path: str, config: str) -> TrlScript:
         found.look_at.append(f"{', '.join(adapter)}: without use_peft TRL puts no adapter on the model.")
     named = {"reward_funcs", "reward_model_name_or_path", "model_name_or_path", "teacher_model_name_or_path"}
     found.trainer = {name: values.pop(name) for name in list(values) if name in named and name != "teacher_model_name_or_path"}
+    if functions := found.trainer.get("reward_funcs"):
+        found.trainer["reward_funcs"] = [_imported(name) for name in (functions if isinstance(functions, list) else [functions])]
     found.values = values
     return found
+
+
+def _imported(name: str) -> str | dict[str, Any]:
+    """A reward of TRL's command line: a function's path with dots, or one of TRL's own by its name."""
+    if name == "get_soft_overlong_punishment":
+        return {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256}
+    return f"trl.rewards:{name}" if name in REWARDS else with_colon(name)
 
 
 def _told_by(values: Mapping[str, Any], path: str) -> str:
@@ -207,12 +218,18 @@ class _Script:
             if isinstance(node, ast.Name) and node.id in self.assigned:
                 node = self.assigned[node.id]
             elif isinstance(node, ast.Subscript) and isinstance(self._value(node.slice), str):
-                inner = self._loaded(node.value)
-                return {**inner, "split": self._value(node.slice)} if isinstance(inner, dict) else Unread(ast.unparse(node))
+                inner, which = self._loaded(node.value), self._value(node.slice)
+                of_it = "part" if isinstance(inner, dict) and "part" in inner else "split"
+                return {**inner, of_it: which} if isinstance(inner, dict) else Unread(ast.unparse(node))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "shuffle":
+                node = node.func.value  # rows are shuffled in every epoch
             else:
                 break
         if isinstance(node, ast.Call) and _name(node) == "from_pretrained" and node.args:
             return self._value(node.args[0])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train_test_split":
+            inner = self._loaded(node.func.value)
+            return {**inner, "part": ""} if isinstance(inner, dict) else Unread(ast.unparse(node))
         if isinstance(node, ast.Call) and _name(node) == "load_dataset" and node.args:
             parts = [self._value(part) for part in node.args[:2]]
             words = {word.arg: self._value(word.value) for word in node.keywords}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +149,9 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         task_type=task,
     )
     try:
-        return peft.get_peft_model(hf, config)
+        with warnings.catch_warnings():  # peft asks transformers by a name that goes away
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+            return peft.get_peft_model(hf, config)
     except ValueError as error:
         raise UserError(f"No LoRA adapter could be put on {list(lora.target_modules)}: {error}") from error
 

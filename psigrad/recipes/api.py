@@ -30,11 +30,11 @@ Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 def train(
     method: str | PolicyGradient | Mapping[str, Any],
     *,
-    model: str | os.PathLike[str] | PreTrainedModel,
-    dataset: Dataset,
+    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    dataset: Dataset | None = None,
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
-    eval_dataset: Dataset = "",
-    reward: Reward | Iterable[Reward] = (),
+    eval_dataset: Dataset | None = None,
+    reward: Reward | Iterable[Reward] | None = None,
     peft_config: peft.LoraConfig | None = None,
     **settings: Any,
 ) -> Result:
@@ -48,14 +48,26 @@ def train(
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
     - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
     - `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name
-      (**{"optim.learning_rate": 1e-5}); the defaults are the command's.
+      (**{"optim.learning_rate": 1e-5}); the defaults are the command's. TRL's names are taken too: `train_dataset`,
+      `processing_class`, `reward_funcs`, `per_device_train_batch_size`.
 
     Raises `UserError` on a mistake.
 
         psigrad.train("grpo", model="Qwen/Qwen3-0.6B", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
     """
     declared = of_spec(method)
-    named = resolve_names(declared.settings, settings)
+    processing = settings.pop("processing_class", None)
+    if tokenizer is not None and processing is not None:
+        raise UserError("tokenizer and processing_class are the same, and both are given; give one of them.")
+    tokenizer = processing if tokenizer is None else tokenizer
+    own = {"model.path": model, "data.dataset": dataset, "data.eval_dataset": eval_dataset, "reward": reward}
+    named = resolve_names(declared.settings, {name: value for name, value in own.items() if value is not None} | settings)
+    model, dataset = named.pop("model.path", None), named.pop("data.dataset", None)
+    if model is None:
+        raise UserError("No model was given; give psigrad.train model=: a folder, a hub name, or a model of transformers.")
+    if dataset is None:
+        raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
+    eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
     given: dict[str, Any] = {"data.dataset": _rows(dataset, splits[0]), "data.eval_dataset": _rows(eval_dataset, splits[1])}
     if declared.settings is not RewardConfig:
@@ -189,4 +201,8 @@ def _rows(dataset: Dataset, split: str = "train") -> Any:
 
 
 def _several(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:
-    return (reward,) if isinstance(reward, str | dict) or callable(reward) else tuple(reward)
+    if isinstance(reward, str | dict) or callable(reward):
+        return (reward,)
+    if not isinstance(reward, Iterable):
+        raise UserError(f"The reward is {reward!r}; expected a name, a function, or a list of them.")
+    return tuple(reward)

@@ -14,6 +14,7 @@ from psigrad.models.language_model import LanguageModel
 from psigrad.recipes import loading, setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
+from psigrad.records.read import prompt_text
 from psigrad.rollout import samplers
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.openai_server import ServedModel
@@ -34,7 +35,7 @@ class Report:
     @property
     def prompts(self) -> list[str]:
         """The prompt of each completion, as text."""
-        return [str(self.rows[t.row].prompt) for t in self.trajectories]
+        return [str(prompt_text(self.rows[t.row].prompt)) for t in self.trajectories]
 
 
 def run(config: EvalConfig) -> Report:

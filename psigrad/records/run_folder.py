@@ -103,6 +103,7 @@ class RunFolder:
         if file.exists():
             before = _settings(file)
             pins.check_format(self.path, before)
+        if file.exists() and self._has_begun():
             changes = pins.check_settings(self.path, before, now, json.loads(to_line(usual)))
         _replace(file, (json.dumps(now, indent=1) + "\n").encode())
         self.checkpoints.mkdir(exist_ok=True)
@@ -115,6 +116,14 @@ class RunFolder:
         self.finished = not longer and (self.path / "model").is_dir() and _last_kind(self.path / "events.jsonl") == "finished"
         if changes:
             self.event("settings_changed", changes={c.name: [c.before, c.now] for c in changes})
+
+    def _has_begun(self) -> bool:
+        """Whether there is a run to go on with. One that was refused before its first step leaves its settings and no figure."""
+        files = [self.path / f"{name}.jsonl" for name in ROWS if name != "events"]
+        if any(self.checkpoints.glob("step-*")) or any(file.exists() and file.stat().st_size for file in files):
+            return True
+        events = self.path / "events.jsonl"
+        return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _append(self, name: str, lines: bytes) -> None:
         stream, rest = self._files[name], memoryview(lines)

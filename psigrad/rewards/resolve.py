@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from psigrad.config.other_names import REWARDS
 from psigrad.errors import UserError, nearest
-from psigrad.importing import imported_callable
+from psigrad.importing import imported_callable, with_colon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +22,9 @@ class RewardSpec:
 def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -> RewardSpec:
     """The reward function that is meant.
 
-    "exact" is a built-in, "module:function" the user's own (the current folder is importable), {"reward": "soft_overlong",
-    "max_completion_length": 256} a built-in with parameters. Raises `UserError` for what does not exist, with the nearest name.
+    "exact" is a built-in, "module:function" the user's own (the current folder is importable; TRL writes "module.function"),
+    {"reward": "soft_overlong", "max_completion_length": 256} a built-in with parameters. Raises `UserError` for what does not
+    exist, with the nearest name.
     """
     if isinstance(reward, RewardSpec):
         return reward
@@ -37,9 +39,12 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
     from psigrad.rewards import builtin
 
     if reward not in builtin.NAMES:
-        known = ", ".join(builtin.NAMES)
+        if (own := with_colon(reward)) != reward:
+            return resolve(own)
+        known, trls = ", ".join(builtin.NAMES), f"; TRL's is trl.rewards:{reward}" if reward in REWARDS else ""
         raise UserError(
-            f"There is no built-in reward {reward!r}; expected one of {known} or module:function{nearest(reward, builtin.NAMES)}"
+            f"There is no built-in reward {reward!r}; expected one of {known} or "
+            f"module:function{trls or nearest(reward, builtin.NAMES)}"
         )
     return RewardSpec(reward, builtin.NAMES[reward])
 

@@ -94,7 +94,7 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     """
     count = len(samples["completions"])
     try:
-        returned = function(**_accepted(function, samples))
+        returned = function(**_accepted(name, function, samples))
         if inspect.isawaitable(returned):
             returned = _finished(returned)
     except Failure as failure:
@@ -121,15 +121,23 @@ def _finished(returned: Any) -> Any:
     return asyncio.run(work)
 
 
-def _accepted(function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
-    """Only the arguments that the function takes, where it does not take all."""
+def _accepted(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
+    """Only the arguments that the function takes, where it does not take all. Raises `Malformed` where one is missing."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return samples
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in samples]:
+        columns = ", ".join(column for column in samples if column not in _ALWAYS) or "only prompts"
+        raise Malformed(f"{name} needs the column {missing[0]!r}, which the dataset does not have (found: {columns})")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return samples
     return {p.name: samples[p.name] for p in parameters if p.name in samples}
+
+
+# What every reward function is given, besides the columns.
+_ALWAYS = ("prompts", "completions", "completion_ids")
 
 
 def _said(name: str, value: Any) -> Said:

@@ -69,6 +69,7 @@ def test_a_spec_stays_what_it_is():
         (builtin.Format(), "Format"),
         (f"{ZOO}:length", "length"),
         ("psigrad.rewards.builtin:exact", "exact"),
+        ("psigrad.rewards.builtin.exact", "exact"),
         ({"reward": "soft_overlong", "soft_punish_cache": 8}, "soft_overlong"),
     ],
 )
@@ -94,6 +95,7 @@ def test_parameters_reach_a_builtin():
         ({"reward": "length", "max_completion_length": 0}, "must be above 0"),
         ({"reward": "soft_overlong", "soft_punish_cache": 0}, "soft_punish_cache is 0"),
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
+        ("accuracy_reward", "no built-in reward 'accuracy_reward'.*TRL's is trl.rewards:accuracy_reward"),
         ("psigrad.rewards.builtin:exat", "has no 'exat'.*did you mean 'exact'"),
         ("psigrad.rewards.builtin:NAMES", "is a dict; expected a function"),
         ("no_such_file.py:f", "cannot be imported: FileNotFoundError"),

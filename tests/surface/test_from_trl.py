@@ -153,6 +153,32 @@ def test_files_that_load_dataset_reads_are_named(files, split, dataset, its, her
     assert dataset is not None or any("give the file" in line for line in made.look_at)
 
 
+def test_a_part_of_a_dataset_is_its_file_and_what_trl_splits_off_is_told(here):
+    Path("mine.py").write_text(
+        "from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n"
+        'data = load_dataset("json", data_files="d.jsonl", split="train").shuffle(seed=1).train_test_split(0.1)\n'
+        'SFTTrainer("m", SFTConfig(eval_strategy="steps"), train_dataset=data["train"], eval_dataset=data["test"]).train()\n'
+    )
+    made = converted("mine.py")
+    assert made.settings["data.dataset"] == "d.jsonl" and "data.eval_dataset" not in made.settings
+    assert any("eval_dataset is a random part" in line for line in made.look_at)
+
+
+@pytest.mark.parametrize(("value", "dataset"), [('"org/data"', "org/data"), ("None", None)])
+def test_a_dataset_may_be_a_name_or_none(value, dataset, here):
+    Path("mine.py").write_text(f'from trl import SFTConfig, SFTTrainer\nSFTTrainer("m", SFTConfig(), train_dataset={value})\n')
+    made = converted("mine.py")
+    assert made.settings.get("data.dataset") == dataset and not made.look_at
+
+
+def test_reward_functions_of_trls_command_line_are_functions(here):
+    rewards = ["mine.good", "accuracy_reward", "get_soft_overlong_punishment"]
+    Path("c.yaml").write_text(yaml.safe_dump({"epsilon": 0.2, "reward_funcs": rewards, "reward_model_name_or_path": "org/m"}))
+    made = converted("c.yaml")
+    overlong = {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256}
+    assert made.settings["reward"] == ["mine:good", "trl.rewards:accuracy_reward", overlong]
+
+
 @pytest.mark.parametrize("more", ["", "report_to='none', "])
 def test_the_yaml_and_the_command_give_the_same_settings(more, here, capsys):
     Path("mine.py").write_text(SCRIPT.replace("GRPOConfig(", f"GRPOConfig({more}", 1))

@@ -187,10 +187,47 @@ def test_a_file_is_answered_all_at_once(tmp_path):
     assert str(refused.value).count("\n") == 1 and "'warmup_ratio'" in str(refused.value) and "'run_name'" in str(refused.value)
 
 
+TWO = "both are the setting optim.learning_rate; give one of them"
+
+
+def test_two_names_of_one_setting_with_two_values_are_refused_and_with_one_taken(tmp_path):
+    with pytest.raises(UserError, match=f"lr is 0.0001 and learning_rate is 1e-05, and {TWO}"):
+        parsed("--lr", "1e-4", "--learning_rate", "1e-5")
+    with pytest.raises(UserError, match=f"run.yaml: lr is 0.0001 and optim.learning_rate is 1e-05, and {TWO}"):
+        from_file("lr: 1e-4\noptim: {learning_rate: 1e-5}", tmp_path)
+    with pytest.raises(UserError, match=TWO):
+        from_file("{}", tmp_path, OnlineConfig, "lr=1e-4", "optim.learning_rate=1e-5")
+    with pytest.raises(UserError, match=TWO):
+        resolve_names(OnlineConfig, {"lr": 1e-4, "learning_rate": 1e-5})
+    assert parsed("--lr", "1e-4", "--learning-rate=1e-4").optim.learning_rate == 1e-4
+    assert parsed("--lr", "1e-4", "--lr", "1e-5").optim.learning_rate == 1e-5
+    assert from_file("lr: 1e-4", tmp_path, OnlineConfig, "learning_rate=1e-5").optim.learning_rate == 1e-5
+
+
+def test_a_wrong_value_is_laid_to_the_file_only_where_it_stands_there(tmp_path):
+    with pytest.raises(UserError, match=r"run\.yaml: optim\.learning_rate is 'fast'"):
+        from_file("learning_rate: fast", tmp_path)
+    with pytest.raises(UserError, match=r"^optim\.learning_rate is 'slow'"):
+        from_file("learning_rate: fast", tmp_path, OnlineConfig, "learning_rate=slow")
+
+
+def test_trls_loss_type_is_an_aggregation_a_link_or_the_command():
+    assert parsed("--loss_type", "dapo").algorithm["aggregate"] == "token_mean"
+    assert "fixed_length" in str(parsed("--loss_type", "dr_grpo").algorithm)
+    assert parsed("--loss_type", "sigmoid", cls=PreferenceConfig, loss="dpo").loss == "dpo"
+    assert parsed("--loss_type", "bco_pair", cls=PreferenceConfig, loss="dpo").loss["link"] == "bco_pair"
+    with pytest.raises(UserError, match="loss_type is 'ipo': the method is the command: psigrad ipo;"):
+        parsed("--loss_type", "ipo", cls=PreferenceConfig, loss="dpo")
+    with pytest.raises(UserError, match="psigrad cispo"):
+        parsed("--loss_type", "cispo")
+    with pytest.raises(UserError, match="expected one of grpo, dapo, bnpo, dr_grpo, cispo or sapo"):
+        parsed("--loss_type", "sigmoid")
+
+
 def test_what_nobody_knows_still_gets_the_nearest_name(tmp_path):
     with pytest.raises(UserError, match="did you mean '--learning-rate'"):
         flags.parse(SFTConfig, "sft", ["--lerning_rate", "1"])
-    with pytest.raises(UserError, match="no setting 'lerning_rate'"):
+    with pytest.raises(UserError, match="no setting 'lerning_rate'; did you mean 'learning_rate'"):
         from_file("lerning_rate: 1", tmp_path)
     with pytest.raises(UserError, match="no setting 'actor_rollout_ref"):
         from_file("actor_rollout_ref: {unheard: 1}", tmp_path)

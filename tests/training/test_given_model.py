@@ -180,6 +180,32 @@ def test_datasets_frames_and_splits(objects, job, tmp_path):
         psigrad.train("sft", dataset=both, split="validation", **short)
 
 
+def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
+    model, tokenizer = objects
+    named = {"train_dataset": rows(job, "train.jsonl"), "processing_class": tokenizer, "reward_funcs": [early_letters]}
+    given = {**ONLINE, "max_steps": 1, "save_steps": 0, "report_to": "none", "output_dir": tmp_path / "run"}
+    assert psigrad.train("grpo", model=model, **named, **given).history[-1]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "a"}, "No dataset was given; give psigrad.train dataset="),
+        ({"dataset": "a"}, "No model was given; give psigrad.train model="),
+        (
+            {"dataset": "a", "train_dataset": [], "model": "m"},
+            r"dataset is 'a' and train_dataset is \[\], and both are",
+        ),
+        ({"model": "m", "dataset": "a", "tokenizer": "t", "processing_class": "t"}, "are the same, and both are given"),
+        ({"model": "m", "dataset": "a", "reward": 3}, "The reward is 3; expected a name, a function, or a list"),
+        ({"model": "m", "dataset": "a", "args": object()}, "There is no setting 'args': .*psigrad from-trl SCRIPT"),
+    ],
+)
+def test_what_is_missing_or_given_twice_is_one_sentence(given, said):
+    with pytest.raises(UserError, match=said):
+        psigrad.train("grpo", **given)
+
+
 def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, tmp_path):
     model, _ = objects
     data = {"dataset": job / "train.jsonl", **SHORT}

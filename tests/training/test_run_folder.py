@@ -81,7 +81,8 @@ def test_a_second_process_is_told_who_holds_the_folder_and_a_dead_holder_lets_go
 
 def test_the_lock_is_let_go_at_the_end_and_after_an_error(tmp_path):
     for _ in range(2):
-        with contextlib.suppress(ZeroDivisionError), RunFolder.open(tmp_path / "run", CONFIG):
+        with contextlib.suppress(ZeroDivisionError), RunFolder.open(tmp_path / "run", CONFIG) as folder:
+            folder.event("started", step=0)
             raise ZeroDivisionError
     with pytest.raises(UserError), RunFolder.open(tmp_path / "run", changed("run.seed", 1)):
         pass
@@ -100,13 +101,23 @@ def test_the_lock_is_let_go_at_the_end_and_after_an_error(tmp_path):
     ],
 )
 def test_another_setting_is_refused_by_name_with_both_values(name, value, said, tmp_path):
-    with RunFolder.open(tmp_path / "run", CONFIG):
-        pass
+    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
+        folder.event("started", step=0)
     with pytest.raises(UserError, match=said), RunFolder.open(tmp_path / "run", changed(name, value)):
         pass
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"format": FORMAT, **CONFIG}, (
         "a refused run changes nothing"
     )
+
+
+def test_a_run_that_was_refused_before_it_began_leaves_a_folder_that_takes_other_settings(tmp_path):
+    path, other = tmp_path / "run", changed("optim.learning_rate", 2e-3)
+    with RunFolder.open(path, CONFIG) as folder:
+        folder.event("failed", reason='UserError: no file; "kind": "started"')
+    with RunFolder.open(path, other) as folder:
+        folder.metrics({"step": 0, "eval/loss": 1.0})
+    with pytest.raises(UserError, match=r"learning_rate was 0\.002 and is 0\.001"), RunFolder.open(path, CONFIG):
+        pass
 
 
 @pytest.mark.parametrize(("name", "value"), [("run.output_dir", "b"), ("reward_timeout", 1.0)])
@@ -131,8 +142,8 @@ def test_a_setting_that_an_older_psigrad_did_not_have_is_as_it_is_by_default(tmp
     usual = {"optim": {"fused": False}, "run": {"seed": 0}}
     for given, refused in ((False, False), (True, True)):
         path = tmp_path / str(given)
-        with RunFolder.open(path, old, usual=usual):
-            pass
+        with RunFolder.open(path, old, usual=usual) as folder:
+            folder.event("started", step=0)
         now = {**old, "optim": {**old["optim"], "fused": given}}
         expected = pytest.raises(UserError, match=r"optim\.fused was False and is True") if refused else contextlib.nullcontext()
         with expected, RunFolder.open(path, now, usual=usual):
