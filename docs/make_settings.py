@@ -19,6 +19,7 @@ from psigrad.config import (
     SampleConfig,
     SFTConfig,
     other_names,
+    trl_values,
 )
 from psigrad.config.methods import declared
 from psigrad.config.shortcuts import SHORTCUTS, leads_to
@@ -100,10 +101,10 @@ def _others() -> str:
         for name, values in other_names.VALUES.items()
         for value, new in values.items()
     ]
-    meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in other_names.AGGREGATES.items()]
+    meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in trl_values.AGGREGATES.items()]
     meant += [
-        f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in other_names.LINKS else f'`psigrad {method}`'} |"
-        for loss, method in other_names.LOSSES.items()
+        f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in trl_values.LINKS else f'`psigrad {method}`'} |"
+        for loss, method in trl_values.LOSSES.items()
     ]
     places = {
         name: sorted(

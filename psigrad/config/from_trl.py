@@ -11,10 +11,11 @@ import yaml
 from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.config.nested import Given, put
-from psigrad.config.other_names import AGGREGATES, BATCH, INSTEAD, LINKS, LOSSES, VALUES, translated
+from psigrad.config.other_names import BATCH, INSTEAD, VALUES, translated
 from psigrad.config.other_names import ours as our_name
 from psigrad.config.trl_fields import COMPUTED, METHODS, NO_EQUAL, outcome
 from psigrad.config.trl_script import TrlScript, Unread, complete
+from psigrad.config.trl_values import AGGREGATES, LINKS, LOSSES
 
 
 @dataclass

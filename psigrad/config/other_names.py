@@ -7,6 +7,7 @@ answered with what to write.
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any, get_type_hints
 
 from psigrad.config.nested import Given
 from psigrad.config.shortcuts import SHORTCUTS, placed, shortcuts_of
+from psigrad.config.trl_values import METHOD, loss_type
 from psigrad.errors import UserError
 
 # The same setting under another name.
@@ -142,23 +144,13 @@ BATCH = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
     *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
 )
-# Rewards that TRL's command line takes by name; they are functions of trl.rewards.
-REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-# TRL's loss_type: of GRPO an aggregation, of DPO a method of ours.
-AGGREGATES = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
-LOSSES = {
-    "sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust_dpo", "apo_zero": "apo_zero", "apo_down": "apo_down",
-    "sigmoid_norm": "ln_dpo", "bco_pair": "dpo", "nca_pair": "dpo", "sppo_hard": "dpo", "simpo": "simpo",
-}  # fmt: skip
-LINKS = ("bco_pair", "nca_pair", "sppo_hard")  # DPO with another link
 # A file and a function, which are one name here.
 _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 
 # Another setting, or one that counts otherwise: what to write.
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
-_METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
 INSTEAD = {
-    "algorithm.adv_estimator": _METHOD,
+    "algorithm.adv_estimator": METHOD,
     "train_batch_size": "prompts of a step are prompts_per_step, rows of one are batch_size",
     **dict.fromkeys(
         (
@@ -193,9 +185,7 @@ INSTEAD = {
     "n_epochs": "passes over a batch are num_iterations",
     "sync_ref_model": "the reference follows the policy with ref_model_sync_steps=512",
     "repetition_penalty": "completions are drawn from the policy as it is; temperature, top_p, top_k and min_p shape it",
-    "deepspeed": "models are sharded by strategy=fsdp",
-    "fsdp": "models are sharded by strategy=fsdp",
-    "fsdp_config": "models are sharded by strategy=fsdp",
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), "models are sharded by strategy=fsdp"),
     "shuffle_dataset": "rows are shuffled in every epoch",
     "use_liger_kernel": "the log-probs are computed in chunks by kernels of psigrad's own",
     "packing": "sequences are always packed and never attend to each other; a batch counts rows (batch_size)",
@@ -272,7 +262,7 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
         elif one.name in BATCH or one.name in _FUNCTION:
             others[one.name] = one
         elif one.name == "loss_type":
-            found += _loss_type(one, known, values)
+            found += loss_type(one, known, values)
         elif one.name in INSTEAD:
             wrong.append(one.name)
         elif one.name not in NEEDLESS:
@@ -293,29 +283,6 @@ def _answers(names: Sequence[str]) -> str:
     return "\n".join(said)
 
 
-def _loss_type(given: Given, known: set[str], values: Mapping[str, Any]) -> list[Given]:
-    """TRL's loss_type, where the method that trains has it; `UserError` naming the command of another method."""
-    several = given.value if isinstance(given.value, list | tuple) else [given.value]
-    name = str(several[0]) if len(several) == 1 else ""
-    if "prompts_per_step" in known:
-        if name in AGGREGATES:
-            return [Given("aggregate", AGGREGATES[name], given.source)]
-        what = f"psigrad {name}" if name in ("cispo", "sapo") else f"expected one of {', '.join(AGGREGATES)}, cispo or sapo"
-    elif "loss" in known:
-        loss = values.get("loss", "dpo")
-        trained = loss.get("preset", "dpo") if isinstance(loss, Mapping) else loss
-        if name in LINKS and trained == "dpo":
-            return [Given("loss.link", name, given.source)]
-        if LOSSES.get(name) == trained:
-            return []
-        what = f"psigrad {LOSSES[name]}" if name in LOSSES else f"expected one of {', '.join(LOSSES)}"
-    else:
-        what = _METHOD
-    if what.startswith("psigrad "):
-        what = f"the method is the command: {what}; in Python, the first argument"
-    raise UserError(f"loss_type is {given.value!r}: {what}.")
-
-
 def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "") -> None:
     """Raises `UserError` where one setting is given under two names with two values."""
     first: dict[str, tuple[str, Any]] = {}
@@ -324,13 +291,9 @@ def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "
         other, before = first.setdefault(mine, (name, value))
         if other != name and repr(before) != repr(value):
             raise UserError(
-                f"{where}{other} is {_brief(before)} and {name} is {_brief(value)}, and both are the setting {mine}; "
+                f"{where}{other} is {reprlib.repr(before)} and {name} is {reprlib.repr(value)}, and both are the setting {mine}; "
                 "give one of them."
             )
-
-
-def _brief(value: Any) -> str:
-    return repr(value) if _hashable(value) or isinstance(value, list | tuple) else f"a {type(value).__name__}"
 
 
 def leaves_of(values: Mapping[str, Any], cls: Any) -> Iterator[tuple[str, Any]]:

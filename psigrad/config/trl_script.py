@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config.load import read_file
-from psigrad.config.other_names import REWARDS
 from psigrad.config.trl_fields import DEFAULTS, METHODS, outcome
+from psigrad.config.trl_values import REWARDS
 from psigrad.errors import UserError, nearest
 from psigrad.importing import with_colon
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from psigrad.config.other_names import REWARDS
+from psigrad.config.trl_values import REWARDS
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable, with_colon
 
