@@ -52,12 +52,16 @@ def _module(name: str, path: str, kind: str) -> ModuleType:
     try:
         if name.endswith(".py"):
             file = Path(name).resolve()
+            if not file.exists():
+                raise UserError(f"The {kind} {path!r}: there is no file {str(file)!r}; give the path of one, or module:name.")
             if str(file.parent) not in sys.path:
                 sys.path.append(str(file.parent))  # its neighbours, as for a script; last, so that it hides nothing
             return load_file(FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12], str(file))
         if "" not in sys.path and "." not in sys.path:
             sys.path.insert(0, "")
         return importlib.import_module(name)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         raise UserError(f"The {kind} {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
 

@@ -16,10 +16,12 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 def divided(cls: type[Any], arguments: Sequence[str], switches: Mapping[str, bool]) -> tuple[list[str], dict[str, Any]]:
     """(arguments with flags as we write them, settings of others that are no flags of ours).
 
-    `switches` has our flags, and which of them take no value. Raises `UserError` for a name that means something else here.
+    `switches` has our flags, and which of them take no value. Raises `UserError` for names that mean something else
+    here, all of them at once.
     """
     ours: list[str] = []
     others: dict[str, Any] = {}
+    wrong: list[str] = []
     other_names.refuse_two_values(cls, _spelt(arguments))
     for text, values in _flags(arguments):
         typed, sign, value = text.partition("=")
@@ -38,9 +40,11 @@ def divided(cls: type[Any], arguments: Sequence[str], switches: Mapping[str, boo
         elif other_names.is_known(name):
             others[name] = _value(value if sign else None, values)
             if other_names.answer(name) and others[name] not in other_names.VALUES.get(name, {}):
-                raise UserError(f"There is no flag {typed}: {other_names.answer(name)}.")
+                wrong.append(f"There is no flag {typed}: {other_names.answer(name)}.")
         else:
             ours += [f"{flag}{sign}{value}", *values]
+    if wrong:
+        raise UserError("\n".join(wrong))
     return ours, others
 
 

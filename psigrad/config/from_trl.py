@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from psigrad.config.load import load, to_dict
+from psigrad.config.load import flat_names, load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.config.nested import Given, put
 from psigrad.config.other_names import BATCH, INSTEAD, VALUES, translated
@@ -16,6 +17,7 @@ from psigrad.config.other_names import ours as our_name
 from psigrad.config.trl_fields import COMPUTED, METHODS, NO_EQUAL, outcome
 from psigrad.config.trl_script import TrlScript, Unread, complete
 from psigrad.config.trl_values import AGGREGATES, LINKS, LOSSES
+from psigrad.errors import UserError
 
 
 @dataclass
@@ -77,7 +79,19 @@ def _renamed(cls: type[Any], rest: Mapping[str, Any], made: Conversion) -> dict[
     given = [Given(our_name(cls, name), value, "conversion") for name, value in flat.items()]
     given = [one for one in given if one.name not in made.settings]
     sure = translated(cls, {}, [*known, *given])
-    return {one.name: one.value for one in sure}
+    return {one.name: one.value for one in sure if _can_be(cls, one, made)}
+
+
+def _can_be(cls: type[Any], one: Given, made: Conversion) -> bool:
+    """Whether a setting takes the value; if not, the reason is among what has no equal."""
+    if one.name not in dict(flat_names(cls)).values():
+        return True
+    try:
+        load(cls, flags={one.name: one.value})
+    except UserError as error:
+        made.no_equal.append(str(error))
+        return False
+    return True
 
 
 def _common(values: Mapping[str, Any], found: TrlScript, made: Conversion) -> None:
@@ -87,7 +101,9 @@ def _common(values: Mapping[str, Any], found: TrlScript, made: Conversion) -> No
         if isinstance(values.get(name), int):
             s["run.save_total_limit"] = values[name]
     warmup = values.get("warmup_steps") or values.get("warmup_ratio")
-    if isinstance(warmup, float) and 0 < warmup < 1:
+    if isinstance(warmup, float) and 0 < warmup < 1 and (values.get("max_steps") or 0) > 0:
+        s["optim.warmup_steps"] = math.ceil(warmup * values["max_steps"])
+    elif isinstance(warmup, float) and 0 < warmup < 1:
         made.differs.append(f"Warm-up is {warmup:g} of all steps in TRL; give it in steps: warmup_steps.")
         s["optim.warmup_steps"] = 0
     if isinstance(values.get("ddp_timeout"), int | float):

@@ -279,8 +279,9 @@ def _template(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
         return tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     except ValueError:
         raise UserError(
-            f"{row.source} is a conversation and the tokenizer has no chat template; set tokenizer.chat_template "
-            "(psigrad.data.templates.CHATML is a simple one), or give prompts and completions as plain strings."
+            f"{row.source} is a conversation and the tokenizer has no chat template; set tokenizer.chat_template or "
+            "put a template into the model's folder as chat_template.jinja (psigrad.data.templates.CHATML is a simple one), or "
+            "give prompts and completions as plain strings."
         ) from None
 
 

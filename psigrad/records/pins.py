@@ -106,7 +106,8 @@ def check_settings(
         if refused == longer:
             advice = "the learning rate's schedule depends on it: give --extend to go on to the new end, or set it back"
         else:
-            advice += f"; --allow {refused[0].name} goes on with the change"
+            every = " ".join(change.name for change in refused)
+            advice += f"; --allow {every} goes on with the change{'s' if len(refused) > 1 else ''}"
         raise UserError(f"{folder} is a run with other settings ({'; '.join(map(str, refused[:5]))}{more}); {advice}.")
     return changes
 

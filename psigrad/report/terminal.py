@@ -37,7 +37,9 @@ def finished(result: Any) -> None:
         names = [name for name in result.after if name.startswith("eval/")]
         _print(["", *steps], [[n.removeprefix("eval/"), shown(result.before.get(n)), shown(result.after[n])] for n in names])
     console = Console()
-    console.print("", Text(printable(verdict(run), 10_000, console.encoding), style="bold"), sep="\n")
+    console.print(
+        "", Text(printable(verdict(run), 10_000, console.encoding), style="bold"), sep="\n", soft_wrap=not console.is_terminal
+    )
     print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
 
 

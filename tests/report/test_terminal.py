@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from psigrad.records.read import load
 from psigrad.report import terminal
+from psigrad.report.verdict import verdict
 
 FIGURES = [{"name": "accuracy [b]", "value": 0.8, "low": 0.75, "high": 0.85}, {"name": "\ud800", "value": None, "unit": "s"}]
 
@@ -63,3 +65,10 @@ def test_the_end_of_a_run_is_told_with_and_without_a_summary(run, capsys):
     terminal.finished(result)
     shown = capsys.readouterr().out
     assert "0.75 to 0.85" in shown and "step 30" in shown
+
+
+def test_the_verdict_is_one_line_where_no_terminal_breaks_it(run, capsys):
+    folder = run("two")
+    terminal.finished(SimpleNamespace(folder=folder, before={}, after={}, model="m", report=""))
+    said = str(verdict(load(folder)))
+    assert len(said) > 80 and said in capsys.readouterr().out.splitlines()

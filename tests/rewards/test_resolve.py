@@ -98,7 +98,7 @@ def test_parameters_reach_a_builtin():
         ("accuracy_reward", "no built-in reward 'accuracy_reward'.*TRL's is trl.rewards:accuracy_reward"),
         ("psigrad.rewards.builtin:exat", "has no 'exat'.*did you mean 'exact'"),
         ("psigrad.rewards.builtin:NAMES", "is a dict; expected a function"),
-        ("no_such_file.py:f", "cannot be imported: FileNotFoundError"),
+        ("no_such_file.py:f", r"there is no file '.*/no_such_file\.py'; give the path"),
     ],
 )
 def test_mistakes_are_one_sentence(given, said):

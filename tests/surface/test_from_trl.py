@@ -255,6 +255,19 @@ def test_yaml_of_trls_command_line(here):
     assert "Warm-up is 0.1 of all steps" in told and "packing" in told and "neftune_noise_alpha=5" in told
 
 
+def test_a_value_that_a_setting_does_not_take_stands_among_what_has_no_equal(here):
+    Path("c.yaml").write_text(yaml.safe_dump({"packing": True, "lr_scheduler_type": "polynomial", "learning_rate": 0.5}))
+    made = converted("c.yaml")
+    assert "optim.lr_scheduler_type" not in made.settings and made.settings["optim.learning_rate"] == 0.5
+    assert any("optim.lr_scheduler_type is 'polynomial'" in line for line in made.no_equal)
+
+
+def test_a_share_of_warm_up_is_counted_where_the_steps_are_known(here):
+    Path("c.yaml").write_text(yaml.safe_dump({"packing": True, "warmup_ratio": 0.1, "max_steps": 25}))
+    made = converted("c.yaml")
+    assert made.settings["optim.warmup_steps"] == 3 and not any("Warm-up" in line for line in made.differs)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [

@@ -181,6 +181,12 @@ def test_another_name_is_answered_with_what_to_write(name, capsys):
         load(OnlineConfig, flags=resolve_names(OnlineConfig, {name: "unheard"}))
 
 
+def test_flags_are_answered_all_at_once(capsys):
+    assert cli.main(["sft", "--packing", "--model", "m", "--warmup_ratio", "0.1"]) == 2
+    said = capsys.readouterr().err
+    assert "no flag --packing: " in said and "no flag --warmup_ratio: " in said
+
+
 def test_a_file_is_answered_all_at_once(tmp_path):
     with pytest.raises(UserError) as refused:
         from_file("warmup_ratio: 0.1\nrun_name: x\nlearning_rate: 1e-3\nwarmup_steps: 3\n", tmp_path)

@@ -110,6 +110,17 @@ def test_another_setting_is_refused_by_name_with_both_values(name, value, said, 
     )
 
 
+def test_the_advice_names_every_setting_that_differs(tmp_path):
+    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
+        folder.event("started", step=0)
+    other = {**changed("optim.learning_rate", 2e-3), "recipe": "sft"}
+    with (
+        pytest.raises(UserError, match=r"--allow optim\.learning_rate recipe goes on with the changes"),
+        RunFolder.open(tmp_path / "run", other),
+    ):
+        pass
+
+
 def test_a_run_that_was_refused_before_it_began_leaves_a_folder_that_takes_other_settings(tmp_path):
     path, other = tmp_path / "run", changed("optim.learning_rate", 2e-3)
     with RunFolder.open(path, CONFIG) as folder:
