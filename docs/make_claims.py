@@ -367,7 +367,7 @@ LITERATURE = (
         "goal of psigrad: 5 %",
         "false_alarms",
         {"at most 5% of honest runs raise an alarm": ""},
-        "share of 240 honest runs with a warning, on seeds that no rule was set on; holds up to 0.05",
+        "share of 240 honest runs with a warning, on seeds that no rule was set on, in batches half as large; holds up to 0.05",
     ),
     Claim(
         "Checked rewards teach a pretrained model, and break nothing else",
