@@ -50,6 +50,7 @@ else
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 endif
 	@touch $(INSTALLED)
+	@echo "Installed in $(VENV). Next: . $(VENV)/bin/activate, then psigrad --help"
 
 demo: $(INSTALLED)
 	$(RUN) -m psigrad demo

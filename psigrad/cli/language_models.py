@@ -209,6 +209,8 @@ def evaluate(arguments: list[str]) -> int:
     done = evaluate.run(config)
     terminal.figures(done.figures)
     terminal.samples(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
+    if done.unscored:
+        print(f"psigrad: {done.unscored}", file=sys.stderr)
     return 0
 
 

@@ -122,6 +122,8 @@ def _common(values: Mapping[str, Any], found: TrlScript, made: Conversion) -> No
         made.differs.append(
             "bf16=True computes in bfloat16 from float32 weights; dtype=bfloat16 keeps float32 masters beside them."
         )
+    elif values.get("bf16") is None and not values.get("fp16") and found.config != "PPOConfig":
+        made.differs.append("Without bf16=False TRL computes in bfloat16, psigrad in float32; dtype=bfloat16 comes near it.")
     options.pop("attn_implementation", None)
     if "revision" in options:
         s["model.revision"] = options.pop("revision")

@@ -125,7 +125,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise UserError(f"The settings file {str(path)!r} is not YAML: {' '.join(str(error).split())}.") from error
+        said = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
+        hint = " Indent with spaces, not with tabs." if "'\\t'" in said else ""
+        raise UserError(f"The settings file {str(path)!r} is not YAML: {said}.{hint}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -165,7 +167,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
         where = f"{source}: " if source and place not in beside else ""
-        raise UserError(f"{where}{place} is {first['input']!r}; {_expected(first['msg'])}.") from error
+        raise UserError(f"{where}{place} is {_brief(first['input'])}; {_expected(first['msg'])}.") from error
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):
@@ -206,6 +208,11 @@ def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             made[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return made
+
+
+def _brief(value: Any) -> str:
+    """A value as a message shows it: a model's own text fills a screen."""
+    return text if len(text := repr(value)) <= 200 else f"a {type(value).__name__}"
 
 
 def _expected(message: str) -> str:

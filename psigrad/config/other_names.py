@@ -96,11 +96,10 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "eval_strategy": {"steps": {}, "no": {"evaluation.eval_steps": 0}},
     "save_strategy": {"steps": {}, "no": {"run.save_steps": 0}},
     "optim": {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}},
-    "shuffle_dataset": {True: {}},
+    **{name: {True: {}} for name in ("shuffle_dataset", "assistant_only_loss", "resume_from_checkpoint")},
     "use_liger_kernel": {False: {}},
     "packing": {False: {}},
     "actor_rollout_ref.model.use_remove_padding": {True: {}},
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": {1: {}},
     "trainer.nnodes": {1: {}},
     "algorithm.use_kl_in_reward": {False: {}},
     "actor_rollout_ref.actor.use_kl_loss": {True: {}, False: {"algorithm.kl": None}},
@@ -168,16 +167,17 @@ INSTEAD = {
         "there are no quantised weights; lora_rank=16 with dtype=bfloat16 takes the least memory",
     ),
     "dataset_config": "a configuration stands behind the dataset's name: dataset=openai/gsm8k:main",
-    "dataset_prompt_column": "a dataset has TRL's columns, such as prompt; rename the column in the file",
-    "data.prompt_key": "a dataset has TRL's columns, such as prompt; rename the column in the file",
+    **dict.fromkeys(
+        ("dataset_prompt_column", "data.prompt_key", "formatting_func"),
+        "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows",
+    ),
     "run_name": "a run is named by its folder: output_dir=runs/NAME",
     **dict.fromkeys(("trainer.experiment_name", "trainer.project_name"), "a run is named by its folder: output_dir=runs/NAME"),
     **dict.fromkeys(("trainer.logger", "tensorboard_log"), "trackers are report_to=wandb, tensorboard or trackio"),
     "logging_dir": "everything is in the run's folder: output_dir",
     "eval_strategy": "evaluation is asked for by eval_steps",
     "save_strategy": "checkpoints are asked for by save_steps and save_minutes",
-    "optim": "the optimiser is AdamW",
-    "optim_args": "the optimiser is AdamW",
+    **dict.fromkeys(("optim", "optim_args"), "the optimiser is AdamW"),
     "warmup_ratio": "warm-up is counted in steps: warmup_steps",
     "args": "settings are given one by one; psigrad from-trl SCRIPT writes those of a configuration of TRL",
     "overwrite_output_dir": "a run goes on from its newest checkpoint; for a fresh one give another output_dir",
@@ -188,11 +188,11 @@ INSTEAD = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), "models are sharded by strategy=fsdp"),
     "shuffle_dataset": "rows are shuffled in every epoch",
     "use_liger_kernel": "the log-probs are computed in chunks by kernels of psigrad's own",
+    "assistant_only_loss": "messages teach the assistant's turns alone; rows of text teach all of it",
     "packing": "sequences are always packed and never attend to each other; a batch counts rows (batch_size)",
     "trainer.nnodes": "on several machines torchrun or SLURM starts the processes",
     "algorithm.use_kl_in_reward": "where the KL term acts is algorithm.kl.where=reward",
     "actor_rollout_ref.rollout.name": "the sampler is sampler=embedded, transformers or vllm",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "vLLM runs on one device",
 }
 
 
@@ -279,8 +279,7 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
 
 
 def _answers(names: Sequence[str]) -> str:
-    said = [f"There is no setting {name!r}: {INSTEAD[name]}." for name in dict.fromkeys(names)]
-    return "\n".join(said)
+    return "\n".join(f"There is no setting {name!r}: {INSTEAD[name]}." for name in dict.fromkeys(names))
 
 
 def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "") -> None:

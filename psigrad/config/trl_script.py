@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config.load import read_file
+from psigrad.config.other_names import is_known
 from psigrad.config.trl_fields import DEFAULTS, METHODS, outcome
 from psigrad.config.trl_values import REWARDS
 from psigrad.errors import UserError, nearest
@@ -63,6 +64,13 @@ def read(path: str, trainer: str = "") -> TrlScript:
 
 def _of_file(path: str, config: str) -> TrlScript:
     values = read_file(path)
+    if "compute_environment" in values or "distributed_type" in values:
+        processes = values.get("num_processes") or 1
+        shards = " --strategy fsdp" if str(values.get("distributed_type")) in ("FSDP", "DEEPSPEED") else ""
+        raise UserError(
+            f"{path} is a configuration of accelerate; give the script or the YAML file of TRL. psigrad starts its processes "
+            f"itself: --processes {processes}{shards}."
+        )
     config = config or _told_by(values, path)
     found = TrlScript(config)
     if "datasets" in values:
@@ -242,9 +250,17 @@ def _name(call: ast.Call) -> str:
 
 
 def complete(found: TrlScript) -> dict[str, Any]:
-    """The values with TRL's defaults beneath them. Raises `UserError` for a field that TRL does not have."""
+    """The values with TRL's defaults beneath them.
+
+    A field that TRL 1.16 lacks is another version's: it goes on where psigrad knows its name, else to `look_at`. Raises
+    `UserError` where it is near a field that there is, and so a slip.
+    """
     classes = (found.config, "ModelConfig", "ScriptArguments")
+    values = dict(found.values)
     for name in found.values:
-        if all(outcome(config, name) is None for config in classes):
-            raise UserError(f"{found.config} has no field {name!r}{nearest(name, DEFAULTS[found.config]) or '.'}")
-    return {**DEFAULTS[found.config], **found.values}
+        if any(outcome(config, name) for config in classes) or is_known(name):
+            continue
+        if hint := nearest(name, DEFAULTS[found.config]):
+            raise UserError(f"{found.config} has no field {name!r}{hint}")
+        found.look_at.append(f"{name}={values.pop(name)!r}: {found.config} of TRL 1.16 has no such field.")
+    return {**DEFAULTS[found.config], **values}

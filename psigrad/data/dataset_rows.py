@@ -8,6 +8,7 @@ Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import numbers
@@ -122,6 +123,16 @@ def validate(raw: object, form: Form, source: str) -> Row:
     if raw.get("messages") is None and raw.get("text") is not None:
         return Row(source, completion=check.text(raw["text"], "text", "a string"), columns=columns)
     return Row(source, messages=check.messages(raw), columns=columns)
+
+
+def fitting(raw: object) -> str:
+    """The form that a row as read fits, one with more columns before one with fewer; empty where it fits none."""
+    forms: tuple[Form, ...] = ("preference", "unpaired-preference", "stepwise", "prompt-completion", "messages", "prompt-only")
+    for form in forms:
+        with contextlib.suppress(RowError):
+            validate(raw, form, "row")
+            return form
+    return ""
 
 
 def _resolve(raw: Mapping[str, Any], form: Form) -> str:

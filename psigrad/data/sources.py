@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from psigrad.data import csv_rows, tasks
-from psigrad.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, show, validate
+from psigrad.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, fitting, show, validate
+from psigrad.data.network import stay_here_without_a_network
 from psigrad.errors import UserError, nearest
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -87,7 +88,7 @@ def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> LoadedR
         raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(FORMS)}{nearest(form, FORMS)}")
     if bad_rows not in ("stop", "skip"):
         raise UserError(f"bad_rows is {bad_rows!r}; it must be 'stop' or 'skip'.")
-    rows, bad = [], []
+    rows, bad, fits = [], [], ""
     for record in records:
         if isinstance(record, BadRow):
             bad.append(record)
@@ -96,19 +97,23 @@ def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> LoadedR
             rows.append(validate(record.value, form, record.source))
         except RowError as error:
             bad.append(error.bad)
+            fits = fits if len(bad) > 1 else fitting(record.value)
     if bad and (bad_rows == "stop" or not rows):
-        raise UserError(_summary(name, form, len(rows) + len(bad), bad))
+        raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits))
     if not rows:
         raise UserError(f"{name} has no rows; at least one {form} row was expected.")
     return LoadedRows(rows, bad)
 
 
-def _summary(name: str, form: Form, total: int, bad: list[BadRow]) -> str:
-    shown = "; ".join(str(row) for row in bad[:_SHOWN])
-    more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+def _summary(name: str, form: Form, total: int, bad: list[BadRow], fitting: str) -> str:
+    if len(bad) == total and len({(row.column, row.reason) for row in bad}) == 1:
+        shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
+    else:
+        shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
     cure = "mend them, or set bad_rows=skip to leave them out"
-    cure = cure if len(bad) < total else f"none is left for the form {form}; mend them"
-    return f"{name} has {len(bad)} malformed of {total} rows ({shown}{more}); {cure}."
+    if len(bad) == total:
+        cure = f"none is left for the form {form}; " + (f"they fit the form {fitting} (docs/data.md)" if fitting else "mend them")
+    return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}."
 
 
 def _records(dataset: str, split: str, streaming: bool = False) -> _Records:
@@ -127,6 +132,12 @@ def _records(dataset: str, split: str, streaming: bool = False) -> _Records:
         return _file(path, path.name)
     if path.suffix in _READERS or dataset.startswith((".", "/", "~")) or "\\" in dataset:
         raise UserError(f"There is no file or folder {show(dataset)}{_neighbour(path)}; give an existing path or a hub name.")
+    file, _, behind = dataset.partition(":")
+    if Path(file).suffix in _READERS:
+        raise UserError(
+            f"The dataset {show(dataset)} has {show(behind)} behind a file's name. A weight stands there, a number, and only "
+            "beside other datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
+        )
     return _hub(dataset, split, streaming)
 
 
@@ -190,6 +201,7 @@ def _hub(dataset: str, split: str, streaming: bool) -> _Records:
     import datasets
 
     name, _, config = dataset.partition(":")
+    stay_here_without_a_network()
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
         yield from (_Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(rows, 1))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -131,7 +132,8 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         held: Any = config
         held.lora_dropout = lora.dropout
         try:
-            return peft.PeftModel.from_pretrained(hf, saved, is_trainable=True, config=config)
+            with _quiet():
+                return peft.PeftModel.from_pretrained(hf, saved, is_trainable=True, config=config)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             raise UserError(f"The adapter {str(saved)!r} does not fit its base: {reason_of(error)}.") from error
     if hf.name_or_path and Path(hf.name_or_path).is_dir():  # the adapter names its base, and is read from other folders too
@@ -149,11 +151,22 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         task_type=task,
     )
     try:
-        with warnings.catch_warnings():  # peft asks transformers by a name that goes away
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        with _quiet():
             return peft.get_peft_model(hf, config)
     except ValueError as error:
-        raise UserError(f"No LoRA adapter could be put on {list(lora.target_modules)}: {error}") from error
+        layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
+        raise UserError(
+            f"No LoRA adapter could be put on {list(lora.target_modules)}: {reason_of(error)} The linear layers of this model "
+            f"are {', '.join(layers)}; all-linear takes them all."
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warning that peft asks it by a name that goes away, which no user can do anything about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        yield
 
 
 def merged(network: PreTrainedModel | WeightsOnly, adapter: nn.Module | None) -> Any:

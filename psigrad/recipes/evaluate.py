@@ -15,6 +15,7 @@ from psigrad.recipes import loading, setup
 from psigrad.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.recipes.scorers import Judge, evaluator_for, judge_for
 from psigrad.records.read import prompt_text
+from psigrad.rewards.pool import why_unscored
 from psigrad.rollout import samplers
 from psigrad.rollout.episodes import Episodes
 from psigrad.rollout.openai_server import ServedModel
@@ -33,6 +34,12 @@ class Report:
     rows: list[Row]
 
     @property
+    def unscored(self) -> str:
+        """How many completions have no reward, and why most of these have none; empty where each has one."""
+        reasons = [t.reason or "no reason was given" if t.reward is None else None for t in self.trajectories]
+        return why_unscored(reasons) if any(reasons) else ""
+
+    @property
     def prompts(self) -> list[str]:
         """The prompt of each completion, as text."""
         return [str(prompt_text(self.rows[t.row].prompt)) for t in self.trajectories]
@@ -41,7 +48,7 @@ class Report:
 def run(config: EvalConfig) -> Report:
     """Sample `num_generations_eval` completions of each prompt and score them; with `best_of` n, the best of n by the reward.
 
-    Raises `UserError` on mistakes of the user.
+    Raises `UserError` on mistakes of the user, among them rewards that score no completion at all.
     """
     rewards = bool(config.reward or config.reward_model or config.environment)
     if not (config.evaluation.metric or rewards):
@@ -52,7 +59,10 @@ def run(config: EvalConfig) -> Report:
         )
     if config.best_of > 1 and not rewards:
         raise UserError("best_of chooses by a reward and only a metric was given; name a reward with --reward or --reward-model.")
-    return sampled(config, True)
+    found = sampled(config, True)
+    if found.trajectories and all(t.reward is None for t in found.trajectories):
+        raise UserError(f"{found.unscored} Fix the reward function or the dataset.")
+    return found
 
 
 def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:

@@ -67,6 +67,8 @@ class RunFolder:
         that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
         """
         path = Path(path)
+        if path.is_file():
+            raise RunFolderError(f"{path} is a file; choose a new or an empty folder as output_dir.")
         with _errors_of(path):
             path.mkdir(parents=True, exist_ok=True)
             started = (".lock", ".config.json.tmp")  # all that a run killed at once leaves

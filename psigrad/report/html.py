@@ -179,10 +179,10 @@ def _warnings(run: RunData) -> Table | None:
     rows = []
     for rule, found in raised.items():
         newest = found[0]
-        times = Cell(f"{len(found):,} times" if len(found) > 1 else "once", "soft")
+        times = Cell(f"{len(found):,} times" if len(found) > 1 else "once")
         ended = Cell("still", "n") if newest.ended is None else _number(newest.ended)
-        rows.append([Cell(RULES[rule].title), times, _number(newest.step), ended, Cell(RULES[rule].says, "soft")])
-    return Table(("", "", "last from step", "to step", ""), rows) if rows else None
+        rows.append([Cell(RULES[rule].title), Cell(RULES[rule].says, "soft"), times, _number(newest.step), ended])
+    return Table(("", "", "", "last from step", "to step"), rows) if rows else None
 
 
 def _headline(run: RunData) -> Table | None:

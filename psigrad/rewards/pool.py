@@ -289,15 +289,20 @@ def checked_weights(specs: Sequence[RewardSpec], weights: Sequence[float]) -> tu
 
 def check_unscored(reasons: Sequence[str | None], limit: float) -> None:
     """Stop a run whose rewards do not work. `reasons` has one entry per completion: why it is unscored, or None."""
-    unscored = [(i, reason) for i, reason in enumerate(reasons) if reason is not None]
-    if not unscored or len(unscored) / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
+    unscored = sum(reason is not None for reason in reasons)
+    if not unscored or unscored / len(reasons) <= limit:  # limit * len would put 29 of 100 above 0.29
         return
+    raise RewardError(f"{why_unscored(reasons, f', above max_unscored {limit:g}')} Fix the reward function or raise the limit.")
+
+
+def why_unscored(reasons: Sequence[str | None], above: str = "") -> str:
+    """How many of the completions are unscored, and the reason that most of these have; `reasons` as in `check_unscored`."""
     counts: dict[str, list[int]] = {}
-    for i, reason in unscored:
-        counts.setdefault(reason, []).append(i)
+    for i, reason in enumerate(reasons):
+        if reason is not None:
+            counts.setdefault(reason, []).append(i)
     reason, samples = max(counts.items(), key=lambda item: len(item[1]))
     shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
-    raise RewardError(
-        f"{len(unscored)} of {len(reasons)} completions stayed unscored, above max_unscored {limit:g}; most often "
-        f"({len(samples)}, samples {shown}): {reason}. Fix the reward function or raise the limit."
-    )
+    unscored = sum(map(len, counts.values()))
+    most = f"most often ({len(samples)}, samples {shown}): {reason}."
+    return f"{unscored} of {len(reasons)} completions stayed unscored{above}; {most}"

@@ -9,7 +9,9 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
+from psigrad.data import network
 from psigrad.data.dataset_rows import Row, RowError, validate
 from psigrad.data.sources import LoadedRows, from_rows, holdout, load
 from psigrad.errors import UserError
@@ -192,6 +194,37 @@ def test_a_mistyped_path_gets_the_nearest_name_of_its_folder(name: str, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"no file or folder .* did you mean 'prompts.jsonl'"):
         load(name.format(folder=tmp_path), form="prompt-only")
+
+
+def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path: Path) -> None:
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 7
+    with pytest.raises(UserError) as caught:
+        load(str(jsonl(tmp_path / "pairs.jsonl", pairs)), form="sft")
+    said = str(caught.value)
+    assert said.count("column 'completion' is missing") == 1 and "7 malformed of 7 rows" in said
+    assert "they fit the form preference" in said
+    with pytest.raises(UserError, match="none is left for the form preference; mend them"):
+        load(str(jsonl(tmp_path / "odd.jsonl", [{"question": "a"}])), form="preference")
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl:0.5", "prompts.csv:x"])
+def test_what_stands_behind_a_file_name_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match="A weight stands there, a number, and only beside other datasets"):
+        load(name, form="prompt-only")
+
+
+def test_without_a_network_the_hub_is_not_asked_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(network, "_network", {"missing": False})
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.getaddrinfo", nobody)
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: asked.append(constants.HF_HUB_OFFLINE) or RECORDS)
+    assert load("org/name", form="prompt-only").rows and asked == [True]
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\0b", "x" * 5000, "/no/such/folder/x.jsonl"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import peft
@@ -67,6 +68,14 @@ def test_an_adapter_goes_on_as_it_is(base, tmp_path, settings):
     assert any("modules_to_save" in name for name in names) == ("modules_to_save" in settings)
     with model.without_adapter():
         assert float((logits_of(model) - wanted).abs().max()) > 1e-2, "negative control: the adapter matters"
+
+
+def test_peft_and_transformers_warn_of_nothing_that_a_user_cannot_mend(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        loading.load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+        loading.load_model(Model(path=str(base), lora_rank=2), Run(), None)
 
 
 def test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all(base, tmp_path):

@@ -126,6 +126,7 @@ MISTAKES = {
     "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
     "bad value of demo": (["demo", "--seed", "x"], "invalid int value: 'x'"),
     "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
+    "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
     "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),
     "a list as YAML": (["sft", "--config", "{tmp}/list.yaml"], "holds a list; expected name: value pairs"),
     "unknown key": (["sft", "--config", "{tmp}/key.yaml"], "key.yaml: there is no setting 'learning_rat'.*'learning_rate'"),
@@ -162,6 +163,7 @@ def job(tmp_path_factory):
 def test_a_mistake_is_one_sentence_and_exit_status_2(mistake, job, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text("optim: {learning_rate: [\n")
+    (tmp_path / "tab.yaml").write_text("model: m\n\tx: 1\n")
     (tmp_path / "number.yaml").write_text("data: {dataset: 3}\n")
     (tmp_path / "list.yaml").write_text("- optim\n")
     (tmp_path / "key.yaml").write_text("optim: {learning_rat: 1}\n")

@@ -14,8 +14,8 @@ from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
 from psigrad.config.other_names import BATCH, INSTEAD, NEEDLESS, SAME, VALUES, _names
 from psigrad.config.shortcuts import SHORTCUTS
+from psigrad.data import network
 from psigrad.errors import UserError
-from psigrad.recipes import model_source
 
 
 def parsed(*arguments: str, cls=OnlineConfig, **defaults):
@@ -83,6 +83,14 @@ def test_a_switch_may_be_followed_by_true_or_false():
     assert parsed("--gradient_checkpointing", "true", "--seed", "3").model.gradient_checkpointing
     assert not parsed("--gradient_checkpointing", "False").model.gradient_checkpointing
     assert parsed("--use_vllm").sampling.sampler == "vllm" and parsed("--use_vllm", "false").sampling.sampler == "embedded"
+
+
+def test_what_is_so_anyway_needs_nothing_and_its_opposite_is_answered(capsys):
+    asked = flags.parse(SFTConfig, "sft", ["--assistant_only_loss", "--resume_from_checkpoint", "true", "--model", "m"])
+    assert asked == flags.parse(SFTConfig, "sft", ["--model", "m"])
+    assert load(SFTConfig, flags=resolve_names(SFTConfig, {"resume_from_checkpoint": True})) == load(SFTConfig)
+    for given in (["--assistant_only_loss", "false"], ["--resume_from_checkpoint", "out/checkpoint-2"]):
+        assert cli.main(["sft", *given]) == 2 and f"There is no flag {given[0]}: " in capsys.readouterr().err
 
 
 def test_values_keep_their_underscores():
@@ -193,6 +201,15 @@ def test_a_file_is_answered_all_at_once(tmp_path):
     assert str(refused.value).count("\n") == 1 and "'warmup_ratio'" in str(refused.value) and "'run_name'" in str(refused.value)
 
 
+def test_an_object_where_a_name_is_expected_does_not_fill_the_screen():
+    class Model:
+        def __repr__(self):
+            return "Linear()\n" * 100
+
+    with pytest.raises(UserError, match=r"^reference is a Model; input should be a valid string\.$"):
+        load(PreferenceConfig, flags={"reference": Model()})
+
+
 TWO = "both are the setting optim.learning_rate; give one of them"
 
 
@@ -266,15 +283,15 @@ def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeyp
     known = lambda *given: [given]  # noqa: E731
     for answers, offline in ((known, False), (nobody, True), (nobody, True), (known, False)):
         monkeypatch.setattr(socket, "getaddrinfo", answers)
-        model_source.stay_here_without_a_network()
+        network.stay_here_without_a_network()
         assert constants.HF_HUB_OFFLINE is offline
     assert capsys.readouterr().err.count("No network: huggingface.co has no address here.") == 1
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    model_source.stay_here_without_a_network()
+    network.stay_here_without_a_network()
     assert constants.HF_HUB_OFFLINE is False, "a proxy finds the name"
     monkeypatch.setattr(urllib.request, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(socket, "getaddrinfo", known)
-    model_source.stay_here_without_a_network()
+    network.stay_here_without_a_network()
     assert constants.HF_HUB_OFFLINE is True, "the user's own choice stays"

@@ -327,6 +327,8 @@ def test_a_path_below_a_file_is_one_sentence(tmp_path):
     said = r"file/run cannot be written: Not a directory \([1-9]\d* bytes are free"
     with pytest.raises(UserError, match=said), RunFolder.open(tmp_path / "file" / "run", CONFIG):
         pass
+    with pytest.raises(UserError, match="file is a file; choose a new"), RunFolder.open(tmp_path / "file", CONFIG):
+        pass
 
 
 def test_a_read_only_folder_is_one_sentence(tmp_path, monkeypatch):

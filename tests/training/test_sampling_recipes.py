@@ -188,6 +188,25 @@ def eval_config(job, **changes) -> EvalConfig:
     return replace(base, **changes)
 
 
+def sees_no_answers(completions, solution, **columns):
+    return [1.0 for _ in solution]
+
+
+def fails_on_even_lengths(completions, **columns):
+    return [1.0 if len(text) % 2 else float("nan") for text in completions]
+
+
+def test_an_evaluation_says_why_completions_stayed_unscored_and_refuses_one_without_any_score(job):
+    with pytest.raises(UserError, match=r"(\d+) of \1 completions stayed unscored; .*needs the column 'solution'"):
+        evaluate.run(eval_config(job, reward=(sees_no_answers,)))
+    some = evaluate.run(eval_config(job, reward=(fails_on_even_lengths,)))
+    assert 0 < some.figures["eval/unscored"] < len(some.trajectories)
+    assert some.unscored.startswith(
+        f"{some.figures['eval/unscored']} of {len(some.trajectories)} completions stayed unscored; most"
+    )
+    assert evaluate.run(eval_config(job)).unscored == ""
+
+
 def test_best_of_n_is_the_best_of_the_same_completions(job):
     every = evaluate.run(eval_config(job, evaluation=Evaluation(eval_prompts=0, num_generations_eval=6)))
     best = evaluate.run(eval_config(job, best_of=6))
