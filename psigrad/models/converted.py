@@ -73,7 +73,7 @@ def _once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
 def _in_a_sentence(source: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
+    except (OSError, ValueError, ImportError, AttributeError, KeyError, RuntimeError, struct.error) as error:
         raise UserError(f"The model {str(source)!r} cannot be converted: {reason_of(error)}.") from error
 
 

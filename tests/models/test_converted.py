@@ -102,3 +102,18 @@ def test_what_cannot_be_converted_is_a_sentence_and_leaves_nothing(tmp_path, cac
     assert not list(cache.iterdir())
     with pytest.raises(UserError, match="on this disk; leave the revision out"):
         model_source.located(Model(path=str(tmp_path / "broken.gguf"), revision="main"))
+
+
+def test_what_transformers_trips_over_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    """transformers 5.17 looks for a first token that a file need not have."""
+    from transformers import AutoModelForCausalLM
+
+    def trip(*_, **__):
+        raise AttributeError("no attribute 'bos_token_id'")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", trip)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"a\.gguf' cannot be converted: no attribute 'bos_token_id'"):
+        plain_folder(str(tmp_path / "a.gguf"))
+    assert not list((tmp_path / "cache").rglob("model"))

@@ -29,6 +29,7 @@ def write(model, tokenizer, path: Path) -> Path:
     kinds = [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(tokenizer))]
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+    writer.add_bos_token_id(tokenizer.eos_token_id)  # as those of SmolLM2 have it; transformers 5.17 reads none without
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(tokenizer.chat_template)
