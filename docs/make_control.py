@@ -1,10 +1,11 @@
 """Measures and draws the learning curves of docs/control.md.
 
-    python docs/make_control.py run FOLDER      every algorithm and environment of the page over five seeds
+    python docs/make_control.py run FOLDER [SET]      every algorithm and environment of the page over several seeds
 
-takes hours, and goes on where it was stopped;
+goes on where it was stopped. The set `control`, which is meant where none is named, takes hours. `minigrid` takes ten minutes,
+and needs `pip install minigrid`.
 
-    python docs/make_control.py draw FOLDER     docs/images/control.json and control.png from the run folders
+    python docs/make_control.py draw FOLDER [SET]     docs/images/SET.json and SET.png from the run folders
 """
 
 from __future__ import annotations
@@ -12,45 +13,86 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-SEEDS = range(5)
-CASES = {
-    "CartPole-v1": ("reinforce", "a2c", "ppo", "ppo_penalty", "trpo", "dqn"),
-    "LunarLander-v3": ("ppo",),
-    "Acrobot-v1": ("ppo", "a2c", "trpo", "dqn"),
-    "Pendulum-v1": ("ppo", "trpo"),
+
+
+@dataclass(frozen=True)
+class Set:
+    """Runs that are one picture: environment -> algorithms, the steps of each environment (0: the tuned ones), and what all are
+    given beside.
+    """
+
+    cases: dict[str, tuple[str, ...]]
+    seeds: range
+    steps: dict[str, int] = field(default_factory=dict)
+    module: str = ""
+    arguments: tuple[str, ...] = ()
+    digits: int = 1
+
+
+CARTPOLE = "CartPole-v1"
+# the command of docs/control.md
+_IMAGES = (
+    *("--wrappers", "minigrid.wrappers:ImgObsWrapper", "--n-envs", "16", "--n-steps", "64", "--batch-size", "256"),
+    *("--n-epochs", "4", "--learning-rate", "1e-3", "--normalize-observations"),
+)
+SETS = {
+    "control": Set(
+        {
+            CARTPOLE: ("reinforce", "a2c", "ppo", "ppo_penalty", "trpo", "dqn"),
+            "LunarLander-v3": ("ppo",),
+            "Acrobot-v1": ("ppo", "a2c", "trpo", "dqn"),
+            "Pendulum-v1": ("ppo", "trpo"),
+        },
+        range(5),
+    ),
+    "minigrid": Set(
+        dict.fromkeys(("MiniGrid-Empty-5x5-v0", "MiniGrid-Empty-Random-6x6-v0", "MiniGrid-DoorKey-5x5-v0"), ("ppo",)),
+        range(3),
+        {"MiniGrid-Empty-5x5-v0": 40_000, "MiniGrid-Empty-Random-6x6-v0": 100_000, "MiniGrid-DoorKey-5x5-v0": 200_000},
+        "minigrid:",
+        _IMAGES,
+        digits=3,
+    ),
 }
 
 
-def run(folder: Path) -> None:
+def run(folder: Path, chosen: Set) -> None:
     """Whatever has not been run."""
-    for env, algorithms in CASES.items():
+    for env, algorithms in chosen.cases.items():
         for algorithm in algorithms:
-            for seed in SEEDS:
+            for seed in chosen.seeds:
                 out = folder / f"{env}-{algorithm}-{seed}"
                 if (out / "model").exists():
                     continue
-                command = [sys.executable, "-m", "psigrad", "control", algorithm, "--env", env, "--seed", str(seed)]
-                subprocess.run([*command, "--output-dir", str(out), "--no-report"], check=True)
+                command = [sys.executable, "-m", "psigrad", "control", algorithm, "--env", chosen.module + env]
+                more = ("--total-timesteps", str(chosen.steps[env])) if env in chosen.steps else ()
+                own = ("--seed", str(seed), "--output-dir", str(out), "--no-report")
+                subprocess.run([*command, *chosen.arguments, *more, *own], check=True)
 
 
-def gather(folder: Path) -> list[dict[str, Any]]:
+def gather(folder: Path, chosen: Set) -> list[dict[str, Any]]:
     """Final scores and training curves of the runs that are there."""
     found = []
-    for env, algorithms in CASES.items():
+
+    def rounded(values: Any) -> list[float]:
+        return [round(float(x), chosen.digits) for x in values]
+
+    for env, algorithms in chosen.cases.items():
         for algorithm in algorithms:
-            runs = [folder / f"{env}-{algorithm}-{seed}" for seed in SEEDS]
+            runs = [folder / f"{env}-{algorithm}-{seed}" for seed in chosen.seeds]
             rows = [
                 [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
                 for path in runs
                 if (path / "model").exists()
             ]
-            if len(rows) < len(SEEDS):
+            if len(rows) < len(chosen.seeds):
                 continue  # the page shows whole sets of seeds
             last = [next(r["eval/return/mean"] for r in reversed(own) if "eval/return/mean" in r) for own in rows]
             steps = max(r["step"] for own in rows for r in own)
@@ -66,20 +108,16 @@ def gather(folder: Path) -> list[dict[str, Any]]:
                     "env": env,
                     "algorithm": algorithm,
                     "steps": int(steps),
-                    "scores": [round(x, 1) for x in last],
+                    "scores": rounded(last),
                     "curve": {
                         "steps": [int(x) for x in grid],
-                        "low": _round(np.min(curves, 0)),
-                        "high": _round(np.max(curves, 0)),
+                        "low": rounded(np.min(curves, 0)),
+                        "high": rounded(np.max(curves, 0)),
                     }
-                    | {"mean": _round(np.mean(curves, 0))},
+                    | {"mean": rounded(np.mean(curves, 0))},
                 }
             )
     return found
-
-
-def _round(values: Any) -> list[float]:
-    return [round(float(x), 1) for x in values]
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
@@ -103,7 +141,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=7, frameon=False)
-        if env == "CartPole-v1":
+        if env == CARTPOLE:
             axis.set_xscale("log")
     axes[0][0].set_ylabel("return, mean of the last 100 training episodes", fontsize=8)
     figure.tight_layout()
@@ -111,13 +149,14 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("run", "draw"):
+    name = sys.argv[3] if len(sys.argv) == 4 else "control"
+    if len(sys.argv) not in (3, 4) or sys.argv[1] not in ("run", "draw") or name not in SETS:
         raise SystemExit(__doc__)
     if sys.argv[1] == "run":
-        run(Path(sys.argv[2]))
+        run(Path(sys.argv[2]), SETS[name])
     else:
-        cases = gather(Path(sys.argv[2]))
-        (ROOT / "docs" / "images" / "control.json").write_text(json.dumps(cases, indent=1) + "\n")
-        draw(cases, ROOT / "docs" / "images" / "control.png")
+        cases = gather(Path(sys.argv[2]), SETS[name])
+        (ROOT / "docs" / "images" / f"{name}.json").write_text(json.dumps(cases, indent=1) + "\n")
+        draw(cases, ROOT / "docs" / "images" / f"{name}.png")
         for case in cases:
-            print(case["env"], case["algorithm"], case["steps"], case["scores"], round(float(np.mean(case["scores"])), 1))
+            print(case["env"], case["algorithm"], case["steps"], case["scores"], round(float(np.mean(case["scores"])), 3))

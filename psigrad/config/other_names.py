@@ -13,6 +13,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from psigrad.config import zoo_names
 from psigrad.config.nested import Given
 from psigrad.config.shortcuts import SHORTCUTS, placed, shortcuts_of
 from psigrad.config.trl_values import METHOD, loss_type
@@ -62,7 +63,7 @@ SAME = {
     "trainer.test_freq": "evaluation.eval_steps",
     "trainer.default_local_dir": "run.output_dir",
     "trainer.n_gpus_per_node": "placement.processes",
-    "n_timesteps": "total_timesteps",
+    **zoo_names.SAME,
     # parts of the algorithm (shortcuts.py)
     **dict.fromkeys(("kl_coef", "init_kl_coef", "actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"), "beta"),
     **dict.fromkeys(("cliprange", "clip_range", "actor_rollout_ref.actor.clip_ratio"), "epsilon"),
@@ -70,8 +71,7 @@ SAME = {
     **dict.fromkeys(("entropy_coef", "entropy_coeff", "actor_rollout_ref.actor.entropy_coeff"), "ent_coef"),
     **dict.fromkeys(("lam", "lambd", "algorithm.lam"), "gae_lambda"),
     "algorithm.gamma": "gamma",
-    "value_clip": "cliprange_value",
-    "critic.cliprange_value": "cliprange_value",
+    **dict.fromkeys(("value_clip", "critic.cliprange_value"), "cliprange_value"),
     "algorithm.norm_adv_by_std_in_grpo": "scale_rewards",
     **dict.fromkeys(("loss_agg_mode", "actor_rollout_ref.actor.loss_agg_mode"), "aggregate"),
     "algorithm.filter_groups.enable": "dynamic_sampling",
@@ -107,6 +107,7 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
         **{name: {"kl_estimator": "k3"} for name in ("low_var_kl", "k3")},
         **{name: {"kl_estimator": "k2"} for name in ("mse", "k2")},
     },
+    **zoo_names.VALUES,
     "run.max_steps": {-1: {"run.max_steps": 0}},
     "run.report_to": {"none": {"run.report_to": ()}},
     "sampling.top_k": {-1: {"sampling.top_k": 0}},
@@ -147,6 +148,7 @@ BATCH = (
 _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 
 # Another setting, or one that counts otherwise: what to write.
+_FOLDER = "a run is named by its folder: output_dir=runs/NAME"
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
 INSTEAD = {
     "algorithm.adv_estimator": METHOD,
@@ -171,10 +173,8 @@ INSTEAD = {
         ("dataset_prompt_column", "data.prompt_key", "formatting_func"),
         "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows",
     ),
-    "run_name": "a run is named by its folder: output_dir=runs/NAME",
-    **dict.fromkeys(("trainer.experiment_name", "trainer.project_name"), "a run is named by its folder: output_dir=runs/NAME"),
+    **dict.fromkeys(("run_name", "trainer.experiment_name", "trainer.project_name", "log_folder", "logging_dir"), _FOLDER),
     **dict.fromkeys(("trainer.logger", "tensorboard_log"), "trackers are report_to=wandb, tensorboard or trackio"),
-    "logging_dir": "everything is in the run's folder: output_dir",
     "eval_strategy": "evaluation is asked for by eval_steps",
     "save_strategy": "checkpoints are asked for by save_steps and save_minutes",
     **dict.fromkeys(("optim", "optim_args"), "the optimiser is AdamW"),
@@ -190,6 +190,7 @@ INSTEAD = {
     "use_liger_kernel": "the log-probs are computed in chunks by kernels of psigrad's own",
     "assistant_only_loss": "messages teach the assistant's turns alone; rows of text teach all of it",
     "packing": "sequences are always packed and never attend to each other; a batch counts rows (batch_size)",
+    **zoo_names.INSTEAD,
     "trainer.nnodes": "on several machines torchrun or SLURM starts the processes",
     "algorithm.use_kl_in_reward": "where the KL term acts is algorithm.kl.where=reward",
     "actor_rollout_ref.rollout.name": "the sampler is sampler=embedded, transformers or vllm",

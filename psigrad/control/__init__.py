@@ -3,24 +3,35 @@
     from psigrad.control import PPO
     agent = PPO("CartPole-v1").learn(100_000)
 
-`agents` is what users see. `run` is a whole run, with the loop: collect and learn, evaluate, save. `builder` makes a trainer out
-of settings, from the declared `methods` and the tuned `hyperparameters`. Trainers (`trainer`, `on_policy`, `trpo`, `dqn`) learn
-on environments (`vector`, `normalizer`, `collector`, `replay`, `video`) with small
-networks (`actor_critic`, `networks`, `distributions`, `optimizers`).
+`agents` and `agent_callbacks` are what users see, and `policies` what users of Stable-Baselines3 write. `run` is a whole run,
+with the loop: collect and learn, evaluate, save. `builder` makes a trainer out of settings, from the declared `methods` and the
+tuned `hyperparameters`. Trainers (`trainer`, `on_policy`, `trpo`, `dqn`) learn on environments (`vector`, `spaces`,
+`normalizer`, `collector`, `replay`, `video`) with small networks (`actor_critic`, `networks`, `distributions`, `optimizers`).
 """
 
 from __future__ import annotations
 
-from psigrad.control.agents import (
-    A2C,
-    DQN,
-    PPO,
-    REINFORCE,
-    TRPO,
-    Agent,
-    CheckpointCallback,
-    EvalCallback,
-    evaluate_policy,
-)
+from typing import Any
 
-__all__ = ["A2C", "DQN", "PPO", "REINFORCE", "TRPO", "Agent", "CheckpointCallback", "EvalCallback", "evaluate_policy"]
+from psigrad.control.agent_callbacks import CheckpointCallback, EvalCallback, StopTrainingOnRewardThreshold
+from psigrad.control.agents import A2C, DQN, PPO, REINFORCE, TRPO, Agent, evaluate_policy
+from psigrad.control.policies import ELSEWHERE
+
+__all__ = [
+    "A2C",
+    "DQN",
+    "PPO",
+    "REINFORCE",
+    "TRPO",
+    "Agent",
+    "CheckpointCallback",
+    "EvalCallback",
+    "StopTrainingOnRewardThreshold",
+    "evaluate_policy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ELSEWHERE:  # `from … import` would drop the words of an AttributeError
+        raise ImportError(f"There is no {name} in psigrad.control: {ELSEWHERE[name]}.")
+    raise AttributeError(f"module 'psigrad.control' has no attribute {name!r}")

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from psigrad.config import ControlConfig
+from psigrad.config.load import to_dict
 from psigrad.control import builder, policies, vector
 from psigrad.control.distributions import Array
 from psigrad.control.run import returns_and_lengths
@@ -44,7 +45,7 @@ class Agent:
 
     def __init__(
         self,
-        policy: Any,
+        policy: Any = None,
         env: Any = None,
         *,
         algorithm: Any = None,
@@ -52,6 +53,8 @@ class Agent:
         policy_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        if policy is None:
+            policy, env = env, None
         named = policies.named(policy, env)
         env = policy if named is None else env
         chosen = self.algorithm if algorithm is None else algorithm
@@ -101,18 +104,11 @@ class Agent:
         `foreign` is for Stable-Baselines3's arguments that ask for what is done anyway, `reset_num_timesteps=False` say. Raises
         `UserError` for others, for a number of steps below 1, and for callbacks that are no functions.
         """
-        if unknown := policies.without_foreign(foreign):
-            raise UserError(
-                f"learn has no argument {next(iter(unknown))!r}; expected total_timesteps, callback or progress_bar. Settings, "
-                "log_interval among them, are given when the agent is made."
-            )
+        policies.refuse(foreign, "learn", ("total_timesteps", "callback", "progress_bar"))
         trainer = self._trainer
         callbacks = list(callback) if isinstance(callback, Sequence) else [] if callback is None else [callback]
         for call in callbacks:
-            if not callable(call):
-                raise UserError(
-                    f"The callback is of type {type(call).__name__}; expected a function of the agent and its figures."
-                )
+            policies.check_callback(call)
         start = trainer.timesteps
         steps = trainer.config.total_timesteps if total_timesteps is None else total_timesteps
         if not isinstance(steps, int | float) or steps < 1:
@@ -150,8 +146,12 @@ class Agent:
         return (actions[0] if single else actions), None
 
     def get_env(self) -> Any:
-        """The environments that it is trained on: Gymnasium's vector environment, or a loop over copies with the same methods."""
-        return self._trainer.collector.envs.env
+        """The environments that it is trained on: Gymnasium's vector environment, or a loop over copies with the same methods.
+
+        None for a policy that was loaded without any.
+        """
+        envs = self._trainer.collector.envs
+        return None if envs.absent else envs.env
 
     def set_env(self, env: Any) -> None:
         """Train on other environments from here on, with the same spaces: an id, a function, an environment or a vector of them.
@@ -172,12 +172,15 @@ class Agent:
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path, env: Any = None) -> Self:
+    def load(cls, path: str | Path, env: Any = None, **foreign: Any) -> Self:
         """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser.
 
-        Raises `UserError` for a folder that holds none, for one of another algorithm, and where the environment has no id and
-        none is given.
+        Where no `env` is given and its own has no id, or cannot be made, the policy acts; to be trained or evaluated it needs
+        `set_env`. `foreign` is for Stable-Baselines3's `device` and others that ask for what is done anyway. Raises `UserError`
+        for others, for a folder that holds no policy, and for one of another algorithm.
         """
+        policies.refuse(foreign, "load", ("path", "env"))
+        path = policies.without_zip(Path(path))
         agent = cls.__new__(cls)
         agent._hold(builder.load_policy(Path(path), env))
         saved = builder.name_of(agent.settings.algorithm)
@@ -186,15 +189,24 @@ class Agent:
             raise UserError(f"{path} holds a policy of {saved}, not of {cls.algorithm}; load it by Agent.load.")
         return agent
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(policies.no_attribute(type(self).__name__, name, to_dict(ControlConfig())))
+
     def close(self) -> None:
         """Close the environments."""
         self._trainer.collector.envs.close()
 
 
 def evaluate_policy(
-    agent: Agent, env: Any = None, n_eval_episodes: int = 100, deterministic: bool = True, seed: int = 0
-) -> tuple[float, float]:
-    """Mean and standard deviation of the return over at least `n_eval_episodes` whole episodes.
+    agent: Agent,
+    env: Any = None,
+    n_eval_episodes: int = 100,
+    deterministic: bool = True,
+    seed: int = 0,
+    return_episode_rewards: bool = False,
+) -> tuple[Any, Any]:
+    """Mean and standard deviation of the return over at least `n_eval_episodes` whole episodes; with `return_episode_rewards` the
+    return and the length of each, as two lists.
 
     They are played on fresh environments where `env` (default: the agent's) is an id or a function. An environment that is an
     object is played on itself, and left open; where the agent is trained on it, training goes on with new episodes. Raises
@@ -208,55 +220,12 @@ def evaluate_policy(
     wrappers = config.wrappers if isinstance(made, str) else ()
     envs = vector.make(made, min(n_eval_episodes, 16) if fresh else 1, config.vectorization, wrappers, **config.env_kwargs)
     vector.check_spaces(envs, trainer.collector.envs)
-    returns, _ = returns_and_lengths(trainer, envs, n_eval_episodes, seed, deterministic)
+    returns, lengths = returns_and_lengths(trainer, envs, n_eval_episodes, seed, deterministic)
     if fresh:
         envs.close()
     elif made is config.env or made is agent.get_env():
         trainer.restart()
-    return float(np.mean(returns)), float(np.std(returns))
-
-
-def _check_every(every: Any) -> None:
-    if not isinstance(every, int) or every < 1:
-        raise UserError(f"every is {every!r}; expected a whole number of steps, 1 or more.")
-
-
-class EvalCallback:
-    """Evaluates every `every` steps, keeps the best policy in `best`, and ends training once the mean return is `stop_at`."""
-
-    def __init__(
-        self, every: int = 10_000, n_eval_episodes: int = 20, best: str | Path | None = None, stop_at: float | None = None
-    ) -> None:
-        _check_every(every)
-        self.every, self.n_eval_episodes, self.best, self.stop_at = every, n_eval_episodes, best, stop_at
-        self.evaluations: list[tuple[int, float]] = []
-        self._next = every
-
-    def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
-        """Evaluate when it is due. False ends training: the mean return has reached `stop_at`."""
-        if agent.num_timesteps < self._next:
-            return True
-        self._next = agent.num_timesteps + self.every
-        mean, _ = evaluate_policy(agent, n_eval_episodes=self.n_eval_episodes)
-        if self.best is not None and all(mean > seen for _, seen in self.evaluations):
-            agent.save(self.best)
-        self.evaluations.append((agent.num_timesteps, mean))
-        return self.stop_at is None or mean < self.stop_at
-
-
-class CheckpointCallback:
-    """Saves the policy every `every` steps, into `folder/step-…`."""
-
-    def __init__(self, every: int, folder: str | Path) -> None:
-        _check_every(every)
-        self.every, self.folder = every, Path(folder)
-        self._next = every
-
-    def __call__(self, agent: Agent, figures: Mapping[str, float]) -> None:
-        """Save the agent to `folder/step-…` when it is due."""
-        if agent.num_timesteps >= self._next:
-            self._next = agent.num_timesteps + self.every
-            agent.save(self.folder / f"step-{agent.num_timesteps:08d}")
+    return (returns, lengths) if return_episode_rewards else (float(np.mean(returns)), float(np.std(returns)))
 
 
 class PPO(Agent):

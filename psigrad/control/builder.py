@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import gymnasium as gym
 
 from psigrad.config import ControlConfig, Run
 from psigrad.config.load import load, to_dict
-from psigrad.control import hyperparameters, vector
+from psigrad.control import hyperparameters, policies, vector
 from psigrad.control import presets as methods
 from psigrad.control.actor_critic import ActorCritic
 from psigrad.control.collector import Collector
@@ -21,6 +22,7 @@ from psigrad.control.dqn import DQNTrainer
 from psigrad.control.normalizer import Normalizer
 from psigrad.control.on_policy import OnPolicyTrainer
 from psigrad.control.optimizers import FlatOptimizer
+from psigrad.control.spaces import from_json, to_json
 from psigrad.control.trainer import Trainer
 from psigrad.control.trpo import TRPOTrainer
 from psigrad.control.vector import Environments
@@ -77,7 +79,10 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
     of_actions = isinstance(algorithm, PolicyGradient) and "action_value" in needs_of(algorithm.psi)
     if of_actions and not isinstance(envs.distribution, Categorical):
-        raise UserError(f"{name_of(algorithm)} needs discrete actions, and this environment's are continuous; choose a2c or ppo.")
+        raise UserError(
+            f"{name_of(algorithm)} needs discrete actions, one at a time, and this environment's are continuous or several at "
+            "once; choose a2c or ppo."
+        )
     network = ActorCritic(
         envs.size,
         envs.distribution,
@@ -106,6 +111,8 @@ def resolve(config: ControlConfig) -> PolicyGradient | str:
         return "dqn"
     spec = config.algorithm
     if isinstance(spec, str) and ":" not in spec and spec not in (*names(), *catalog.METHODS):
+        if advice := policies.elsewhere(spec):
+            raise UserError(f"There is no algorithm {spec!r} for control: {advice}.")
         raise UserError(f"There is no algorithm {spec!r} for control; expected {', '.join(names())}{nearest(spec, names())}")
     # TRPO's surrogate is its own; psi and the critic's loss are PPO's
     algorithm = methods.resolve("ppo" if spec == "trpo" else spec)
@@ -115,7 +122,9 @@ def resolve(config: ControlConfig) -> PolicyGradient | str:
 def save_policy(folder: Path, trainer: Trainer) -> None:
     """What acting needs: weights, settings, and how observations are shown."""
     trainer.network.save(folder)
-    saved = {**_plain(trainer.config), "normalizer": trainer.collector.normalizer.state(), "timesteps": trainer.timesteps}
+    envs, normalizer = trainer.collector.envs, trainer.collector.normalizer
+    saved = {**_plain(trainer.config), "normalizer": normalizer.state(), "timesteps": trainer.timesteps}
+    saved["spaces"] = [to_json(space) for space in envs.spaces]
     (folder / MODEL_CONFIG).write_text(json.dumps(saved, indent=1) + "\n")
 
 
@@ -126,19 +135,38 @@ def _plain(config: ControlConfig) -> dict[str, Any]:
 
 
 def load_policy(folder: Path, env: Any = None) -> Trainer:
-    """A trainer with the saved weights, on `env` or the environment it was trained on. Raises `UserError` where there is none."""
+    """A trainer with the saved weights, on `env` or the environment it was trained on; where that cannot be made, on its spaces
+    alone. Raises `UserError` where the folder holds no policy.
+    """
     saved = _saved(folder)
-    normalizer, timesteps = saved.pop("normalizer"), saved.pop("timesteps")
-    config = load(ControlConfig, flags=saved)
-    if env is None and not config.env:
-        raise UserError(f"{folder} was trained on an environment that has no id; give it to load: env=…")
+    normalizer, timesteps, kept = saved.pop("normalizer"), saved.pop("timesteps"), saved.pop("spaces", None)
+    config, envs = load(ControlConfig, flags=saved), None
     if env is not None:
         config = replace(config, env=env, n_envs=1 if isinstance(env, gym.Env) else config.n_envs)
-    trainer = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)))
+    else:
+        config, envs = _own_environments(folder, config, kept)
+    trainer = build(replace(config, run=Run(seed=config.run.seed, threads=config.run.threads)), envs)
     trainer.network.load(folder)
     trainer.collector.normalizer.restore(normalizer)
     trainer.timesteps = timesteps
     return trainer
+
+
+def _own_environments(folder: Path, config: ControlConfig, kept: Any) -> tuple[ControlConfig, Environments]:
+    """The environments that a policy was trained on, or `Absent` ones with the spaces that were `kept`, and the settings with
+    them.
+    """
+    try:
+        if not config.env:
+            raise UserError(f"{folder} was trained on an environment that has no id; give it to load: env=…")
+        return config, vector.make(config.env, config.n_envs, config.vectorization, config.wrappers, **config.env_kwargs)
+    except UserError as error:
+        if kept is None:
+            raise
+        reason = str(error) if config.env else "it was trained on one that has no id"
+        observation_space, action_space = map(from_json, kept)
+        absent = partial(vector.Absent, observation_space, action_space, reason)
+        return replace(config, env=absent), vector.make(absent, config.n_envs)
 
 
 def _saved(folder: Path) -> dict[str, Any]:

@@ -120,6 +120,57 @@ class Categorical:
 
 
 @dataclass(frozen=True)
+class MultiCategorical:
+    """Several independent choices at once, choice k one of `sizes[k]`; the outputs are the logits of all choices, one behind the
+    other. Actions are int64 [M, K].
+    """
+
+    sizes: tuple[int, ...]
+    extra: ClassVar[int] = 0
+
+    @property
+    def outputs(self) -> int:
+        """P: a logit for each option of each choice."""
+        return sum(self.sizes)
+
+    def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
+        """[M] log-probabilities of the actions [M, K], summed over choices."""
+        own = zip(self._choices(out), actions.unbind(1), strict=True)
+        return torch.stack([choice.log_prob(o, rest, a) for (choice, o), a in own]).sum(0)
+
+    def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
+        """[M] entropies, summed over choices, in nats."""
+        return torch.stack([choice.entropy(o, rest) for choice, o in self._choices(out)]).sum(0)
+
+    def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
+        """The gradient of the logits [M, P], in closed form. `rest` is empty and is returned as it is."""
+        own = zip(self._choices(out), actions.unbind(1), strict=True)
+        return torch.cat([choice.slope(o, rest, a, d_logp, d_entropy)[0] for (choice, o), a in own], 1), rest
+
+    def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
+        """[M] KL(this ‖ other) in nats: the choices are independent, so theirs add up."""
+        both = zip(self._choices(out), self._choices(other), strict=True)
+        return torch.stack([choice.kl(o, rest, b, other_rest) for (choice, o), (_, b) in both]).sum(0)
+
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Standard Gumbel noise [*shape, P]."""
+        return Categorical(self.outputs).noise(rng, shape)
+
+    def sample(self, out: Array, rest: Array, noise: Array) -> Array:
+        """One action for each row of logits [E, P]: int64 [E, K]."""
+        return self.mode(out + noise)
+
+    def mode(self, out: Array) -> Array:
+        """The most probable option of each choice: int64 [E, K]."""
+        parts = np.split(out, np.cumsum(self.sizes)[:-1], axis=1)
+        return np.stack([part.argmax(1) for part in parts], 1)
+
+    def _choices(self, out: Tensor) -> list[tuple[Categorical, Tensor]]:
+        """Each choice with its own logits."""
+        return [(Categorical(n), o) for n, o in zip(self.sizes, out.split(self.sizes, 1), strict=True)]
+
+
+@dataclass(frozen=True)
 class Normal:
     """Independent normals; the outputs are means, `rest` the logarithms of the standard deviations, the same in every state.
     Actions are float32 [M, P]; `Environments` clips them to the bounds.

@@ -141,7 +141,10 @@ class DQNTrainer(Trainer):
 def _check(config: ControlConfig, network: ActorCritic) -> None:
     """Refuse settings that cannot work. Raises `UserError`."""
     if not isinstance(network.distribution, Categorical):
-        raise UserError("DQN needs discrete actions, and this environment's are continuous; choose ppo, a2c or trpo.")
+        raise UserError(
+            "DQN needs discrete actions, one at a time, and this environment's are continuous or several at once; choose ppo, "
+            "a2c or trpo."
+        )
     if config.batch_size < 1:
         raise UserError("DQN needs a batch_size: transitions per minibatch; 64 is usual.")
     if config.dqn.learning_starts >= config.total_timesteps:

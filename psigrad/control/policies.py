@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from gymnasium.spaces import Dict
 
 from psigrad.control.vector import Environments
 from psigrad.errors import UserError, nearest
 
-MLP, CNN = "MlpPolicy", "CnnPolicy"
+MLP, CNN, MULTI = "MlpPolicy", "CnnPolicy", "MultiInputPolicy"
 # What a policy's name sets, below what is given. CnnPolicy: Mnih et al. 2015, whose layers policy and critic share.
 SETTINGS: dict[str, dict[str, Any]] = {
     MLP: {},
     CNN: {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
+    MULTI: {},
 }
 _ACTIVATIONS = {"Tanh": "tanh", "ReLU": "relu"}
 
@@ -25,11 +29,6 @@ def named(policy: Any, env: Any) -> str | None:
                 f"Two environments were given, {policy!r} and {env!r}; expected one, or a policy's name first: {MLP}."
             )
         return None
-    if policy == "MultiInputPolicy":
-        raise UserError(
-            f"There is no MultiInputPolicy; expected {' or '.join(SETTINGS)}; flatten the observations, by "
-            "gymnasium.wrappers.FlattenObservation for example."
-        )
     if policy not in SETTINGS:
         raise UserError(f"There is no policy {policy!r}; expected {' or '.join(SETTINGS)}{nearest(policy, SETTINGS) or '.'}")
     if env is None:
@@ -38,9 +37,11 @@ def named(policy: Any, env: Any) -> str | None:
 
 
 def check(policy: str | None, envs: Environments) -> None:
-    """Raises `UserError` for a `CnnPolicy` on what is no image."""
+    """Raises `UserError` for a `CnnPolicy` on what is no image, and a `MultiInputPolicy` on what has no parts."""
     if policy == CNN and envs.image is None:
         raise UserError(f"{CNN} needs images, and an observation here is {envs.spaces[0]}; use {MLP}.")
+    if policy == MULTI and not isinstance(envs.spaces[0], Dict):
+        raise UserError(f"{MULTI} needs a Dict of observations, and an observation here is {envs.spaces[0]}; use {MLP}.")
 
 
 def translated(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def translated(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 # Stable-Baselines3's arguments that have no equal: the values that ask for nothing, and what to do about others.
 _TRACKED = "psigrad control --report-to tensorboard writes such logs; in Python, a callback gets every figure"
 _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_sde": ((False,), "there is no gSDE here"),
+    "use_sde": ((False,), "there is no gSDE here; the noise is log_std_init's, and learned"),
     "sde_sample_freq": ((-1,), "there is no gSDE here"),
     "use_rms_prop": ((True,), "the optimiser is optimizer='adam' or 'rmsprop'"),
     "clip_range_vf": ((None,), "the critic's loss is not clipped"),
@@ -75,6 +76,14 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensorboard_log": ((None,), _TRACKED),
     "tb_log_name": ((), _TRACKED),
     "reset_num_timesteps": ((False,), "steps are always counted on; for a fresh start make a new agent"),
+    "log_path": ((None,), "the evaluations are in the callback's `evaluations`"),
+    "render": ((False,), "psigrad control --video draws an episode"),
+    "save_replay_buffer": ((False,), "psigrad control keeps whole checkpoints, the replay buffer among them"),
+    "save_vecnormalize": ((True, False), "a saved policy holds what was normalised"),
+    "warn": ((True, False), ""),
+    "custom_objects": ((None,), "nothing in a saved policy is code"),
+    "print_system_info": ((False,), "psigrad doctor prints what the machine offers"),
+    "force_reset": ((True,), "episodes always begin anew"),
 }
 
 
@@ -97,6 +106,96 @@ def without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"device is {asked!r}, and control runs on the CPU, which is faster for networks of this size; leave it out."
         )
     return rest
+
+
+def refuse(foreign: Mapping[str, Any], of: str, expected: Sequence[str]) -> None:
+    """Raises `UserError` for arguments that `of` does not have, but for those that ask for nothing."""
+    if unknown := without_foreign(foreign):
+        name = next(iter(unknown))
+        settings = ". Settings are given when the agent is made." if of == "learn" else "."
+        raise UserError(f"{of} has no argument {name!r}; expected {', '.join(expected)}{nearest(name, expected) or settings}")
+
+
+_CALLBACK = (
+    "a callback is a function of the agent and its figures, called after each line of figures, every log_interval-th rollout; "
+    "returning False ends training"
+)
+_COPIES = "n_envs=8 makes copies, and vectorization='async' gives each a process"
+_CONTINUOUS = "there is no off-policy method for real actions; PPO, A2C and TRPO take them"
+# What Stable-Baselines3, its contrib package and rl-zoo3 have and this package has not, and what to use.
+ELSEWHERE = {
+    **dict.fromkeys(("SAC", "TD3", "DDPG", "TQC", "CrossQ"), _CONTINUOUS),
+    "QRDQN": "the nearest is DQN(…, double_q=True)",
+    "RecurrentPPO": "policies have no memory; show PPO several observations, by gymnasium.wrappers.FrameStackObservation",
+    "MaskablePPO": "actions are not masked; let the environment ignore those that are not allowed, and use PPO",
+    "ARS": "every method here follows a gradient; use PPO or REINFORCE",
+    "HER": _CONTINUOUS,
+    "HerReplayBuffer": _CONTINUOUS,
+    "BaseCallback": _CALLBACK,
+    "CallbackList": "learn takes a list of callbacks",
+    "EveryNTimesteps": _CALLBACK,
+    "EventCallback": _CALLBACK,
+    "StopTrainingOnMaxEpisodes": "write callback=lambda agent, figures: figures.get('rollout/episodes', 0) < 1000",
+    "StopTrainingOnNoModelImprovement": "give EvalCallback a callback_after_eval, a function of the agent and its figures",
+    "ProgressBarCallback": "learn(…, progress_bar=True) shows one",
+    "VecNormalize": "normalize_observations=True and normalize_rewards=True do it",
+    "VecFrameStack": "gymnasium.wrappers.FrameStackObservation does it",
+    **dict.fromkeys(("make_vec_env", "DummyVecEnv", "SubprocVecEnv"), _COPIES),
+    **dict.fromkeys(("Monitor", "VecMonitor"), "returns and lengths of episodes are always counted"),
+    **dict.fromkeys(("make_atari_env", "AtariWrapper"), "gymnasium.wrappers.AtariPreprocessing and FrameStackObservation do it"),
+}
+
+
+def elsewhere(algorithm: str) -> str | None:
+    """What to use in place of an algorithm of Stable-Baselines3's that is not here."""
+    names = {name.lower(): advice for name, advice in ELSEWHERE.items()}
+    return names.get(algorithm.lower().replace("_", ""))
+
+
+def check_callback(call: Any) -> None:
+    """Raises `UserError` for a callback that cannot be called, those of Stable-Baselines3 among them."""
+    kind = type(call).__name__
+    if hasattr(call, "_on_step"):
+        own = f"import the {kind} of psigrad.control" if kind in _OWN_CALLBACKS else ELSEWHERE.get(kind, _CALLBACK)
+        raise UserError(
+            f"The callback {kind} has Stable-Baselines3's _on_step, which is for every single step, and steps are taken many at "
+            f"a time here: {own}."
+        )
+    if isinstance(call, type) or not callable(call):
+        raise UserError(f"The callback is of type {kind}; expected a function of the agent and its figures.")
+
+
+_OWN_CALLBACKS = ("EvalCallback", "CheckpointCallback", "StopTrainingOnRewardThreshold")
+# What an agent of Stable-Baselines3 has, and what does the same here.
+_ATTRIBUTES = {
+    "policy": "predict acts, and save writes the weights as model.safetensors",
+    "env": "get_env() gives the environments",
+    "logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
+    "set_logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
+    "device": "control always runs on the CPU",
+    "get_vec_normalize_env": "what was normalised is part of the agent, and saved with it",
+    "get_parameters": "save writes the weights as model.safetensors",
+    "set_parameters": "load reads what save wrote",
+    "set_random_seed": "the seed is a setting: seed=0",
+    **dict.fromkeys(
+        ("save_replay_buffer", "load_replay_buffer", "replay_buffer", "rollout_buffer"),
+        "psigrad control keeps whole checkpoints and goes on from them",
+    ),
+    "ep_info_buffer": "the figures of episodes are rollout/ep_rew_mean and rollout/ep_len_mean of a callback",
+}
+
+
+def no_attribute(of: str, name: str, settings: Mapping[str, Any]) -> str:
+    """The sentence for an attribute that an agent has not."""
+    advice = f"it is a setting: agent.settings.{name}" if name in settings else _ATTRIBUTES.get(name, "")
+    return f"{of} has no attribute {name!r}{': ' if advice else '.'}{advice}"
+
+
+def without_zip(path: Path) -> Path:
+    """The folder of a policy that is asked for as Stable-Baselines3's file. Raises `UserError` for such a file."""
+    if path.is_file():
+        raise UserError(f"{path} is a file, and a policy of psigrad is a folder; one of Stable-Baselines3 can't be read here.")
+    return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
 
 
 def table(figures: Mapping[str, float]) -> str:

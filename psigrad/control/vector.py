@@ -7,8 +7,9 @@ Here all three give the same `Step`: what followed the action, whether the episo
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from psigrad.control.convolutions import Image
-from psigrad.control.distributions import Array, Categorical, Distribution, Normal
-from psigrad.errors import UserError
+from psigrad.control import spaces as meanings
+from psigrad.control.distributions import Array
+from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable, imported_module
 from psigrad.workers.child import reason_for
 
@@ -54,10 +55,10 @@ class Environments:
         self._env = vector
         self.count: int = vector.num_envs
         self.mode = _mode(vector)
-        self.distribution, self.to_env = _actions(vector.single_action_space)
+        self.distribution, self.to_env = meanings.actions(vector.single_action_space)
         self._space = vector.single_observation_space
-        self.size, self._flatten = _observations(self._space)
-        self.image = _image(self._space)
+        self.size, self._flatten = meanings.observations(self._space)
+        self.image = meanings.image(self._space)
         # bytes stay bytes: a replay buffer of them takes a quarter of the room
         self.dtype = np.uint8 if self.image and self.image.bytes else np.float32
         self._resting = np.zeros(self.count, bool)
@@ -88,7 +89,7 @@ class Environments:
         elif ended.any():
             where = ended.nonzero()[0]
             if self.mode is AutoresetMode.SAME_STEP:
-                finals = self._flatten(np.stack([infos["final_obs"][i] for i in where]))
+                finals = self._flatten(meanings.stacked(self._space, [infos["final_obs"][i] for i in where]))
                 last = dict(zip(where.tolist(), finals, strict=True))
             else:
                 last = {int(i): observation[i].copy() for i in where}
@@ -102,15 +103,11 @@ class Environments:
         """
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
             raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give its first part alone.")
-        given, shape = np.asarray(observation), self._space.shape or ()
-        if given.shape == shape:
-            return self._flatten(given[None]), True
-        if given.shape[1:] == shape and given.ndim == len(shape) + 1:
-            return self._flatten(given), False
-        raise UserError(f"The observation has shape {given.shape}; expected {shape}, or a batch of such.")
+        batch, single = meanings.batch_of(self._space, observation)
+        return self._flatten(batch), single
 
     def _flat(self, raw: Any) -> Array:
-        if np.shape(raw)[1:] != self._space.shape:
+        if self._space.shape is not None and np.shape(raw)[1:] != self._space.shape:
             raise UserError(
                 f"The environment gave an observation of shape {np.shape(raw)[1:]}, and its observation_space says "
                 f"{self._space.shape}; make them agree."
@@ -129,7 +126,12 @@ class Environments:
         return self._env
 
     @property
-    def spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    def absent(self) -> bool:
+        """Whether these are spaces alone, of a policy that was loaded without an environment."""
+        return isinstance(self._env, Serial) and isinstance(self._env.envs[0], Absent)
+
+    @property
+    def spaces(self) -> meanings.Spaces:
         """Of one observation and of one action."""
         return self._space, self._env.single_action_space
 
@@ -164,7 +166,7 @@ class Serial:
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
         """As `VectorEnv.reset`."""
         seeds = [None] * self.num_envs if seed is None else range(seed, seed + self.num_envs)
-        return np.stack([_begun(env.reset(seed=s)) for env, s in zip(self.envs, seeds, strict=True)]), {}
+        return self._stacked([_begun(env.reset(seed=s)) for env, s in zip(self.envs, seeds, strict=True)]), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
         """As `VectorEnv.step`."""
@@ -177,12 +179,29 @@ class Serial:
                 finals[i] = observation
                 observation = _begun(env.reset())
             seen.append(observation)
-        return np.stack(seen), reward, terminated, truncated, {"final_obs": finals}
+        return self._stacked(seen), reward, terminated, truncated, {"final_obs": finals}
+
+    def _stacked(self, seen: Sequence[Any]) -> Any:
+        return meanings.stacked(self.single_observation_space, seen)
 
     def close(self) -> None:
         """Close every environment."""
         for env in self.envs:
             env.close()
+
+
+class Absent(gym.Env[Any, Any]):
+    """Spaces without an environment, of a policy that is loaded without one: it can act, and to play is refused in a sentence."""
+
+    def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], reason: str) -> None:
+        self.observation_space, self.action_space, self.reason = observation_space, action_space, reason
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Raises `UserError`."""
+        raise UserError(
+            f"This policy was loaded without an environment: {self.reason.rstrip('.')}. Give it one: agent.set_env(env), or "
+            "env=… to load."
+        )
 
 
 def _begun(returned: Any) -> Any:
@@ -235,6 +254,7 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
     given, env = env, registered(env)
     try:
         spec = spec_of(env)
+        _check_keywords(given, spec, kwargs)
         if vectorization == "auto":
             whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING and not wrappers
             vectorization = "vector_entry_point" if whole else "serial"
@@ -274,6 +294,24 @@ def _called(make: Callable[[], Any]) -> gym.Env[Any, Any]:
             "environments."
         )
     return made
+
+
+def _check_keywords(given: str, spec: gym.envs.registration.EnvSpec, kwargs: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an argument that the environment's class or function has not."""
+    entry = spec.entry_point
+    made = gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    try:
+        parameters = inspect.signature(made).parameters if callable(made) else {}
+    except ValueError:  # what is written in C may not say
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = {*parameters, *inspect.signature(gym.make).parameters, "render_mode"}
+    for name in kwargs:
+        if name not in known:
+            own = ", ".join(parameters) or "none"
+            form = "; write them as {name: value}, with a blank" if ":" in name else nearest(name, parameters)
+            raise UserError(f"env_kwargs has {name!r}, which {given} does not take; it takes {own}{form or '.'}")
 
 
 def spec_of(env: str) -> gym.envs.registration.EnvSpec:
@@ -321,36 +359,3 @@ def _mode(vector: Any) -> AutoresetMode:
             f"The vector environment's metadata has autoreset_mode={mode!r}; expected one of Gymnasium's AutoresetMode: without "
             "it psigrad cannot tell which steps the policy chose."
         ) from error
-
-
-def _actions(space: spaces.Space[Any]) -> tuple[Distribution, Callable[[Array], Array]]:
-    if isinstance(space, spaces.Discrete):
-        start = int(space.start)
-        return Categorical(int(space.n)), (lambda a: a + start) if start else (lambda a: a)
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        low, high, shape = space.low.reshape(-1), space.high.reshape(-1), space.shape
-        return Normal(len(low)), lambda a: np.clip(a, low, high).reshape(-1, *shape).astype(space.dtype, copy=False)
-    raise UserError(f"The action space is {space}; expected Discrete or a Box of real numbers; wrap the environment.")
-
-
-def _observations(space: spaces.Space[Any]) -> tuple[int, Callable[[Array], Array]]:
-    if isinstance(space, spaces.Discrete):
-        eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
-        return int(space.n), lambda o: eye[np.asarray(o) - start]
-    if isinstance(space, spaces.Box) and len(space.shape) <= 3:
-        size, image = int(np.prod(space.shape)), _image(space)
-        dtype = np.uint8 if image is not None and image.bytes else np.float32
-        return size, lambda o: np.ascontiguousarray(o, dtype=dtype).reshape(len(o), size)
-    raise UserError(
-        f"The observation space is {space}; expected Discrete, a Box of numbers, or one of images (three dimensions); wrap the "
-        "environment, with gymnasium.wrappers.FlattenObservation or minigrid.wrappers:ImgObsWrapper for example (wrappers=…)."
-    )
-
-
-def _image(space: spaces.Space[Any]) -> Image | None:
-    """The image that an observation is: a Box of three dimensions. The least of the outer two is that of the channels."""
-    if not (isinstance(space, spaces.Box) and len(space.shape) == 3):
-        return None
-    last = space.shape[2] <= space.shape[0]
-    channels, height, width = (space.shape[2], *space.shape[:2]) if last else space.shape
-    return Image(channels, height, width, last, space.dtype == np.uint8)

@@ -202,7 +202,8 @@ def test_stable_baselines3s_way_of_naming_a_policy_is_the_same_agent(capsys):
     ("given", "named", "words"),
     [
         (("CnnPolicy", "CartPole-v1"), {}, "needs images"),
-        (("MultiInputPolicy", "CartPole-v1"), {}, "MlpPolicy or CnnPolicy"),
+        (("MultiInput", "CartPole-v1"), {}, "Two environments"),
+        (("LstmPolicy", "CartPole-v1"), {}, "MlpPolicy or CnnPolicy or MultiInputPolicy"),
         (("MlpPolicy",), {}, "No environment"),
         (("CartPole-v1", "Acrobot-v1"), {}, "Two environments"),
         (("MlpPolicy", "CartPole-v1"), {"policy_kwargs": {"ortho_init": False}}, "ortho_init=False"),

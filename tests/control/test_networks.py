@@ -9,7 +9,7 @@ from torch import nn
 
 from psigrad.control import networks
 from psigrad.control.actor_critic import ActorCritic
-from psigrad.control.distributions import Categorical, Noise, Normal
+from psigrad.control.distributions import Categorical, MultiCategorical, Noise, Normal
 from psigrad.control.networks import Towers
 
 
@@ -66,7 +66,14 @@ KINDS = {
 }
 
 
-PAIRS = [(kind, Categorical(3)) for kind in KINDS] + [(kind, Normal(2)) for kind in KINDS if "actions" not in kind]
+SEVERAL = MultiCategorical((3, 4))
+PAIRS = [(kind, Categorical(3)) for kind in KINDS]
+PAIRS += [(kind, distribution) for distribution in (Normal(2), SEVERAL) for kind in KINDS if "actions" not in kind]
+
+
+def pairs_of(count):
+    """Actions [M, 2] of `SEVERAL`."""
+    return torch.stack([torch.arange(count) % 3, torch.arange(count) % 4], 1)
 
 
 @pytest.mark.parametrize(("kind", "distribution"), PAIRS, ids=[f"{k}-{type(d).__name__}" for k, d in PAIRS])
@@ -77,7 +84,8 @@ def test_a_loss_of_any_outputs_has_autograds_gradient(kind, distribution):
     x = torch.randn(9, 4).double()
 
     def loss(out):
-        actions = torch.arange(9) % 3 if isinstance(distribution, Categorical) else torch.ones(9, 2).double()
+        by_kind = {Categorical: torch.arange(9) % 3, Normal: torch.ones(9, 2).double(), MultiCategorical: pairs_of(9)}
+        actions = by_kind[type(distribution)]
         total = distribution.log_prob(out.policy, out.rest, actions).sum() + distribution.entropy(out.policy, out.rest).mean()
         return total if out.values is None else total + (out.values**2).sum()
 
@@ -117,7 +125,7 @@ def test_acting_with_numpy_is_the_networks_policy(tmp_path):
     torch.testing.assert_close(other(torch.from_numpy(x)).policy, network(torch.from_numpy(x)).policy, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("distribution", [Categorical(3), Normal(2)])
+@pytest.mark.parametrize("distribution", [Categorical(3), Normal(2), SEVERAL])
 def test_noise_goes_on_from_block_to_block(distribution):
     noise = Noise(distribution, np.random.default_rng(0), 4)
     found = np.array([noise.step().copy() for _ in range(100)])
@@ -131,6 +139,10 @@ def test_actions_are_drawn_with_their_probabilities():
     drawn = policy.sample(np.repeat(logits, 60_000, 0), np.zeros(0), policy.noise(rng, (60_000,)))
     np.testing.assert_allclose(np.bincount(drawn) / 60_000, [0.2, 0.5, 0.3], atol=0.01)  # 5 standard errors
     assert np.isfinite(policy.noise(rng, (1000,))).all()
+    pairs = np.log(np.array([[0.2, 0.5, 0.3, 0.1, 0.2, 0.3, 0.4]], np.float32))
+    several = SEVERAL.sample(np.repeat(pairs, 60_000, 0), np.zeros(0), SEVERAL.noise(rng, (60_000,)))
+    joint = np.bincount(several[:, 0] * 4 + several[:, 1], minlength=12).reshape(3, 4) / 60_000
+    np.testing.assert_allclose(joint, np.outer([0.2, 0.5, 0.3], [0.1, 0.2, 0.3, 0.4]), atol=0.01)
     means, spread = np.tile(np.float32([[1, -2]]), (60_000, 1)), np.log(np.float32([0.5, 2]))
     normal = Normal(2).sample(means, spread, Normal(2).noise(rng, (60_000,)))
     np.testing.assert_allclose(normal.mean(0), [1, -2], atol=0.05)
@@ -145,6 +157,13 @@ def test_distributions_agree_with_torch():
     torch.testing.assert_close(ours.log_prob(out, rest, actions), theirs.log_prob(actions))
     torch.testing.assert_close(ours.entropy(out, rest), theirs.entropy())
     torch.testing.assert_close(ours.kl(out, rest, other, rest), torch.distributions.kl_divergence(theirs, theirs2))
+    wide, wide2, chosen = torch.randn(7, 7).double(), torch.randn(7, 7).double(), pairs_of(7)
+    parts, parts2 = ([torch.distributions.Categorical(logits=x) for x in (w[:, :3], w[:, 3:])] for w in (wide, wide2))
+    logp = sum(part.log_prob(a) for part, a in zip(parts, chosen.T, strict=True))
+    torch.testing.assert_close(SEVERAL.log_prob(wide, rest, chosen), logp)
+    torch.testing.assert_close(SEVERAL.entropy(wide, rest), sum(part.entropy() for part in parts))
+    kl = sum(torch.distributions.kl_divergence(p, q) for p, q in zip(parts, parts2, strict=True))
+    torch.testing.assert_close(SEVERAL.kl(wide, rest, wide2, rest), kl)
     normal, real = Normal(3), torch.randn(7, 3).double()
     a = torch.distributions.Independent(torch.distributions.Normal(out, rest.exp()), 1)
     b = torch.distributions.Independent(torch.distributions.Normal(other, other_rest.exp()), 1)
@@ -153,7 +172,7 @@ def test_distributions_agree_with_torch():
     torch.testing.assert_close(normal.kl(out, rest, other, other_rest), torch.distributions.kl_divergence(a, b))
 
 
-@pytest.mark.parametrize("distribution", [Categorical(3), Normal(2)], ids=["discrete", "continuous"])
+@pytest.mark.parametrize("distribution", [Categorical(3), Normal(2), SEVERAL], ids=["discrete", "continuous", "several"])
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 @pytest.mark.parametrize("d_entropy", [0.0, -0.3])
 def test_the_closed_form_down_to_log_probs_and_entropies_equals_autograd(distribution, critic, d_entropy):
@@ -163,7 +182,12 @@ def test_the_closed_form_down_to_log_probs_and_entropies_equals_autograd(distrib
     with torch.no_grad():
         network.flat.add_(0.3 * torch.randn(network.flat.shape, generator=g))
     observations, steps = torch.randn(9, 4, generator=g), 7  # two states more than actions: those behind the last step
-    actions = torch.randint(3, (steps,), generator=g) if distribution.extra == 0 else torch.randn(steps, 2, generator=g)
+    by_kind = {
+        Categorical: torch.arange(steps) % 3,
+        Normal: torch.randn(steps, 2, generator=g),
+        MultiCategorical: pairs_of(steps),
+    }
+    actions = by_kind[type(distribution)]
     d_logp, d_values = torch.randn(steps, generator=g), torch.randn(1, steps, generator=g)
     out = network.plain(observations)
     logp = distribution.log_prob(out.policy[:steps], out.rest, actions)

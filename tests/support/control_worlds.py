@@ -57,6 +57,32 @@ class Chain(gym.Env[Any, Any]):
         return self.state, 1.0 if over else -0.02 * float(action == 0), over, self.count >= self.limit and not over, {}
 
 
+class Locks(gym.Env[Any, Any]):
+    """One step: half the reward for turning to the colour that is shown, half for pressing where the dial is above 0.
+
+    The best policy earns 1, the best one that sees nothing 5/12. Keys lie in another order than the flat numbers.
+    """
+
+    def __init__(self, binary: bool = False) -> None:
+        shown = {"dial": spaces.Box(-1, 1, (1,), np.float32), "colour": spaces.Discrete(3 - binary, start=1)}
+        self.observation_space = spaces.Dict(shown)
+        self.action_space = spaces.MultiBinary(2) if binary else spaces.MultiDiscrete([3, 2], start=[4, 0])
+        self.first = 0 if binary else 4
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.shown = self.observation_space.sample()
+        return self.shown, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action)
+        right = int(action[0]) - self.first == int(self.shown["colour"]) - 1
+        pressed = bool(action[1]) == bool(self.shown["dial"][0] > 0)
+        return self.shown, 0.5 * right + 0.5 * pressed, True, False, {}
+
+
 class Target(gym.Env[Any, Any]):
     """One step: the reward is minus the squared distance of a real action from the observed number."""
 

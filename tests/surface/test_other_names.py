@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
+from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
 from psigrad.config.other_names import BATCH, INSTEAD, NEEDLESS, SAME, VALUES, _names
 from psigrad.config.shortcuts import SHORTCUTS
@@ -173,10 +173,11 @@ custom_reward_function: {path: mine.py, name: score}
 
 
 def test_the_tables_name_settings_that_exist_and_take_none_of_ours():
-    ours = {name for cls in (OnlineConfig, PreferenceConfig, SFTConfig) for name in _names(cls)} | {"total_timesteps"}
-    assert {*SAME.values()} <= ours | {*SHORTCUTS}
+    ours = {name for cls in (OnlineConfig, PreferenceConfig, SFTConfig) for name in _names(cls)}
+    known = {*ours, *SHORTCUTS, *_names(ControlConfig), *_names(ControlConfig).values()}
+    assert {*SAME.values()} <= known
     meant = {name for values in VALUES.values() for new in values.values() for name in new}
-    assert meant - {"algorithm.kl"} <= ours | {*SHORTCUTS}
+    assert meant - {"algorithm.kl"} <= known
     assert not ({*SAME, *NEEDLESS, *BATCH, *SHORTCUTS} | {*INSTEAD} - {"optim"}) & ours
 
 

@@ -1,0 +1,117 @@
+"""What `learn` calls after every line of figures: evaluations, saved policies, an end before the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from psigrad.control import policies
+from psigrad.control.agents import Agent, Callback, evaluate_policy
+from psigrad.errors import UserError
+
+MEAN_RETURN = "eval/return/mean"
+
+
+class _Every:
+    """Whether `freq` steps of each copy of the environment, Stable-Baselines3's count, have gone by since the last time."""
+
+    def __init__(self, name: str, freq: Any) -> None:
+        if not isinstance(freq, int) or freq < 1:
+            raise UserError(f"{name} is {freq!r}; expected a whole number of steps, 1 or more.")
+        self._freq, self._next = freq, 0
+
+    def due(self, agent: Agent) -> bool:
+        steps = self._freq * agent.settings.n_envs
+        self._next = self._next or steps
+        if agent.num_timesteps < self._next:
+            return False
+        self._next = agent.num_timesteps + steps
+        return True
+
+
+class EvalCallback:
+    """Evaluates on `eval_env` (default: fresh copies of the agent's) after every `eval_freq` steps of each copy, counted at the
+    lines of figures, and keeps the best policy as the folder `best_model` in `best_model_save_path`.
+
+    `callback_on_new_best` is called with the agent and the evaluation's figures where it was the best so far,
+    `callback_after_eval` always; False ends training. `evaluations` holds the steps and the mean return of each. Raises
+    `UserError` for Stable-Baselines3's other arguments where they ask for something.
+    """
+
+    def __init__(
+        self,
+        eval_env: Any = None,
+        *,
+        callback_on_new_best: Callback | None = None,
+        callback_after_eval: Callback | None = None,
+        n_eval_episodes: int = 20,
+        eval_freq: int = 10_000,
+        best_model_save_path: str | Path | None = None,
+        deterministic: bool = True,
+        verbose: int = 0,
+        **foreign: Any,
+    ) -> None:
+        policies.refuse(foreign, "EvalCallback", ("eval_env", "eval_freq", "n_eval_episodes", "best_model_save_path"))
+        for call in (callback_on_new_best, callback_after_eval):
+            if call is not None:
+                policies.check_callback(call)
+        self.eval_env, self.n_eval_episodes, self.deterministic, self.verbose = eval_env, n_eval_episodes, deterministic, verbose
+        self.best = None if best_model_save_path is None else Path(best_model_save_path) / "best_model"
+        self.on_new_best, self.after_eval = callback_on_new_best, callback_after_eval
+        self.evaluations: list[tuple[int, float]] = []
+        self._every = _Every("eval_freq", eval_freq)
+
+    def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
+        """Evaluate when it is due. False ends training: one of the two callbacks returned it."""
+        if not self._every.due(agent):
+            return True
+        mean, std = evaluate_policy(agent, self.eval_env, self.n_eval_episodes, self.deterministic)
+        is_best = all(mean > seen for _, seen in self.evaluations)
+        self.evaluations.append((agent.num_timesteps, mean))
+        if self.verbose:
+            print(f"{agent.num_timesteps} steps: return {mean:.2f} ± {std:.2f} over {self.n_eval_episodes} episodes")
+        if is_best and self.best is not None:
+            agent.save(self.best)
+        asked = [call for call in (self.on_new_best if is_best else None, self.after_eval) if call is not None]
+        return False not in [call(agent, {**figures, MEAN_RETURN: mean}) for call in asked]
+
+
+class StopTrainingOnRewardThreshold:
+    """Ends training once an evaluation's mean return is `reward_threshold`: the `callback_on_new_best` of an `EvalCallback`."""
+
+    def __init__(self, reward_threshold: float, verbose: int = 0) -> None:
+        self.reward_threshold, self.verbose = reward_threshold, verbose
+
+    def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
+        """False where the threshold is reached. Raises `UserError` outside an `EvalCallback`, whose figures it reads."""
+        if MEAN_RETURN not in figures:
+            raise UserError(
+                "StopTrainingOnRewardThreshold got figures without an evaluation; give it to one: "
+                "EvalCallback(callback_on_new_best=StopTrainingOnRewardThreshold(…))."
+            )
+        reached = figures[MEAN_RETURN] >= self.reward_threshold
+        if reached and self.verbose:
+            print(f"{agent.num_timesteps} steps: the return {figures[MEAN_RETURN]:.2f} ends training")
+        return not reached
+
+
+class CheckpointCallback:
+    """Saves the policy after every `save_freq` steps of each copy, as the folder `save_path`/`name_prefix`_N_steps.
+
+    Raises `UserError` for Stable-Baselines3's other arguments where they ask for something.
+    """
+
+    def __init__(
+        self, save_freq: int, save_path: str | Path, name_prefix: str = "rl_model", verbose: int = 0, **foreign: Any
+    ) -> None:
+        policies.refuse(foreign, "CheckpointCallback", ("save_freq", "save_path", "name_prefix"))
+        self.save_path, self.name_prefix, self.verbose = Path(save_path), name_prefix, verbose
+        self._every = _Every("save_freq", save_freq)
+
+    def __call__(self, agent: Agent, figures: Mapping[str, float]) -> None:
+        """Save the agent when it is due."""
+        if self._every.due(agent):
+            saved = agent.save(self.save_path / f"{self.name_prefix}_{agent.num_timesteps}_steps")
+            if self.verbose:
+                print(f"saved {saved}")

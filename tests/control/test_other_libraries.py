@@ -1,0 +1,232 @@
+"""What users of Stable-Baselines3 write: its callbacks, names, attributes and flags, understood or answered with ours."""
+
+from __future__ import annotations
+
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from control_worlds import Chain, Locks
+
+import psigrad.control
+from psigrad import cli
+from psigrad.control import (
+    A2C,
+    DQN,
+    PPO,
+    Agent,
+    CheckpointCallback,
+    EvalCallback,
+    StopTrainingOnRewardThreshold,
+    evaluate_policy,
+)
+from psigrad.errors import UserError
+
+SMALL = {"tuned": False, "n_envs": 2, "n_steps": 16, "n_epochs": 2}
+
+
+@pytest.mark.parametrize("world", [Chain, Locks], ids=["Discrete", "Dict"])
+def test_a_policy_without_an_id_loads_and_predicts_without_an_environment(world, tmp_path):
+    agent = PPO(world, normalize_observations=world is Locks, **SMALL).learn(64)
+    agent.observation_space.seed(0)
+    seen = [agent.observation_space.sample() for _ in range(8)]
+    expected = [agent.predict(one, deterministic=True)[0] for one in seen]
+    agent.save(tmp_path / "once")
+    again = PPO.load(tmp_path / "once", device="cpu")
+    PPO.load(again.save(tmp_path / "twice"))
+    for loaded in (again, PPO.load(tmp_path / "twice.zip")):
+        assert (loaded.observation_space, loaded.action_space) == (agent.observation_space, agent.action_space)
+        np.testing.assert_array_equal([loaded.predict(one, deterministic=True)[0] for one in seen], expected)
+        assert loaded.get_env() is None and loaded.settings.n_envs == 2
+    for asks in (lambda: again.learn(64), lambda: evaluate_policy(again)):
+        with pytest.raises(UserError, match=r"without an environment: .*no id.*set_env"):
+            asks()
+    assert evaluate_policy(again, world, 8)[0] == evaluate_policy(agent, n_eval_episodes=8)[0]
+    with pytest.raises(UserError, match="made for"):
+        again.set_env("CartPole-v1")
+    again.set_env(world)
+    assert again.learn(64).num_timesteps == 128 and again.get_env().num_envs == 2
+
+
+def test_a_policy_whose_environment_cannot_be_made_here_says_so_where_one_is_needed(tmp_path):
+    gym.register("Elsewhere-v0", Chain)
+    PPO("Elsewhere-v0", **SMALL).save(tmp_path / "saved")
+    gym.registry.pop("Elsewhere-v0")
+    loaded = PPO.load(tmp_path / "saved")
+    assert loaded.predict(0, deterministic=True)[0] in (0, 1)
+    with pytest.raises(UserError, match=r"Elsewhere.*set_env"):
+        loaded.learn(64)
+
+
+def test_a_policy_of_before_spaces_were_saved_asks_for_its_environment(tmp_path):
+    PPO(Chain, **SMALL).save(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["spaces"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="env=…"):
+        PPO.load(tmp_path)
+    assert PPO.load(tmp_path, env=Chain).get_env() is not None
+
+
+def test_a_file_of_stable_baselines3_is_told_apart(tmp_path):
+    (tmp_path / "theirs.zip").write_bytes(b"PK")
+    with pytest.raises(UserError, match="a folder"):
+        PPO.load(tmp_path / "theirs.zip")
+    with pytest.raises(UserError, match="load has no argument 'learning_rat'"):
+        PPO.load(tmp_path, learning_rat=1)
+
+
+def test_callbacks_have_stable_baselines3s_arguments_and_count_steps_of_each_copy(tmp_path, capsys):
+    agent = DQN(
+        "CartPole-v1", tuned=False, n_envs=2, batch_size=8, learning_starts=0, train_freq=8, net_arch=(8,), log_interval=1
+    )
+    stop = StopTrainingOnRewardThreshold(1.0, verbose=1)
+    every = EvalCallback(
+        gym.make("CartPole-v1"),
+        eval_freq=32,
+        n_eval_episodes=2,
+        best_model_save_path=str(tmp_path / "logs"),
+        callback_on_new_best=stop,
+        verbose=1,
+        render=False,
+        warn=True,
+    )
+    agent.learn(10_000, callback=[every, CheckpointCallback(8, tmp_path / "saved", name_prefix="dqn")])
+    assert agent.num_timesteps == 64 and [steps for steps, _ in every.evaluations] == [64]
+    assert DQN.load(tmp_path / "logs" / "best_model").num_timesteps == 64
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [f"dqn_{n}_steps" for n in (16, 32, 48, 64)]
+    said = capsys.readouterr().out
+    assert "64 steps: return" in said and "ends training" in said
+
+
+def test_only_a_better_evaluation_is_kept_and_any_may_end_training(tmp_path):
+    agent = PPO("CartPole-v1", **SMALL)
+    means, best = iter([5.0, 3.0, 9.0, 9.0]), []
+    every = EvalCallback(
+        eval_freq=16,
+        callback_on_new_best=lambda a, _: best.append(a.num_timesteps),
+        callback_after_eval=lambda a, f: len(best) < 3,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psigrad.control.agent_callbacks.evaluate_policy", lambda *given: (next(means), 0.0))
+        agent.learn(128, callback=every)
+    assert best == [32, 96] and [mean for _, mean in every.evaluations] == [5.0, 3.0, 9.0, 9.0]
+    agent.learn(320, callback=[lambda a, figures: a.num_timesteps < 160])
+    assert agent.num_timesteps == 160
+
+
+def test_the_episodes_of_an_evaluation_are_given_where_they_are_asked_for():
+    agent = PPO("CartPole-v1", **SMALL)
+    returns, lengths = evaluate_policy(agent, n_eval_episodes=4, return_episode_rewards=True)
+    assert returns == lengths and len(returns) == 4 and np.mean(returns) == evaluate_policy(agent, n_eval_episodes=4)[0]
+
+
+def theirs(kind, *given, **more):
+    from stable_baselines3.common import callbacks
+
+    return getattr(callbacks, kind)(*given, **more)
+
+
+def own_callback():
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    class Mine(BaseCallback):
+        def _on_step(self):
+            return True
+
+    return Mine()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (own_callback, "callback Mine has Stable-Baselines3's _on_step.*a function of the agent and its figures"),
+        (lambda: theirs("CheckpointCallback", 9, "logs"), "import the CheckpointCallback of psigrad.control"),
+        (lambda: theirs("ProgressBarCallback"), "progress_bar=True"),
+        (lambda: theirs("CallbackList", []), "a list of callbacks"),
+        (lambda: EvalCallback, "of type type"),
+    ],
+)
+def test_callbacks_of_stable_baselines3_are_answered_with_ours(make, said):
+    with pytest.raises(UserError, match=said):
+        PPO("CartPole-v1", **SMALL).learn(9, callback=make())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: EvalCallback(every=9), "EvalCallback has no argument 'every'; expected eval_env, eval_freq"),
+        (lambda: EvalCallback(eval_freq=0), "eval_freq is 0"),
+        (lambda: EvalCallback(log_path="logs"), "log_path is 'logs'.*`evaluations`"),
+        (lambda: EvalCallback(callback_after_eval=3), "of type int"),
+        (lambda: CheckpointCallback(9, "logs", save_replay_buffer=True), "save_replay_buffer is True"),
+        (lambda: PPO("CartPole-v1", **SMALL).learn(64, callback=StopTrainingOnRewardThreshold(3)), "callback_on_new_best"),
+        (lambda: Agent("Pendulum-v1", algorithm="sac"), "no algorithm 'sac'.*PPO, A2C and TRPO"),
+        (lambda: PPO(env="CartPole-v1", algorithm="recurrent_ppo"), "FrameStackObservation"),
+        (lambda: PPO("Pendulum-v1", use_sde=True), "no gSDE here; the noise is log_std_init"),
+    ],
+)
+def test_a_mistake_names_what_there_is(wrong, said):
+    with pytest.raises(UserError, match=said):
+        wrong()
+
+
+def test_names_that_are_elsewhere_say_what_to_use():
+    from stable_baselines3.common import callbacks, env_util, vec_env
+
+    with pytest.raises(ImportError, match="no off-policy method for real actions; PPO, A2C and TRPO"):
+        from psigrad.control import SAC  # noqa: F401
+    with pytest.raises(ImportError, match="a function of the agent"):
+        from psigrad.control import BaseCallback  # noqa: F401
+    assert not hasattr(psigrad.control, "nothing")
+    # every callback of Stable-Baselines3's own is here or answered, and so are the makers of environments
+    kinds = [n for n in vars(callbacks) if n.endswith("Callback") or n.startswith(("StopTraining", "Callback", "Every"))]
+    for known in [*kinds, "make_vec_env", "DummyVecEnv", "SubprocVecEnv", "VecNormalize", "VecFrameStack", "VecMonitor"]:
+        assert any(hasattr(module, known) for module in (callbacks, env_util, vec_env)), known
+        assert known in psigrad.control.__all__ or known in psigrad.control.ELSEWHERE or known in ("ConvertCallback",), known
+
+
+def test_attributes_of_an_agent_that_are_elsewhere_say_where():
+    agent = A2C("CartPole-v1")
+    for attribute, said in {"policy": "predict acts", "gamma": "agent.settings.gamma", "logger": "callback"}.items():
+        with pytest.raises(AttributeError, match=f"A2C has no attribute '{attribute}'.*{said}"):
+            getattr(agent, attribute)
+    assert not hasattr(agent, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--policy", "MlpPolic"), "no flag --policy: the network of control is net_arch"),
+        (("--env-kwargs", "{gravit: 3}"), "env_kwargs has 'gravit'.*takes sutton_barto_reward, render_mode"),
+        (("--env-kwargs", "{gravity:3}"), "write them as {name: value}"),
+        (("--env-kwargs", "gravity:3"), "env_kwargs"),
+        (("--use-sde",), "no gSDE"),
+        (("--algo", "sac"), "no algorithm 'sac'"),
+        (("--eval-freq", "9"), "eval_steps"),
+        (("--vec-env", "subproc"), "vectorization"),
+    ],
+)
+def test_flags_of_rl_zoo3_are_answered(arguments, said, tmp_path, capsys):
+    import re
+
+    assert cli.main(["control", *arguments, "--env", "CartPole-v1", "--output-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "Traceback" not in error and "did you mean '--allow'" not in error
+
+
+def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from psigrad.cli import worlds
+    from psigrad.control import run
+
+    seen = []
+    monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
+    monkeypatch.setattr(worlds, "finished", lambda result: 0)
+    theirs = ["--algo", "dqn", "--env", "CartPole-v1", "--n-timesteps", "99", "--policy", "CnnPolicy", "--n-eval-episodes", "7"]
+    assert cli.main(["control", *theirs, "--env-kwargs", "{sutton_barto_reward: true}"]) == 0
+    (found,) = seen
+    assert (found.algorithm, found.total_timesteps, found.eval_episodes) == ("dqn", 99, 7)
+    assert found.dqn.double_q and found.network.net_arch == (512,) and found.env_kwargs == {"sutton_barto_reward": True}
