@@ -19,6 +19,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+def kind_of(value: object) -> str:
+    """A value's type for a sentence, with its article: "an int", "a list"; None is "None"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
 def reason_of(error: BaseException) -> str:
     """The first line of another library's error, for a sentence of ours. Its advice about remote code becomes our setting."""
     text = str(error).strip() or type(error).__name__

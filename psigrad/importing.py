@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, kind_of, nearest
 
 # Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
 FILE_MODULE = "_psigrad_file_"
@@ -32,7 +32,7 @@ def imported_callable(path: str, kind: str) -> Any:
     """As `imported`, for what is called: a function or a class."""
     found = imported(path, kind)
     if not callable(found):
-        raise UserError(f"The {kind} {path!r} is a {type(found).__name__}; expected a function.")
+        raise UserError(f"The {kind} {path!r} is {kind_of(found)}; expected a function.")
     return found
 
 

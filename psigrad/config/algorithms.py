@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from psigrad import objective
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported
 from psigrad.objective import (
     PolicyGradient,
@@ -68,7 +68,7 @@ def resolve(spec: Spec) -> PolicyGradient:
     if isinstance(spec, str):
         return _preset(spec)
     if not isinstance(spec, Mapping):
-        raise UserError(f"The algorithm is a {type(spec).__name__}; expected a preset's name, a mapping or a PolicyGradient.")
+        raise UserError(f"The algorithm is {kind_of(spec)}; expected a preset's name, a mapping or a PolicyGradient.")
     changes = dict(spec)
     return changed(_preset(changes.pop("preset")) if "preset" in changes else None, changes)
 
@@ -105,7 +105,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     if isinstance(spec, Preference | KahnemanTversky):
         return spec
     if not isinstance(spec, str | Mapping):
-        raise UserError(f"The preference loss is a {type(spec).__name__}; expected a name, a mapping or a Preference.")
+        raise UserError(f"The preference loss is {kind_of(spec)}; expected a name, a mapping or a Preference.")
     changes = {"preset": spec} if isinstance(spec, str) else dict(spec)
     start: Any = _known(changes.pop("preset", "dpo"), preference_catalog.METHODS, "preference loss").algorithm
     names = {f.name for f in fields(start)}
@@ -163,7 +163,7 @@ def _preset(name: str) -> PolicyGradient:
         return catalog.METHODS[name].algorithm
     found = imported(name, "algorithm")
     if not isinstance(found, PolicyGradient):
-        raise UserError(f"{name} is a {type(found).__name__}; expected a PolicyGradient.")
+        raise UserError(f"{name} is {kind_of(found)}; expected a PolicyGradient.")
     return found
 
 

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from psigrad.config import other_names
 from psigrad.config.nested import Given, put
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, kind_of, nearest
 
 T = TypeVar("T")
 
@@ -112,6 +112,8 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
     named = {}
     for name, value in settings.items():
         mine = other_names.ours(cls, name)
+        if mine not in dotted and other_names.answer(mine) and mine not in other_names.VALUES:
+            raise UserError(other_names.refusal(name, value))
         if mine not in dotted and not other_names.is_known(name):
             raise UserError(f"There is no setting {name!r}{nearest(name, [*leaves, *dotted]) or '.'}")
         named[mine] = value
@@ -131,7 +133,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UserError(f"The settings file {str(path)!r} holds a {type(values).__name__}; expected name: value pairs.")
+        raise UserError(f"The settings file {str(path)!r} holds {kind_of(values)}; expected name: value pairs.")
     return values
 
 
@@ -167,7 +169,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
         where = f"{source}: " if source and place not in beside else ""
-        raise UserError(f"{where}{place} is {_brief(first['input'])}; {_expected(first['msg'])}.") from error
+        raise UserError(f"{where}{place} is {_brief(first['input'])}; {_expected(first['msg'])}.") from None
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):
@@ -212,7 +214,7 @@ def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _brief(value: Any) -> str:
     """A value as a message shows it: a model's own text fills a screen."""
-    return text if len(text := repr(value)) <= 200 else f"a {type(value).__name__}"
+    return text if len(text := repr(value)) <= 200 else f"{kind_of(value)}"
 
 
 def _expected(message: str) -> str:

@@ -176,9 +176,11 @@ INSTEAD = {
     **dict.fromkeys(("run_name", "trainer.experiment_name", "trainer.project_name", "log_folder", "logging_dir"), _FOLDER),
     **dict.fromkeys(("trainer.logger", "tensorboard_log"), "trackers are report_to=wandb, tensorboard or trackio"),
     "eval_strategy": "evaluation is asked for by eval_steps",
-    "save_strategy": "checkpoints are asked for by save_steps and save_minutes",
+    "save_strategy": "checkpoints are asked for by save_steps and save_minutes; the last step is always kept",
     **dict.fromkeys(("optim", "optim_args"), "the optimiser is AdamW"),
     "warmup_ratio": "warm-up is counted in steps: warmup_steps",
+    **dict.fromkeys(("algo", "method"), "the algorithm stands behind the command, as in psigrad control ppo"),
+    "policy": "the network follows from the observations, an MLP, or a CNN for images; net_arch sets the widths",
     "args": "settings are given one by one; psigrad from-trl SCRIPT writes those of a configuration of TRL",
     "overwrite_output_dir": "a run goes on from its newest checkpoint; for a fresh one give another output_dir",
     "resume_from_checkpoint": "the same command goes on from its newest checkpoint",
@@ -195,6 +197,11 @@ INSTEAD = {
     "algorithm.use_kl_in_reward": "where the KL term acts is algorithm.kl.where=reward",
     "actor_rollout_ref.rollout.name": "the sampler is sampler=embedded, transformers or vllm",
 }
+# Settings of ours where they have no meaning, beside those of others.
+_ANSWERS = INSTEAD | dict.fromkeys(
+    ("reward", "reward_funcs", "reward_model"),
+    "rewards are for what samples and scores, as grpo, ppo and eval do; other methods learn from the rows of their dataset",
+)
 
 
 def ours(cls: Any, name: str) -> str:
@@ -207,12 +214,12 @@ def ours(cls: Any, name: str) -> str:
 
 def is_known(name: str) -> bool:
     """Whether something can be said to a name that is none of ours."""
-    return any(name in table for table in (SAME, VALUES, NEEDLESS, BATCH, _FUNCTION, INSTEAD, SHORTCUTS, ("loss_type",)))
+    return any(name in table for table in (SAME, VALUES, NEEDLESS, BATCH, _FUNCTION, _ANSWERS, SHORTCUTS, ("loss_type",)))
 
 
 def answer(name: str) -> str:
     """What to write in place of a setting of others; empty where nothing is known of it."""
-    return INSTEAD.get(name, "")
+    return _ANSWERS.get(name, "")
 
 
 def divided(cls: type[Any], values: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[Given]]:
@@ -253,7 +260,7 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
     known, found, weak, others, wrong = {*_names(cls).values(), *shortcuts_of(cls)}, [], [], {}, []
     for one in given:
         meant = VALUES.get(one.name, {}) if one.name != "optim" or isinstance(one.value, str) else {}
-        value = one.value[0] if isinstance(one.value, list | tuple) and len(one.value) == 1 else one.value
+        value = value_of(one.value)
         if _hashable(value) and value in meant:
             new = [Given(name, inner, one.source) for name, inner in meant[value].items() if _has(known, name)]
             weak += new if one.name in _ONLY_A_DEFAULT else []
@@ -264,12 +271,12 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
             others[one.name] = one
         elif one.name == "loss_type":
             found += loss_type(one, known, values)
-        elif one.name in INSTEAD:
-            wrong.append(one.name)
+        elif one.name in _ANSWERS:
+            wrong.append(one)
         elif one.name not in NEEDLESS:
             found.append(one)  # refused by name where the settings are built
     if wrong:
-        raise UserError(_answers(wrong))
+        raise UserError("\n".join(dict.fromkeys(refusal(one.name, value_of(one.value)) for one in wrong)))
 
     def number(name: str) -> int:
         return int(next((g.value for g in reversed(found) if g.name == name), _at(values, name, cls)))
@@ -279,8 +286,16 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
     return [*placed(cls, values, found), *_function(others), *_batches(known, said, others, number)]
 
 
-def _answers(names: Sequence[str]) -> str:
-    return "\n".join(f"There is no setting {name!r}: {INSTEAD[name]}." for name in dict.fromkeys(names))
+def value_of(value: Any) -> Any:
+    """A list of one as that one: a flag's values are a list."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def refusal(name: str, value: Any, shown: str = "") -> str:
+    """What to write in place of a setting of others, in a sentence; `shown` is the flag as it was typed."""
+    if taken := VALUES.get(name):
+        return f"{shown or name} is {value!r}, and only {' or '.join(map(repr, taken))} is taken: {_ANSWERS[name]}."
+    return f"There is no {f'flag {shown}' if shown else f'setting {name!r}'}: {_ANSWERS[name]}."
 
 
 def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "") -> None:

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from psigrad.control import spaces as meanings
 from psigrad.control.distributions import Array
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, imported_module
 from psigrad.workers.child import reason_for
 
@@ -223,7 +223,7 @@ def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any
     for name in wrappers:
         made = imported_callable(name, "wrapper")(made)
         if not isinstance(made, gym.Env):
-            raise UserError(f"The wrapper {name!r} gave a {type(made).__name__}; expected an environment of Gymnasium.")
+            raise UserError(f"The wrapper {name!r} gave {kind_of(made)}; expected an environment of Gymnasium.")
     return made
 
 

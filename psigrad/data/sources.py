@@ -131,7 +131,9 @@ def _records(dataset: str, split: str, streaming: bool = False) -> _Records:
     if exists:
         return _file(path, path.name)
     if path.suffix in _READERS or dataset.startswith((".", "/", "~")) or "\\" in dataset:
-        raise UserError(f"There is no file or folder {show(dataset)}{_neighbour(path)}; give an existing path or a hub name.")
+        raise UserError(
+            f"There is no file or folder {show(dataset)}; give an existing path or a hub name{_neighbour(path) or '.'}"
+        )
     file, _, behind = dataset.partition(":")
     if Path(file).suffix in _READERS:
         raise UserError(

@@ -19,7 +19,7 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        raise UserError(f"There is no reasoning-gym task {name!r}{nearest(name, DATASETS)}; `psigrad tasks` lists them.")
+        raise UserError(f"There is no reasoning-gym task {name!r}; `psigrad tasks` lists them{nearest(name, DATASETS) or '.'}")
     dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "task": name, "metadata": entry["metadata"]} for entry in dataset

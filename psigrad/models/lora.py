@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError, kind_of, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +80,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     import peft
 
     if not isinstance(config, peft.LoraConfig):
-        raise UserError(f"peft_config is a {type(config).__name__}; expected a peft.LoraConfig.")
+        raise UserError(f"peft_config is {kind_of(config)}; expected a peft.LoraConfig.")
     given, usual = config.to_dict(), peft.LoraConfig().to_dict()
     for name, value in given.items():
         if name not in _SETTINGS | _DESCRIBES and value != usual.get(name):

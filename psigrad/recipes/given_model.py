@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.models.backbone import DTYPES, write
 from psigrad.models.lora import described, is_adapter
 from psigrad.parallel.world import World
@@ -180,9 +180,7 @@ def held(model: Any, tokenizer: Any) -> GivenModel | None:
                 "object, a folder or a hub name."
             ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(
-            f"tokenizer is a {type(tokenizer).__name__}; expected a tokenizer of transformers, a folder or a hub name."
-        )
+        raise UserError(f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer of transformers, a folder or a hub name.")
     return GivenModel(None if named else model, tokenizer)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 from psigrad.models import language_model, scalar_model
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.lora import Lora
@@ -126,7 +126,7 @@ def load_scalar_model(
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
             raise UserError(
-                f"The model is a {type(given.network).__name__}, and a reward model has a head with one label; give "
+                f"The model is {kind_of(given.network)}, and a reward model has a head with one label; give "
                 "AutoModelForSequenceClassification.from_pretrained(…, num_labels=1), or the folder of a language model."
             )
         model = _prepared(scalar_model.prepare, given, settings, run, found, world)

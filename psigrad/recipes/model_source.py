@@ -98,7 +98,12 @@ def check_path(text: str, what: str = "") -> None:
         around = path.parent
         hint = nearest(path.name, [x.name for x in around.iterdir()]) if around.is_dir() else ""
         of = f" ({what})" if what else ""
-        raise UserError(f"There is no folder {text!r}{of}{hint}; give the folder of a model, or a hub name such as org/name.")
+        raise UserError(
+            f"There is no folder {text!r}{of}; give the folder of a model, or a hub name such as org/name{hint or '.'}"
+        )
+    if path.is_file() and path.suffix != ".gguf":
+        of = f" ({what})" if what else ""
+        raise UserError(f"{text!r}{of} is a file; give the folder of a model, a GGUF file, or a hub name such as org/name.")
 
 
 def _downloaded(path: str, revision: str) -> Path:

@@ -15,7 +15,7 @@ from psigrad.config import SampleConfig
 from psigrad.data import preferences
 from psigrad.data.preferences import Converted
 from psigrad.data.templates import completion_for_reward
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 from psigrad.recipes import evaluate
 from psigrad.rollout.types import Trajectory
 
@@ -149,7 +149,7 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
         except ValueError as error:
             raise UserError(f"{path}:{i} is not JSON ({error}).") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}:{i} is a {type(row).__name__}; expected an object with named columns.")
+            raise UserError(f"{path}:{i} is {kind_of(row)}; expected an object with named columns.")
         rows.append(row)
     return rows
 

@@ -88,7 +88,7 @@ def check_settings(
     A setting that an older psigrad did not have counts as having its `usual` value. Raises `UserError` naming the settings that
     must not differ.
     """
-    old, new, default = dict(_leaves(before)), dict(_leaves(now)), dict(_leaves(usual or {}))
+    old, new, default = (_by_name(settings) for settings in (before, now, usual or {}))
     old = {name: default[name] for name in new.keys() & default.keys()} | old
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in _FREE]
     changes = [Change(name, old.get(name), new.get(name)) for name in names]
@@ -119,6 +119,14 @@ def _allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
     for name in sorted(names - known):
         raise UserError(f"run.allow has {name!r}; expected one of {', '.join(PINS)}, or a setting{nearest(name, known) or '.'}")
     return names
+
+
+def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name. An algorithm as it was named, "grpo", and one with a part changed have their name in one place."""
+    found = dict(_leaves(settings))
+    if "algorithm.preset" in found:
+        found["algorithm"] = found.pop("algorithm.preset")
+    return found
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 
 COLUMNS = ("tests", "test_cases", "verification_info", "test_list", "ground_truth", "reward_model")
 _OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -92,7 +92,7 @@ def _checks(tests: Any) -> list[Check]:
             return [_printed(i, o) if name is None else _called(name, i, o) for i, o in pairs]
         return [_one(tests)]
     if not isinstance(tests, Sequence):
-        raise TypeError(f"a {type(tests).__name__}; expected a list, a mapping or text")
+        raise TypeError(f"{kind_of(tests)}; expected a list, a mapping or text")
     return [check for test in tests for check in (_checks(test) if isinstance(test, str) else [_one(test)])]
 
 

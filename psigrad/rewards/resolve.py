@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from psigrad.config.trl_values import REWARDS
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, with_colon
 
 
@@ -33,7 +33,7 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
     if callable(reward):
         return RewardSpec(name_of(reward), reward)
     if not isinstance(reward, str):
-        raise UserError(f"The reward {reward!r} is a {type(reward).__name__}; give a name, module:function or a function.")
+        raise UserError(f"The reward {reward!r} is {kind_of(reward)}; give a name, module:function or a function.")
     if ":" in reward:
         return RewardSpec(reward.rpartition(":")[2], imported_callable(reward, "reward"))
     from psigrad.rewards import builtin

@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
+from psigrad.errors import kind_of
 from psigrad.rewards.outcomes import Failure, Unscored
 from psigrad.rewards.rubric import Rubric
 from psigrad.workers import unpack
@@ -104,7 +105,7 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     tolist = getattr(returned, "tolist", None)  # arrays and tensors, without importing either
     values = tolist() if callable(tolist) else returned
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
-        raise Malformed(f"{name} returned a {type(returned).__name__}; expected a list with one number or None per completion")
+        raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
     if len(values) != count:
         # asked again one by one, such a function could give each the reward of another
         return [Malformed(f"{name} returned {len(values)} rewards for {count} completions")] * count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from psigrad.config import Sampling
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable
 from psigrad.models.language_model import LanguageModel
 from psigrad.rollout.embedded import EmbeddedSampler
@@ -25,7 +25,7 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
     if ":" in name:
         made = imported_callable(name, "sampler")(model, sampling)
         if not isinstance(made, Sampler):
-            raise UserError(f"The sampler {name!r} made a {type(made).__name__}; expected a psigrad.rollout.types.Sampler.")
+            raise UserError(f"The sampler {name!r} made {kind_of(made)}; expected a psigrad.rollout.types.Sampler.")
         return made
     if name not in NAMES:
         raise UserError(f"There is no sampler {name!r}; expected one of {', '.join(NAMES)} or module:Class{nearest(name, NAMES)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
 from typing import Any
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 from psigrad.rollout.environments import Message, Observation
 
 
@@ -37,7 +37,7 @@ def adapted(load: Callable[[], Any]) -> type:
         for method in ("init_state", "setup_state", "get_prompt_messages", "is_completed", "cleanup"):
             if not callable(getattr(made, method, None)):
                 raise UserError(
-                    f"The environment is a {type(made).__name__} without {method}(); give a MultiTurnEnv or SingleTurnEnv of "
+                    f"The environment is {kind_of(made)} without {method}(); give a MultiTurnEnv or SingleTurnEnv of "
                     "verifiers 0.1.14 (pip install 'verifiers>=0.1.14,<0.2')."
                 )
         return made

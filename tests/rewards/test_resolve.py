@@ -86,7 +86,7 @@ def test_parameters_reach_a_builtin():
     ("given", "said"),
     [
         ("exat", "no built-in reward 'exat'.*did you mean 'exact'"),
-        (3, "is a int; give a name"),
+        (3, "is an int; give a name"),
         ({"tolerance": 1}, "has no 'reward'"),
         ({"reward": "exact", "tolerance": 1}, "takes no parameters and got tolerance"),
         ({"reward": "numeric", "tolerence": 1}, "no parameter 'tolerence'.*did you mean 'tolerance'"),

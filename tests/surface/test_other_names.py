@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.request
 
 import pytest
 from huggingface_hub import constants
 
+import psigrad
 from psigrad import cli
 from psigrad.cli import flags
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, SFTConfig
@@ -90,7 +92,8 @@ def test_what_is_so_anyway_needs_nothing_and_its_opposite_is_answered(capsys):
     assert asked == flags.parse(SFTConfig, "sft", ["--model", "m"])
     assert load(SFTConfig, flags=resolve_names(SFTConfig, {"resume_from_checkpoint": True})) == load(SFTConfig)
     for given in (["--assistant_only_loss", "false"], ["--resume_from_checkpoint", "out/checkpoint-2"]):
-        assert cli.main(["sft", *given]) == 2 and f"There is no flag {given[0]}: " in capsys.readouterr().err
+        assert cli.main(["sft", *given]) == 2
+        assert re.search(f"{given[0]} is .*, and only True is taken: ", capsys.readouterr().err)
 
 
 def test_values_keep_their_underscores():
@@ -185,15 +188,17 @@ def test_the_tables_name_settings_that_exist_and_take_none_of_ours():
 def test_another_name_is_answered_with_what_to_write(name, capsys):
     assert cli.main(["grpo", f"--{name}", "unheard"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"psigrad: There is no flag --{name}: ") and said.count("\n") == 1
-    with pytest.raises(UserError, match=f"^There is no setting '{name}': "):
+    told = "{} is 'unheard', and only .* taken: " if name in VALUES else "There is no {}: "
+    flag, setting = (f"--{name}", name) if name in VALUES else (f"flag --{name}", f"setting '{name}'")
+    assert re.match(f"psigrad: {told.format(flag)}", said) and said.count("\n") == 1
+    with pytest.raises(UserError, match=f"^{told.format(setting)}"):
         load(OnlineConfig, flags=resolve_names(OnlineConfig, {name: "unheard"}))
 
 
 def test_flags_are_answered_all_at_once(capsys):
     assert cli.main(["sft", "--packing", "--model", "m", "--warmup_ratio", "0.1"]) == 2
     said = capsys.readouterr().err
-    assert "no flag --packing: " in said and "no flag --warmup_ratio: " in said
+    assert "--packing is True, and only False is taken: " in said and "no flag --warmup_ratio: " in said
 
 
 def test_a_file_is_answered_all_at_once(tmp_path):
@@ -266,6 +271,23 @@ def test_a_model_folder_that_is_not_there_is_named_at_once(path, tmp_path, monke
     arguments = ["grpo", "--model", path, "--dataset", str(data), "--reward", "exact", "--output-dir", str(tmp_path / "run")]
     assert cli.main(arguments) == 2
     assert f"There is no folder '{path}'" in capsys.readouterr().err
+
+
+def test_a_file_where_a_model_is_expected_is_named_at_once(tmp_path, monkeypatch, capsys):
+    """Also one whose name could be one of the hub's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").write_text("nothing")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "completion": "two"}\n')
+    assert cli.main(["sft", "--model", "weights", "--dataset", "rows.jsonl", "--output-dir", "run"]) == 2
+    assert "'weights' is a file; give the folder of a model" in capsys.readouterr().err
+
+
+def test_a_reward_model_says_that_rewards_are_for_others(capsys):
+    assert cli.main(["reward", "--reward", "exact"]) == 2
+    assert "There is no flag --reward: rewards are for what samples" in capsys.readouterr().err
+    for name in ("reward", "reward_funcs"):
+        with pytest.raises(UserError, match=f"There is no setting '{name}': rewards are for"):
+            psigrad.train("reward", model="m", dataset="d", **{name: len})
 
 
 def test_a_near_miss_of_a_folder_is_shown(tmp_path, capsys):

@@ -211,7 +211,7 @@ def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, 
     data = {"dataset": job / "train.jsonl", **SHORT}
     with pytest.raises(UserError, match="model is a Linear; expected a folder, a hub name, or a model of transformers"):
         psigrad.train("sft", model=torch.nn.Linear(2, 2), **data)
-    with pytest.raises(UserError, match="tokenizer is a int; expected a tokenizer"):
+    with pytest.raises(UserError, match="tokenizer is an int; expected a tokenizer"):
         psigrad.train("sft", model=model, tokenizer=3, **data)
     with pytest.raises(UserError, match=r"No tokenizer could be loaded from '/absent'"):
         psigrad.train("sft", model=model, tokenizer="/absent", **data)

@@ -11,6 +11,8 @@ import torch
 from tiny_jobs import online_config, preference_config, sft_config
 
 from psigrad import importing
+from psigrad.config import OnlineConfig
+from psigrad.config.load import load, to_dict
 from psigrad.errors import UserError
 from psigrad.recipes import online, preference, sft
 from psigrad.records import pins
@@ -143,6 +145,16 @@ def test_a_setting_may_be_changed_by_name_and_is_recorded(job, tmp_path):
         sft.run(changed())
     sft.run(changed(allow=("learning_rate",)))
     assert events(tmp_path / "run", "settings_changed")[-1]["changes"] == {"optim.learning_rate": [0.01, 0.02]}
+
+
+def test_a_changed_part_of_an_algorithm_is_told_and_not_that_it_has_no_name_now(tmp_path):
+    before, now = (to_dict(load(OnlineConfig, flags={"algorithm": "grpo", **more})) for more in ({}, {"beta": 0.1}))
+    with pytest.raises(UserError, match=r"algorithm\.kl") as refused:
+        pins.check_settings(tmp_path, before, now)
+    assert "grpo" not in str(refused.value)
+    for other in ("ppo", {"preset": "ppo", "kl": {"coefficient": 0.1}}):
+        with pytest.raises(UserError, match=r"\(algorithm was 'grpo' and is 'ppo'"):
+            pins.check_settings(tmp_path, before, before | {"algorithm": other})
 
 
 def test_a_smaller_micro_batch_mends_a_run_that_was_out_of_memory(job, tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from psigrad.errors import kind_of
 from psigrad.models.attention import FusedLayout, PackedLayout
 from psigrad.models.fused.activation_cache import Version, version_of
 from psigrad.models.fused.packed_weights import PackedWeights
@@ -339,9 +340,9 @@ def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
         return child, None
     kind = f"{type(child).__module__}.{type(child).__name__}"
     if kind != "peft.tuners.lora.layer.Linear":  # by name, so that peft is imported only with an adapter
-        raise Unsupported(f"a {type(child).__name__} stands where a linear layer was expected")
+        raise Unsupported(f"{kind_of(child)} stands where a linear layer was expected")
     if type(child.base_layer) is not nn.Linear or child.fan_in_fan_out:
-        raise Unsupported(f"LoRA is on a {type(child.base_layer).__name__}")
+        raise Unsupported(f"LoRA is on {kind_of(child.base_layer)}")
     if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
         raise Unsupported("it has more adapters than one, or one that is merged or not at work")
     (name,) = child.active_adapters
