@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.load import flat_names
-from psigrad.config.other_names import BATCH, INSTEAD, NEEDLESS, SAME, VALUES
+from psigrad.config.other_answers import INSTEAD, NEEDLESS
+from psigrad.config.other_names import BATCH, SAME, VALUES
 
 # TRL's configuration -> our method and the class of its settings.
 METHODS: Mapping[str, tuple[str, type[Any]]] = {

@@ -14,7 +14,8 @@ from psigrad import cli
 from psigrad.cli import flags
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
-from psigrad.config.other_names import BATCH, INSTEAD, NEEDLESS, SAME, VALUES, _names
+from psigrad.config.other_answers import INSTEAD, NEEDLESS
+from psigrad.config.other_names import BATCH, SAME, VALUES, _names
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.data import network
 from psigrad.errors import UserError
