@@ -182,16 +182,14 @@ def _warnings(run: RunData) -> Table | None:
         times = Cell(f"{len(found):,} times" if len(found) > 1 else "once")
         ended = Cell("still", "n") if newest.ended is None else _number(newest.ended)
         rows.append([Cell(RULES[rule].title), Cell(RULES[rule].says, "soft"), times, _number(newest.step), ended])
-    return Table(("", "", "", "last from step", "to step"), rows) if rows else None
+    return Table(("", "", "", "last from step", "to step"), rows, whole=True) if rows else None
 
 
 def _headline(run: RunData) -> Table | None:
     """The summary's rows, or the first and last evaluation."""
     if run.summary:
-        rows = [
-            [Cell(r["name"]), _number(r["value"]), Cell(interval(r), "n"), Cell(r.get("unit", ""), "soft")] for r in run.summary
-        ]
-        return Table(("", "", "95 % interval", ""), rows)
+        named = ((r, ", ".join(filter(None, (r["name"], r.get("unit"))))) for r in run.summary)
+        return Table(("", "", "95 % interval"), [[Cell(name), _number(r["value"]), Cell(interval(r), "n")] for r, name in named])
     if not run.evaluations:
         return None
     ends = run.evaluations[:: max(1, len(run.evaluations) - 1)]

@@ -51,7 +51,9 @@ def test_targets_are_those_of_the_tabular_room(world, target):
         np.testing.assert_allclose(bias.cut_returns(target, world, paths, value), found, atol=1e-12)
 
 
-@pytest.fixture(scope="module", params=[("walk", 6, 800), ("grid", 8, 1_000)], ids=lambda p: p[0])
+@pytest.fixture(
+    scope="module", params=[pytest.param(("walk", 6, 800), marks=pytest.mark.long), ("grid", 8, 1_000)], ids=["walk", "grid"]
+)
 def sampled(request):
     world, seeds, episodes = request.param
     return bias.run(bias.BiasSettings(world=world, seeds=seeds, episodes=episodes))

@@ -134,6 +134,8 @@ def test_on_a_phone_nothing_is_cut(run, visits):
         for where in address:
             page.goto(where)
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    boxes = page.locator(".wide:has(table.whole), .wide:has(th:text('95 % interval'))")
+    assert boxes.count() > 1 and all(boxes.nth(i).evaluate("e => e.scrollWidth <= e.clientWidth") for i in range(boxes.count()))
     cells = page.locator("table.whole td")
     assert all(box["x"] + box["width"] <= 390 for i in range(cells.count()) if (box := cells.nth(i).bounding_box()))
 
@@ -153,10 +155,13 @@ def test_a_run_evaluated_once_has_one_column(tmp_path, page):
 
 def test_a_summary_takes_the_place_of_the_headline(run, page):
     folder = run("one")
-    figures = [{"name": "accuracy", "value": 0.9, "low": 0.8, "high": 1.0, "unit": ""}, {"name": "tokens", "value": 1234567}]
+    figures = [
+        {"name": "accuracy", "value": 0.9, "low": 0.8, "high": 1.0, "unit": ""},
+        {"name": "tokens", "value": 1234567, "unit": "each"},
+    ]
     (folder / "summary.json").write_text(json.dumps({"rows": [*figures, {"name": "odd", "value": "x", "low": None}, 3]}))
     table = page(report.write([folder]).read_text()).tables[0]
-    assert table[1:] == [["accuracy", "0.9", "0.8 to 1", ""], ["tokens", "1,234,567", "", ""], ["odd", "–", "", ""]]
+    assert table[1:] == [["accuracy", "0.9", "0.8 to 1"], ["tokens, each", "1,234,567", ""], ["odd", "–", ""]]
 
 
 def test_completions_of_the_same_prompt_stand_side_by_side_with_their_verdicts(run, page):

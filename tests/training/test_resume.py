@@ -51,7 +51,7 @@ def killed_then_resumed(run, config, job, output: Path, points: list[int]) -> No
     assert forked(lambda: run(config(job, output))) == 0
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", [*range(5), *(pytest.param(i, marks=pytest.mark.long) for i in range(5, 10))])
 def test_a_killed_run_resumes_bitwise(index, uninterrupted, job, tmp_path):
     run, config, expected, events = uninterrupted
     point = random.Random(index).randrange(1, len(events))
