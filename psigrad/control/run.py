@@ -14,7 +14,7 @@ from psigrad.control.trainer import Trainer, generator
 from psigrad.control.vector import Environments
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.records import checkpoint, pins
+from psigrad.records import checkpoint, pins, run_folder
 from psigrad.training import session
 from psigrad.training.journal import Journal
 from psigrad.training.progress import bar
@@ -49,7 +49,7 @@ def run(config: ControlConfig) -> Result:
             train(trainer, envs, journal)
             model = journal.folder.save_model(lambda folder: builder.save_policy(folder, trainer))
             if config.video:
-                video.record(trainer, journal.folder.path / "episode.gif")
+                video.record(trainer, journal.folder.path / run_folder.VIDEO)
             journal.folder.flush()
             journal.folder.event("finished")
             written = report.write([journal.folder.path]) if config.run.report else None

@@ -21,6 +21,7 @@ from psigrad.records import checkpoint, disk, pins
 from psigrad.records.rows import FORMAT
 
 ROWS = ("metrics", "timings", "rollouts", "events")
+VIDEO = "episode.gif"
 
 
 class RunFolderError(UserError):

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from psigrad.errors import UserError
+from psigrad.records import run_folder
 from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, shown, visible
 from psigrad.records.rows import number
 from psigrad.records.signals import BY_NAME, name_of
@@ -161,7 +162,7 @@ def _number(value: Any) -> Cell:
 def _episode(run: RunData) -> str:
     """An episode of a control run, where one was drawn; the picture is part of the page."""
     with contextlib.suppress(OSError):
-        return b64encode((run.path / "episode.gif").read_bytes()).decode()
+        return b64encode((run.path / run_folder.VIDEO).read_bytes()).decode()
     return ""
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from psigrad.records import run_folder
 from psigrad.records.read import RunData, interval, load, prompt_text, shown, visible
 from psigrad.report.verdict import verdict
 
@@ -40,7 +41,10 @@ def finished(result: Any) -> None:
     console.print(
         "", Text(printable(verdict(run), 10_000, console.encoding), style="bold"), sep="\n", soft_wrap=not console.is_terminal
     )
+    film = result.folder / run_folder.VIDEO
     print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
+    if film.exists():
+        print(f"video   {film}")
 
 
 def final_table(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:

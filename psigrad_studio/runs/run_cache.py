@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from psigrad.errors import UserError
+from psigrad.records import run_folder
 from psigrad.records.read import flat, kind_of
 from psigrad.records.warnings import BY_NAME, Alert
 from psigrad_studio.runs.files import opened
@@ -21,7 +22,7 @@ from psigrad_studio.runs.run_finder import RunFinder, RunPlace
 from psigrad_studio.runs.tokens import config_of
 
 MOST_POINTS, MOST_INDEXES = 20_000_000, 8
-PICTURE, PICTURE_BYTES = "episode.gif", 16 << 20
+PICTURE, PICTURE_BYTES, GIF = run_folder.VIDEO, 16 << 20, (b"GIF87a", b"GIF89a")
 _LAST = ("reward", "return", "accuracy", "token_accuracy", "loss")
 # Settings that do not change what is learned.
 _ASIDE = frozenset({"video", "record_tokens", "reward_timeout", "reward_workers", "micro_batch_tokens"})
@@ -105,6 +106,7 @@ class RunCache:
             "step": history.last_step,
             "last": None if last is None else {"name": last, "value": history.series[last].values[-1]},
             "written": history.written,
+            "picture": _begins_as_gif(place.path),
             "alerts": [alert_of(a) for a in alerts if a.ended is None],
             "ended_alerts": sum(a.ended is not None for a in alerts),
             "generation": history.generation,
@@ -128,7 +130,16 @@ class RunCache:
                 found = stream.read(PICTURE_BYTES + 1)
         except OSError:
             return None
-        return found if found[:6] in (b"GIF87a", b"GIF89a") and len(found) <= PICTURE_BYTES else None
+        return found if found[:6] in GIF and len(found) <= PICTURE_BYTES else None
+
+
+def _begins_as_gif(run: Path) -> bool:
+    """Whether a run has a recorded episode, by its first bytes."""
+    try:
+        with opened(run / PICTURE) as stream:
+            return stream.read(6) in GIF
+    except OSError:
+        return False
 
 
 def alert_of(alert: Alert) -> dict[str, Any]:

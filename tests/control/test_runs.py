@@ -104,7 +104,8 @@ def test_the_command_leaves_a_run_that_can_be_read_and_played(tmp_path, capsys):
     out = tmp_path / "run"
     given = ["--total-timesteps", "2048", "--eval-episodes", "4", "--video", "--no-progress", "--output-dir", str(out)]
     assert cli.main(["control", "ppo", "--env", "CartPole-v1", *given]) == 0
-    assert "return/mean" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "return/mean" in said and f"video   {out / 'episode.gif'}" in said
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["eval/return/mean"] > 0 and rows[-1]["step"] >= 2048
     assert {"train/approx_kl", "train/explained_variance", "train/value_loss"} <= set(rows[-2])

@@ -11,7 +11,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import Visits, everything_is_reached_by_tab
+from browser import (
+    SMALL_WINDOWS,
+    Visits,
+    cells_outside_the_window,
+    everything_is_reached_by_tab,
+    make_the_player_sticky,
+    under_the_player,
+)
 from live_studio import live_studio, until
 from playwright.sync_api import Page, expect
 
@@ -549,6 +556,23 @@ def test_nothing_is_wider_than_the_window_and_targets_are_large_enough(opened, w
             .filter(e => { const b = e.getBoundingClientRect(); return b.width < 24 || b.height < 24; }).map(e => e.outerHTML)"""
     )
     assert not small
+
+
+@pytest.mark.parametrize("run", ["value_iteration", "value_iteration,q_learning", "value_iteration,q_learning,sarsa"])
+@pytest.mark.parametrize(("width", "height"), SMALL_WINDOWS)
+def test_the_player_covers_nothing(opened, width, height, run):
+    page = opened(f"{SLIPPERY}&run={run}")
+    page.set_viewport_size({"width": width, "height": height})
+    settle(page)
+    assert not under_the_player(page)
+    assert (width, height) != SMALL_WINDOWS[0] or "sarsa" in run or not cells_outside_the_window(page)
+
+
+def test_negative_control_a_player_that_sticks_covers_cells(opened):
+    page = opened(f"{SLIPPERY}&run=value_iteration,q_learning,sarsa")
+    page.set_viewport_size({"width": 1366, "height": 768})
+    make_the_player_sticky(page)
+    assert under_the_player(page)
 
 
 def test_by_touch(opened):

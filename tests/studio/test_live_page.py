@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import Visits, everything_is_reached_by_tab
+from browser import (
+    SMALL_WINDOWS,
+    Visits,
+    cells_outside_the_window,
+    everything_is_reached_by_tab,
+    make_the_player_sticky,
+    under_the_player,
+)
 from live_studio import until
 from playwright.sync_api import expect
 
@@ -91,6 +98,21 @@ def test_axe_finds_nothing_and_nothing_is_too_wide(opened, size, scheme):
     assert not Axe().run(page, options={"preload": False}).response["violations"]
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
     everything_is_reached_by_tab(page, 10)
+
+
+@pytest.mark.parametrize(("width", "height"), SMALL_WINDOWS)
+def test_the_player_covers_nothing(opened, width, height):
+    page = opened()
+    page.set_viewport_size({"width": width, "height": height})
+    assert not under_the_player(page)
+    assert (width, height) != SMALL_WINDOWS[0] or not cells_outside_the_window(page)
+
+
+def test_negative_control_a_player_that_sticks_covers_cells(opened):
+    page = opened()
+    page.set_viewport_size({"width": 1366, "height": 650})
+    make_the_player_sticky(page)
+    assert under_the_player(page)
 
 
 def test_modules_are_put_together_only_where_every_form_is_known():

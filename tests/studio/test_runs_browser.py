@@ -356,6 +356,22 @@ def test_episodes_of_a_control_run_and_their_picture(opened, ids):
         until(lambda place=place: page.evaluate(f"document.querySelector('{place} .episode img').naturalWidth") == 1)
 
 
+def test_a_run_with_a_video_offers_it_where_one_looks_first(opened, ids):
+    page = opened(f"runs={ids['rloo']}")
+    expect(page.locator("#curves")).to_be_visible()
+    expect(page.locator("#watch")).to_be_hidden()
+    page = opened(f"runs={ids['rloo']}.{ids['cartpole']}")
+    page.get_by_role("button", name="Watch an episode").click()
+    until(lambda: page.evaluate("document.querySelector('#about .episode img')?.naturalWidth") == 1)
+    expect(page.get_by_role("tab", name="About")).to_be_focused()
+    expect(page.locator("#which option:checked")).to_have_text("cartpole")
+    expect(page.locator("#watch")).to_be_hidden()
+    page.get_by_role("tab", name="Rollouts").click()
+    expect(page.locator(".results [role=status]")).to_contain_text("episodes")
+    page.get_by_role("tab", name="About").click()
+    expect(page.locator("#about .episode")).not_to_have_attribute("open", "")
+
+
 def test_alerts_lead_to_their_completions(opened, ids):
     page = opened(f"runs={ids['rloo']}")
     page.get_by_role("button", name="Which completions").click()

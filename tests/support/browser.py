@@ -94,3 +94,38 @@ def everything_is_reached_by_tab(page: Page, spare: int, selector: str = "a[href
         assert outlined
         reached.add(name)
     assert set(wanted) <= reached
+
+
+# The most common window of a laptop, and the little that a browser's own bars leave of it.
+SMALL_WINDOWS = [(1366, 768), (1366, 650), (390, 844)]
+_UNDER = """() => {
+  const box = (e) => e.getBoundingClientRect(), player = box(document.querySelector('.transport'));
+  const meets = (b) => b.left < player.right && b.right > player.left && b.top < player.bottom && b.bottom > player.top;
+  return [...document.querySelectorAll('.cell, .caption, .panel select')].filter((e) => meets(box(e))).map((e) => e.outerHTML);
+}"""
+
+
+def under_the_player(page: Page) -> list[str]:
+    """What of the boards the player of the grid lies over, wherever the page is scrolled to."""
+    found: list[str] = []
+    for share in (0, 0.25, 0.5, 1):
+        page.evaluate("share => scrollTo(0, share * (document.documentElement.scrollHeight - innerHeight))", share)
+        found += page.evaluate(_UNDER)
+    page.evaluate("scrollTo(0, 0)")
+    return found
+
+
+def cells_outside_the_window(page: Page) -> int:
+    """Cells of the boards that are not wholly within the window."""
+    script = "() => [...document.querySelectorAll('.cell')].filter(e => e.getBoundingClientRect().bottom > innerHeight).length"
+    found: int = page.evaluate(script)
+    return found
+
+
+def make_the_player_sticky(page: Page) -> None:
+    """Put the player behind the boards and let it stick to the window's edge, as a negative control."""
+    page.evaluate(
+        """() => { const player = document.querySelector('.transport');
+            document.querySelector('.panels').after(player);
+            Object.assign(player.style, { position: 'sticky', bottom: '10px' }); }"""
+    )

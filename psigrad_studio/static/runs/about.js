@@ -42,18 +42,21 @@ export class About {
     this.turn = 0;
   }
 
-  async show(run) {
+  /** What there is to say of a run; with `watch` its recorded episode is open. */
+  async show(run, watch = false) {
     const turn = ++this.turn;
     try {
       const about = await post("/api/runs/about", { run: run.id });
-      if (turn === this.turn) this.draw(about);
+      if (turn === this.turn) this.draw(about, watch);
     } catch (error) {
       notice(error.message);
     }
   }
 
-  draw(run) {
-    this.node.replaceChildren(this.alerts(run), run.picture ? episodePicture(run.id) : "", this.events(run), this.settings(run));
+  draw(run, watch) {
+    const picture = run.picture ? episodePicture(run.id) : "";
+    if (picture && watch) picture.open = true;
+    this.node.replaceChildren(picture, this.alerts(run), this.events(run), this.settings(run));
   }
 
   alerts(run) {

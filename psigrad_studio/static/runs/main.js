@@ -10,7 +10,7 @@ import { Rollouts } from "./rollouts.js";
 
 const $ = (id) => document.getElementById(id);
 const TABS = ["curves", "rollouts", "about"];
-const state = { runs: [], tab: "curves", axis: "step", smooth: 0, log: false, zoom: null, bands: true, which: "", n: null, ready: false, waiting: false };
+const state = { runs: [], tab: "curves", axis: "step", smooth: 0, log: false, zoom: null, bands: true, which: "", n: null, watch: false, ready: false, waiting: false };
 const NOTHING = "There are no runs here yet. Start one whose output_dir lies in this folder, or start the studio with the folder " +
   "that holds your runs: psigrad studio RUNS_FOLDER.";
 const data = new Runs(changed, (well) => { $("live").textContent = well && data.list.some((r) => state.runs.includes(r.id) && r.state === "running") ? "live" : ""; });
@@ -126,10 +126,15 @@ function showTab(moved = true) {
   followRuns();
   const one = data.run(state.which);
   if (!empty && state.tab === "curves") ask();
-  if (one && state.tab === "about") about.show(one);
+  $("watch").hidden = !watchable() || state.tab === "about";
+  if (one && state.tab === "about") about.show(one, state.watch);
+  state.watch = false;
   if (one && state.tab === "rollouts" && (moved || rollouts.run?.id !== one.id)) rollouts.open(one, {});
   remember();
 }
+
+/** The run whose recorded episode can be watched: the one at hand before other chosen ones. */
+const watchable = () => [data.run(state.which), ...chosenRuns()].find((run) => run?.picture);
 
 /** Hear of the chosen runs and of those that are going. */
 function followRuns() {
@@ -161,6 +166,7 @@ function changed(kind) {
     drawList();
     followRuns();
     if (state.tab === "curves") alerts.draw(chosenRuns());
+    $("watch").hidden = !watchable() || state.tab === "about";
   } else if (!painting) {
     painting = requestAnimationFrame(() => {
       painting = 0;
@@ -280,6 +286,11 @@ $("smooth").addEventListener("input", () => { state.smooth = Number($("smooth").
 $("log").addEventListener("change", () => { state.log = $("log").checked; changed("curves"); remember(); });
 $("bands").addEventListener("change", () => { state.bands = $("bands").checked; drawList(); changed("curves"); remember(); });
 $("which").addEventListener("change", () => { state.which = $("which").value; showTab(); });
+$("watch").addEventListener("click", () => {
+  Object.assign(state, { which: watchable().id, tab: "about", watch: true });
+  showTab();
+  $("tab-about").focus();
+});
 $("more").addEventListener("toggle", () => ask());
 for (const name of TABS) {
   $(`tab-${name}`).addEventListener("click", () => { state.tab = name; showTab(); });

@@ -111,7 +111,8 @@ export class Rollouts {
     this.rows = [...this.rows.slice(0, first), ...answer.rows];
     const part = answer.whole ? "" : " so far; the file is long, search again for the rest";
     const range = answer.rewards ? ` Rewards lie between ${figure(answer.rewards[0])} and ${figure(answer.rewards[1])}.` : "";
-    const count = `${whole(answer.found)} of ${whole(answer.total)} completions`;
+    const what = answer.rows.length > 0 && answer.rows.every((row) => row.kind === "episode") ? "episodes" : "completions";
+    const count = `${whole(answer.found)} of ${whole(answer.total)} ${what}`;
     this.said.textContent = answer.total === 0 ? "This run has written no completions." : `${count}${part}.${range}`;
     this.list.replaceChildren(...this.rows.map((row) => this.item(row)));
     this.further.hidden = this.rows.length >= answer.found || answer.rows.length === 0;
