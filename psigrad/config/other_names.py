@@ -94,8 +94,12 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "load_in_8bit": {False: {}},
     "sync_ref_model": {True: {"ref_model_sync_steps": 512}, False: {}},
     "disable_tqdm": {True: {"run.progress": False}, False: {}},
-    "eval_strategy": {"steps": {}, "no": {"evaluation.eval_steps": 0}},
-    "save_strategy": {"steps": {}, "no": {"run.save_steps": 0}},
+    "eval_strategy": {
+        "steps": {},
+        "no": {"evaluation.eval_steps": 0},
+        False: {"evaluation.eval_steps": 0},
+    },  # YAML reads no as False
+    "save_strategy": {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
     "optim": {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}},
     **{name: {True: {}} for name in ("shuffle_dataset", "assistant_only_loss", "resume_from_checkpoint")},
     "use_liger_kernel": {False: {}},
@@ -216,7 +220,7 @@ def value_of(value: Any) -> Any:
 
 def refusal(name: str, value: Any, shown: str = "") -> str:
     """What to write in place of a setting of others, in a sentence; `shown` is the flag as it was typed."""
-    if taken := VALUES.get(name):
+    if taken := [one for one in VALUES.get(name, {}) if one is not False or "no" not in VALUES[name]]:
         return f"{shown or name} is {value!r}, and only {' or '.join(map(repr, taken))} is taken: {ANSWERS[name]}."
     return f"There is no {f'flag {shown}' if shown else f'setting {name!r}'}: {ANSWERS[name]}."
 

@@ -97,6 +97,18 @@ def test_what_is_so_anyway_needs_nothing_and_its_opposite_is_answered(capsys):
         assert re.search(f"{given[0]} is .*, and only True is taken: ", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("name", ["eval_strategy", "save_strategy"])
+def test_no_is_no_also_where_yaml_reads_it_as_false(name, tmp_path, capsys):
+    steps = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}[name]
+    for said, count in (("no", 0), ("steps", 5)):
+        found = from_file(f"{steps}: 5", tmp_path, OnlineConfig, f"{name}={said}")
+        assert {"eval_steps": found.evaluation.eval_steps, "save_steps": found.run.save_steps}[steps] == count
+        assert parsed(f"--{name}", said) == parsed(f"--{name}={said}") == parsed()
+    assert from_file(f"{name}: no", tmp_path) == from_file(f"{steps}: 0", tmp_path)
+    assert cli.main(["sft", f"--{name}", "epoch"]) == 2
+    assert f"--{name} is 'epoch', and only 'steps' or 'no' is taken: " in capsys.readouterr().err
+
+
 def test_values_keep_their_underscores():
     config = parsed("--reward", "my_module:my_reward", "other_module:f", "--output_dir=a_b")
     assert config.reward == ("my_module:my_reward", "other_module:f") and config.run.output_dir == "a_b"
