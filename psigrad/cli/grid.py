@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console, Group
@@ -15,55 +15,55 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.errors import UserError, nearest
+from psigrad.errors import UserError
 from psigrad.tabular import ARROWS, GridWorld, Sweep
 from psigrad.tabular.solvers import SOLVERS
 
+Method = Literal["value_iteration", "policy_iteration", "modified_policy_iteration", "prioritised_sweeping"]
 GOOD, BAD = (0, 114, 78), (178, 60, 20)  # the page's colours: green above zero, rust below
 MOST_SWEEPS = 10_000
 
 
 @dataclass(frozen=True)
 class GridSettings:
-    """A grid and how to solve it."""
+    """A grid world, solved sweep by sweep: values as numbers and colours, the best action of each cell as an arrow."""
 
     map: str = ""
     """Text file: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1; empty: 8×8 with one of each."""
-    method: str = "value_iteration"
-    """value_iteration, policy_iteration, modified_policy_iteration or prioritised_sweeping."""
+    method: Method = "value_iteration"
+    """How it is solved. At γ = 1 the arrows of policy_iteration alone are sure to lead to an end."""
     discount: float = 0.9
-    """γ, between 0 and 1."""
+    """γ, from 0 to 1."""
     slip: float = 0.0
     """Probability of going off at a right angle."""
     step_reward: float = 0.0
     """Paid for every step; negative for a cost."""
     every: int = 0
-    """Show every this many sweeps, besides the first and the last."""
+    """Show every this many sweeps, besides the first and the last; 0: those two alone."""
     play: float = 0.0
-    """Seconds between sweeps: shows them as a film instead of one below the other."""
+    """Seconds between sweeps: shows them as a film instead of one below the other; 0: no film."""
 
 
 def run(settings: GridSettings, console: Console | None = None) -> Sweep:
     """Solve the grid, show the sweeps that were asked for and the last one, and return it. Raises `UserError` on a mistake."""
+    for name, value in (("every", settings.every), ("play", settings.play)):
+        if value < 0:
+            raise UserError(f"{name} is {value:g}; expected 0 or more.")
     grid, console = grid_of(settings), console or Console()
-    if settings.method not in SOLVERS:
-        known, hint = ", ".join(SOLVERS), nearest(settings.method, SOLVERS) or "."
-        raise UserError(f"There is no method {settings.method!r}; expected one of {known}{hint}")
     try:
-        mdp = grid.mdp(outcomes=False)
+        sweeps = SOLVERS[settings.method](grid.mdp(outcomes=False))
+        few = itertools.islice(sweeps, MOST_SWEEPS)
+        last = _played(grid, few, settings.play, console) if settings.play else _printed(grid, few, settings.every, console)
+        if next(sweeps, None) is not None:
+            console.print(f"Not finished after {MOST_SWEEPS:,} sweeps{_why(settings)}.")
     except ValueError as error:
         raise UserError(str(error)) from error
-    sweeps = itertools.islice(SOLVERS[settings.method](mdp), MOST_SWEEPS)
-    if settings.play > 0:
-        return _played(grid, sweeps, settings.play, console)
-    last: Sweep | None = None
-    for number, sweep in enumerate(sweeps):
-        if number == 0 or (settings.every and sweep.iteration % settings.every == 0):
-            console.print(picture(grid, sweep), "")
-        last = sweep
-    assert last is not None
-    console.print(picture(grid, last))
     return last
+
+
+def _why(settings: GridSettings) -> str:
+    endless = settings.discount == 1 and settings.step_reward > 0
+    return ": a step that pays, and a discount of 1, make a walk without end worth infinitely much" if endless else ""
 
 
 def grid_of(settings: GridSettings) -> GridWorld:
@@ -73,10 +73,25 @@ def grid_of(settings: GridSettings) -> GridWorld:
         if not settings.map:
             return GridWorld(**given)
         return GridWorld.from_text(Path(settings.map).read_text(), **given)
-    except OSError as error:
-        raise UserError(f"The map {settings.map!r} cannot be read: {error.strerror}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"The map {settings.map!r} cannot be read: {why}.") from error
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _printed(grid: GridWorld, sweeps: Iterator[Sweep], every: int, console: Console) -> Sweep:
+    """The first sweep, every so many, and the last, which is returned."""
+    last, shown = None, None
+    for sweep in sweeps:
+        if last is None or (every and sweep.iteration % every == 0):
+            console.print(*([] if shown is None else [""]), picture(grid, sweep))
+            shown = sweep
+        last = sweep
+    assert last is not None
+    if shown is not last:
+        console.print("", picture(grid, last))
+    return last
 
 
 def _played(grid: GridWorld, sweeps: Iterator[Sweep], seconds: float, console: Console) -> Sweep:
@@ -98,7 +113,7 @@ def picture(grid: GridWorld, sweep: Sweep) -> Group:
     largest = max(float(np.abs(sweep.value).max()), 1e-12)
     for row in range(grid.rows):
         table.add_row(*(_cell(grid, (row, column), sweep.value, actions, largest) for column in range(grid.columns)))
-    bound = f"{sweep.error_bound:.2g}" if np.isfinite(sweep.error_bound) else "unknown"
+    bound = f"{sweep.error_bound + 0.0:.2g}" if np.isfinite(sweep.error_bound) else "unknown"
     line = f"{sweep.step}, sweep {sweep.iteration}: largest change {sweep.residual:.2g}, error at most {bound}"
     return Group(table, Text(line, style="dim"))
 

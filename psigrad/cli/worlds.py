@@ -81,11 +81,9 @@ def tasks(arguments: list[str]) -> int:
 
 def grid(arguments: list[str]) -> int:
     """Solve a grid world in the terminal."""
-    from dataclasses import asdict
-
     from psigrad.cli import flags, grid
 
-    grid.run(grid.GridSettings(**flags.plain("grid", arguments, asdict(grid.GridSettings()))))
+    grid.run(flags.parse(grid.GridSettings, "grid", arguments))
     return 0
 
 

@@ -169,7 +169,9 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
         where = f"{source}: " if source and place not in beside else ""
-        raise UserError(f"{where}{place} is {_brief(first['input'])}; {_expected(first['msg'])}.") from None
+        words = re.findall(r"'([^']+)'", first["msg"]) if first["type"] == "literal_error" else []
+        near = nearest(str(first["input"]), words) or "."
+        raise UserError(f"{where}{place} is {_brief(first['input'])}; {_expected(first['msg'])}{near}") from None
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):

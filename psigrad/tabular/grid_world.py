@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -64,6 +65,14 @@ class GridWorld:
                 raise ValueError(f"The {what} at ({row}, {column}) is in a wall; move one of them.")
         if self.start is not None and self.ends and self.start in self.prizes:
             raise ValueError(f"The start {self.start} is a cell where episodes end; move one of them.")
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Where the MDP's own names are, for those who pass the grid itself to a solver."""
+            there = hasattr(MDP, name) or name in MDP.__dataclass_fields__
+            hint = " Its MDP has: give grid.mdp() where an MDP is expected." if there else ""
+            raise AttributeError(f"A GridWorld has no {name!r}.{hint}", name=name, obj=self)
 
     def state(self, cell: Cell) -> int:
         """The state of a cell (row, column)."""
@@ -179,7 +188,9 @@ class GridWorld:
                 worth[name] = _number(name, number)
             else:
                 rows.append(line)
-        if not rows or len({len(row) for row in rows}) != 1:
+        if not rows:
+            raise ValueError("The map is empty; expected rows of . # S + and -.")
+        if len({len(row) for row in rows}) != 1:
             raise ValueError(f"The map has rows of lengths {[len(row) for row in rows]}; expected equal lengths.")
         cells = {(r, c): mark for r, row in enumerate(rows) for c, mark in enumerate(row)}
         unknown = sorted(set(cells.values()) - set(".#S") - set(worth))

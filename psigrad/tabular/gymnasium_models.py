@@ -12,6 +12,8 @@ from psigrad.tabular.mdp import DENSE_UP_TO, MDP
 
 def from_gymnasium(env: Any, gamma: float) -> MDP:
     """The MDP of `env.unwrapped.P`, with the environment's distribution of the first state. Time limits are no part of it."""
+    if isinstance(env, str):
+        raise ValueError(f"from_gymnasium got the id {env!r}; expected the environment: gymnasium.make({env!r}).")
     try:
         outcomes = env.unwrapped.P
     except AttributeError:
@@ -35,6 +37,14 @@ def from_outcomes(outcomes: Any, gamma: float, *, start: Any = None) -> MDP:
         raise ValueError(
             f"State {ragged[0]} has {len(outcomes[ragged[0]])} actions and state 0 has {n_actions}; expected equal numbers."
         )
+    for state in range(n_states):
+        for action in range(n_actions):
+            wrong = [given for given in outcomes[state][action] if not isinstance(given, tuple | list) or len(given) != 4]
+            if wrong:
+                raise ValueError(
+                    f"State {state}, action {action} has the outcome {wrong[0]!r}; expected (probability, next state, reward, "
+                    "terminated)."
+                )
     rows = [
         (s, a, float(p), int(t), float(r), bool(done))
         for s in range(n_states)

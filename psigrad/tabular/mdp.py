@@ -83,6 +83,12 @@ class MDP:
         if gamma_is_one(self.gamma):
             _check_endings(self)
 
+    def __repr__(self) -> str:
+        """The sizes: the tables themselves are pages of numbers."""
+        kind = "sparse" if self.is_sparse else "dense"
+        ends = int(self.is_terminal.sum())
+        return f"MDP({self.n_states} states, {ends} of them terminal, {self.n_actions} actions, gamma={self.gamma:g}, {kind})"
+
     @classmethod
     def from_state_first(cls, transitions_SAS: ArrayLike, rewards: ArrayLike, gamma: float, **options: Any) -> MDP:
         """The same from an array (S, A, S), the form of quantecon's DiscreteDP; `options` are the other fields."""

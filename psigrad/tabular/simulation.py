@@ -13,7 +13,9 @@ from numpy.typing import ArrayLike
 from scipy import sparse
 
 from psigrad.tabular.bellman import checked_policy
+from psigrad.tabular.grid_world import GridWorld
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted_return
+from psigrad.tabular.termination import can_end
 
 BLOCK = 4096
 # `learn(s, a, r, s', terminated)` after each step, before the next action is chosen.
@@ -140,8 +142,14 @@ def _nonzero(matrix: Any, row: int) -> tuple[IntArray, FloatArray]:
 
 
 def environment(env: MDP | DiscreteEnv, max_steps: int | None) -> DiscreteEnv:
-    """The environment itself, or a simulator of an MDP."""
-    return Simulator(env, max_steps=max_steps) if isinstance(env, MDP) else env
+    """The environment itself, or a simulator of an MDP. Raises ValueError for an MDP whose episodes could never be over."""
+    if not isinstance(env, MDP):
+        return env
+    if max_steps is None and not can_end(env.transitions, env.start_distribution, env.end_probability, env.is_terminal):
+        raise ValueError(
+            "No episode of this MDP can end: no terminal state is reached from its start; give max_steps, such as max_steps=100."
+        )
+    return Simulator(env, max_steps=max_steps)
 
 
 def sizes(env: Any) -> tuple[int, int]:
@@ -155,9 +163,9 @@ def sizes(env: Any) -> tuple[int, int]:
         offsets = int(observations.start), int(actions.start)
         counts = int(observations.n), int(actions.n)
     except AttributeError:
-        raise ValueError(
-            f"{type(env).__name__} has no discrete observation_space and action_space; give an MDP or an environment with both."
-        ) from None
+        hint = "an MDP or an environment with both"
+        hint = f"gymnasium.make({env!r})" if isinstance(env, str) else "grid.mdp()" if isinstance(env, GridWorld) else hint
+        raise ValueError(f"{type(env).__name__} has no discrete observation_space and action_space; give {hint}.") from None
     if offsets != (0, 0):
         raise ValueError(f"The spaces of {type(env).__name__} start at {offsets}; expected states and actions counted from 0.")
     return counts

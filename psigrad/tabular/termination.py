@@ -68,6 +68,18 @@ def hopeless_states(transitions: Any, rewards: NDArray[np.float64], end: NDArray
     return ~safe_policy(transitions, rewards, end, terminal)[1]
 
 
+def can_end(transitions: Any, start: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> bool:
+    """Whether some actions lead an episode from `start` [S] to an end: a terminal state, or a step with `end` (S, A) above 0."""
+    edges = _edges(transitions).tocoo()
+    n_states = len(start)
+    first = np.flatnonzero(start > 0)
+    before = np.concatenate([edges.row % n_states, np.full(first.size, n_states)])  # one more node leads to every first state
+    after = np.concatenate([edges.col, first])
+    graph = sparse.csr_array((np.ones(before.size), (before, after)), shape=(n_states + 1, n_states + 1))
+    reached = csgraph.breadth_first_order(graph, n_states, return_predecessors=False)[1:]
+    return bool((terminal | (end > 0).any(axis=1))[reached].any())
+
+
 def closed_classes(model: Any, end: NDArray[np.float64]) -> list[NDArray[np.intp]]:
     """The sets of states that a chain with matrix `model` (S, S) never leaves and where it never ends (`end` [S] is 0)."""
     graph = sparse.csr_array(model)

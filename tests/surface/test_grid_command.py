@@ -40,6 +40,8 @@ def test_frames_are_the_first_every_nth_and_the_last():
     frames = [line for line in text.splitlines() if "largest change" in line]
     said = [int(frame.split("sweep ")[1].split(":")[0]) for frame in frames]
     assert said == [1, *range(5, last.iteration + 1, 5), last.iteration]
+    twice, last = shown(every=1)
+    assert twice.count("largest change") == last.iteration  # a last sweep that was shown is not shown again
 
 
 def test_a_map_from_a_file(tmp_path):
@@ -61,6 +63,9 @@ def test_a_film_ends_with_the_last_sweep():
         (["--map", "/nowhere"], "cannot be read"),
         (["--discount", "1.5"], "1.5"),
         (["--slop", "1"], "--slip"),
+        (["--every", "-1"], "every is -1; expected 0 or more"),
+        (["--play", "-0.5"], "play is -0.5; expected 0 or more"),
+        (["--discount", "1", "--step-reward", "0.1", "--method", "policy_iteration"], "use gamma below 1"),
     ],
 )
 def test_a_mistake_is_a_sentence(arguments, said, capsys):
@@ -72,3 +77,29 @@ def test_a_map_that_is_none_is_refused(tmp_path):
     (tmp_path / "map.txt").write_text("S?+\n")
     with pytest.raises(UserError, match="sign"):
         shown(map=str(tmp_path / "map.txt"))
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "map.bin").write_bytes(b"\x7fELF\xd0\xff")
+    with pytest.raises(UserError, match=r"map\.bin' cannot be read: it is no text"):
+        shown(map=str(tmp_path / "map.bin"))
+
+
+def test_the_help_says_what_each_flag_is(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["grid", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "`#` wall",
+        "going off at a right angle",
+        "prioritised_sweeping; default value_iteration",
+        "as a film",
+    ):
+        assert words in text
+
+
+def test_a_world_that_is_worth_infinitely_much_is_said_to_be(monkeypatch):
+    monkeypatch.setattr(grid, "MOST_SWEEPS", 50)
+    text, _ = shown(discount=1.0, step_reward=0.1)
+    assert "Not finished after 50 sweeps: a step that pays" in text
+    assert "Not finished" not in shown(discount=1.0, step_reward=-0.1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import gymnasium
@@ -233,6 +234,9 @@ def test_learning_goes_on_from_a_given_q():
         (lambda: last(tabular.sarsa(small_mdp(), 1, gamma=2)), "gamma is 2"),
         (lambda: last(tabular.sarsa(small_mdp(), 1, q=[1, 2])), r"expected \(3, 2\)"),
         (lambda: tabular.from_gymnasium(gymnasium.make("CartPole-v1"), 0.9), "has no model"),
+        (lambda: tabular.from_gymnasium("FrozenLake-v1", 0.9), r"gymnasium\.make\('FrozenLake-v1'\)"),
+        (lambda: tabular.q_learning("FrozenLake-v1", 1, gamma=0.9), r"gymnasium\.make\('FrozenLake-v1'\)"),
+        (lambda: tabular.from_outcomes([[[(1, 0)]]], 0.9), r"State 0, action 0 has the outcome \(1, 0\)"),
         (lambda: next(tabular.rollouts(tabular.UnboundedGrid(), [0], 1, seed=0)), "no discrete observation_space"),
         (lambda: next(tabular.rollouts(gymnasium.make("FrozenLake-v1"), [0], 1, seed=0)), "expected 16 action numbers"),
         (lambda: tabular.from_outcomes([[[(1, 0, 0, True)]], []], 0.9), "State 1 has 0 actions"),
@@ -251,3 +255,17 @@ def test_equal_outcomes_of_a_model_add_up():
     assert mdp.rewards[0, 0] == 1 and mdp.rewards_next[0, 1] == 2
     assert mdp.end[1, 0] == 1 and mdp.rewards_end[1, 0] == 1
     np.testing.assert_allclose(tabular.solve(mdp).value, [(1 + 0.25) / 0.75, 1])
+
+
+def test_an_mdp_whose_episodes_never_end_is_refused_unless_they_are_cut_off():
+    robot = MDP([[[0.9, 0.1], [0.6, 0.4]], [[1, 0], [1, 0]]], [[2, 1], [3, 0]], 0.9)
+    walled_off = GridWorld.from_text("S.#+").mdp()
+    for mdp, policy in ((robot, [0, 0]), (walled_off, [1, 1, 1, 1])):
+        with pytest.raises(ValueError, match=r"No episode of this MDP can end.*max_steps"):
+            tabular.q_learning(mdp, 1)
+        with pytest.raises(ValueError, match=r"No episode of this MDP can end.*max_steps"):
+            next(tabular.rollouts(mdp, policy, 1, seed=0))
+        (lesson,) = tabular.q_learning(mdp, 1, max_steps=5)
+        assert len(lesson.episode.rewards) == 5 and not lesson.episode.terminated
+    through_end = replace(robot, transitions=robot.transitions * 0.9, end=np.full((2, 2), 0.1))
+    assert [lesson.episode.terminated for lesson in tabular.q_learning(through_end, 2)] == [True, True]

@@ -217,3 +217,20 @@ def test_a_window_is_the_same_corner_and_its_optimal_path_pays_in_the_endless_wo
         (i, j), reward, terminated, _, _ = env.step(to_ours[int(solution.policy[grid.state((j - 1, i - 1))])])
         rewards.append(reward)
     assert tabular.discounted_return(rewards, 0.9) == pytest.approx(solution.value[0])
+
+
+def test_a_grid_given_in_place_of_its_mdp_is_told_where_that_is():
+    grid = GridWorld()
+    for use in (tabular.solve, tabular.uniform_policy, lambda g: list(tabular.value_iteration(g)), lambda g: g.transitions):
+        with pytest.raises(AttributeError, match=r"A GridWorld has no .* give grid\.mdp\(\)"):
+            use(grid)
+    with pytest.raises(ValueError, match=r"give grid\.mdp\(\)"):
+        tabular.q_learning(grid, 1)
+    with pytest.raises(AttributeError, match=r"A GridWorld has no 'mpd'\.$"):
+        grid.mpd()
+    assert not hasattr(grid, "reset")
+
+
+def test_an_empty_map_is_named():
+    with pytest.raises(ValueError, match="The map is empty"):
+        GridWorld.from_text(" \n\n")

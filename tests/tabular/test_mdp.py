@@ -166,3 +166,8 @@ def test_stochastic_policies_are_probabilities_with_their_limits():
         tabular.epsilon_greedy(q, 2)
     with pytest.raises(ValueError, match="temperature is 0"):
         tabular.softmax_policy(q, 0)
+
+
+def test_an_mdp_prints_as_one_line():
+    mdp = tabular.GridWorld().mdp()
+    assert repr(mdp) == "MDP(64 states, 2 of them terminal, 4 actions, gamma=0.9, dense)"
