@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import resource
 import threading
@@ -43,9 +44,16 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, *arguments: Any, **named: Any) -> None:
-        """Set `ending`, then wait for open requests."""
+        """Set `ending`, then wait for open requests. Those that take too long are cut off, which is no error of theirs."""
         self._ending.set()
+        logging.getLogger("uvicorn.error").addFilter(_no_cut)  # stays: their errors are logged after this has returned
         await super().shutdown(*arguments, **named)
+
+
+def _no_cut(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's is about something else than requests that it has cut off."""
+    cut = bool(record.exc_info and record.exc_info[0] is asyncio.CancelledError)
+    return not (cut or "timeout graceful shutdown exceeded" in record.getMessage())
 
 
 class Connections:

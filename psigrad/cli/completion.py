@@ -79,6 +79,10 @@ def shown(name: str, command: Runnable) -> Shown:
         command.run(["--help"])
     usage, _, rest = text.getvalue().partition("\n")
     words = tuple(declared()) if name in ("plan", "explain") else tuple(_choices(usage.removeprefix("usage: "), name))
+    if name == "control":
+        from psigrad.control.builder import names
+
+        words = tuple(names())
     flags = {flag.name: flag for flag in _described(rest)}
     for found in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text.getvalue()):
         flags.setdefault(found, Flag(found, "", ()))

@@ -15,8 +15,9 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, 
 from psigrad.config.algorithms import resolve_loss
 from psigrad.data import pairs
 from psigrad.data.dataset_rows import Form, Row
+from psigrad.data.network import stay_here_without_a_network
 from psigrad.data.templates import example, prompt_ids
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.models.backbone import DTYPES
 from psigrad.models.fused import weights_only
 from psigrad.objective.preference_loss import KahnemanTversky
@@ -250,11 +251,14 @@ def _pair(made: pairs.Pair) -> tuple[int, list[int]]:
 
 
 def _tokenizer(path: str) -> Any:
+    if not Path(path).exists():
+        stay_here_without_a_network()
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path!r} has no tokenizer to measure the dataset with; leave the dataset out and give --prompt-length."
+            f"The tokenizer of {path!r}, which measures the dataset, cannot be loaded ({reason_of(error)}); give a folder that "
+            "has one, or leave the dataset out and give --prompt-length."
         ) from error
 
 

@@ -43,6 +43,11 @@ class Headline(NamedTuple):
     high: float | None
 
 
+def apart(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The first and the last evaluation of a run, to stand side by side; one of them where there was only one."""
+    return [after] if before == after else [before, after]
+
+
 def headline(row: Mapping[str, Any]) -> Headline | None:
     """The headline of a row of metrics, with its 95 % interval where there is one; None where the row is no evaluation."""
     means = [key.removesuffix("/mean") for key in row if key.startswith("eval/") and key.endswith("/mean")]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from psigrad.records import run_folder
 from psigrad.records.read import RunData, interval, load, prompt_text, shown, visible
+from psigrad.records.rows import apart
 from psigrad.report.verdict import verdict
 
 
@@ -34,9 +35,10 @@ def finished(result: Any) -> None:
         final_table(run.summary)
         samples_table(run)
     elif result.after:
-        steps = [f"step {figures.get('step', 0)}" for figures in (result.before, result.after)]
+        ends = apart(result.before, result.after)
         names = [name for name in result.after if name.startswith("eval/")]
-        _print(["", *steps], [[n.removeprefix("eval/"), shown(result.before.get(n)), shown(result.after[n])] for n in names])
+        cells = [[name.removeprefix("eval/"), *(shown(figures.get(name)) for figures in ends)] for name in names]
+        _print(["held-out", *(f"step {figures.get('step', 0)}" for figures in ends)], cells)
     console = Console()
     console.print(
         "", Text(printable(verdict(run), 10_000, console.encoding), style="bold"), sep="\n", soft_wrap=not console.is_terminal

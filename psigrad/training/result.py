@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
-from psigrad.records.rows import headline, stepped
+from psigrad.records.rows import apart, headline, stepped
 
 if TYPE_CHECKING:
     import pandas
@@ -103,11 +103,12 @@ class Result:
     def _repr_html_(self) -> str:
         """What a notebook shows: the held-out figures before and after, and where everything is."""
         names = [name for name in self.after if name.startswith("eval/") and not name.endswith(("/low", "/high"))]
+        ends = apart(self.before, self.after)
         lines = [
-            [name.removeprefix("eval/"), _shown(self.before.get(name)), _shown(self.after[name]), _interval(self.after, name)]
+            [name.removeprefix("eval/"), *(_shown(figures.get(name)) for figures in ends), _interval(self.after, name)]
             for name in names
         ]
-        steps = [f"step {figures.get('step', 0)}" for figures in (self.before, self.after)]
+        steps = [f"step {figures.get('step', 0)}" for figures in ends]
         table = _table(["held-out", *steps, "95 % interval"], lines) if lines else ""
         places = {"folder": self.folder, "model": self.model, **({"report": self.report} if self.report else {})}
         where = "".join(f"<li>{name}: <code>{html.escape(str(path))}</code></li>" for name, path in places.items())

@@ -151,7 +151,8 @@ def finished(config: Config, journal: Journal) -> Result | None:
     if not journal.folder.finished:
         return None
     if journal.world.rank == 0:
-        print(f"{folder} is finished; nothing was done. To train on, give a larger max_steps with --extend.", file=sys.stderr)
+        length = "total_timesteps" if hasattr(config, "total_timesteps") else "max_steps"
+        print(f"{folder} is finished; nothing was done. To train on, give a larger {length} with --extend.", file=sys.stderr)
     before, after = evaluations(folder)
     report = folder / "report.html"
     return Result(folder, folder / "model", report if report.exists() else None, before, after)

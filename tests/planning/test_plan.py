@@ -346,6 +346,21 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     assert command.warning(settings(folder, algorithm="nonsense")) == ""
 
 
+def test_without_a_network_a_hub_name_is_refused_at_once(tmp_path, monkeypatch, capsys):
+    def nobody(*given):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.getaddrinfo", nobody)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the hub was asked again"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n')
+    assert cli.main(["plan", "grpo", "--model", "nobody/no-such-model"]) == 2
+    assert "No model configuration could be read from 'nobody/no-such-model'" in capsys.readouterr().err
+    assert cli.main(["plan", "grpo", "--model", "nobody/no-such-model", "--dataset", str(tmp_path / "rows.jsonl")]) == 2
+    assert "The tokenizer of 'nobody/no-such-model', which measures the dataset" in capsys.readouterr().err
+
+
 def test_the_command_prints_a_table_or_json_and_measures_the_dataset(folder, tmp_path, capsys):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "one"}\n{"prompt": "one two three one two three"}\n')

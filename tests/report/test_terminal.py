@@ -67,6 +67,15 @@ def test_the_end_of_a_run_is_told_with_and_without_a_summary(run, capsys):
     assert "0.75 to 0.85" in shown and "step 30" in shown
 
 
+def test_a_run_that_was_evaluated_once_has_one_column(run, capsys):
+    folder, figures = run("two"), {"step": 30, "eval/exact/mean": 0.75}
+    terminal.finished(SimpleNamespace(folder=folder, before=figures, after=dict(figures), model="m", report=""))
+    assert capsys.readouterr().out.count("step 30") == 1
+    terminal.finished(SimpleNamespace(folder=folder, before={**figures, "step": 0}, after=figures, model="m", report=""))
+    shown = capsys.readouterr().out
+    assert shown.count("step 30") == shown.count("step 0") == 1
+
+
 def test_the_verdict_is_one_line_where_no_terminal_breaks_it(run, capsys):
     folder = run("two")
     terminal.finished(SimpleNamespace(folder=folder, before={}, after={}, model="m", report=""))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from contextlib import closing
 
@@ -15,7 +17,7 @@ import pytest
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad_studio import serve
+from psigrad_studio import serve, web_server
 from psigrad_studio.studio_settings import StudioSettings
 
 
@@ -107,3 +109,23 @@ def test_a_socket_that_was_just_closed_can_be_used_again():
         client.close()
     with closing(serve.listen(port)) as again:
         assert again.getsockname()[1] == port
+
+
+def test_a_request_that_is_cut_off_at_the_end_shows_no_traceback(capsys):
+    begun = threading.Event()
+
+    async def slow(scope, receive, send):
+        begun.set()
+        await asyncio.sleep(60)
+
+    with closing(serve.listen()) as listening:
+        serving = web_server.server(slow, StudioSettings(port=listening.getsockname()[1]))
+        thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]})
+        thread.start()
+        with socket.create_connection(listening.getsockname()) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert begun.wait(10)
+            serving.should_exit = True
+            thread.join(20)
+    assert not thread.is_alive()
+    assert capsys.readouterr().err == ""

@@ -68,7 +68,15 @@ def test_flags_are_read_off_argparse_help():
 
 
 def test_words_are_read_off_the_usage():
-    assert {"psi", "bias", "clip"} <= set(shown("experiment", cli.COMMANDS["experiment"]).words)
+    words = {name: set(shown(name, cli.COMMANDS[name]).words) for name in ("experiment", "init", "control")}
+    assert {"psi", "bias", "clip"} <= words["experiment"]
+    assert words["init"] == {"verifiable", "preferences", "tools", "control"}
+    assert {"ppo", "reinforce", "trpo", "dqn"} <= words["control"]
+
+
+def test_the_methods_of_a_grid_are_values_of_its_flag():
+    (method,) = (flag for flag in shown("grid", cli.COMMANDS["grid"]).flags if flag.name == "--method")
+    assert method.values == ("value_iteration", "policy_iteration", "modified_policy_iteration", "prioritised_sweeping")
 
 
 def test_an_unknown_shell_is_refused(capsys):

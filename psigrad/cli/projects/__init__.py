@@ -26,7 +26,8 @@ def init(arguments: list[str]) -> int:
     """Write a project: data, a reward with its test, settings, a README."""
     listed = "\n".join(f"  {kind:<12} {what}" for kind, what in KINDS.items())
     if asks_for_help(arguments):
-        print(f"psigrad init KIND [FOLDER]\n\nA working project: data, a reward with its test, settings, a README.\n\n{listed}")
+        usage = f"psigrad init {'|'.join(KINDS)} [FOLDER]"
+        print(f"{usage}\n\nA working project: data, a reward with its test, settings, a README.\n\n{listed}")
         return 0
     names = [text for text in arguments if not text.startswith("-")]
     if not 1 <= len(names) <= 2 or len(names) < len(arguments):
