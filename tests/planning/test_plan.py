@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -353,7 +354,8 @@ def test_without_a_network_a_hub_name_is_refused_at_once(tmp_path, monkeypatch, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("socket.getaddrinfo", nobody)
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the hub was asked again"))
+    again = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: pytest.fail("the hub was asked again")})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", again)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n')
     assert cli.main(["plan", "grpo", "--model", "nobody/no-such-model"]) == 2
     assert "No model configuration could be read from 'nobody/no-such-model'" in capsys.readouterr().err
