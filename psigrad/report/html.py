@@ -51,7 +51,7 @@ class Table:
     note: str = ""
     said: str = ""
     whole: bool = False
-    """As wide as the page; on a phone each row becomes a block, its cells under the head's words."""
+    """As wide as the page, for long texts. On a phone the rows of every table are blocks, their cells under the head's words."""
     shown: int = 0
     """So many rows are shown at once, and the others on demand; 0 for all."""
     name: str = ""
@@ -60,11 +60,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its caption; `svg` is ours and goes into the page as it is."""
+    """A picture with its caption, and the names of its colours where they stand there; `svg` is ours and goes into the page as
+    it is.
+    """
 
     title: str
     note: str
     svg: str
+    legend: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def save(content: str, target: Path) -> Path:
 
 def page(runs: Sequence[RunData]) -> str:
     """The whole page."""
-    pictures = [Figure(p.title, p.note, svg) for p, svg in plots.draw(runs)]
+    pictures = [Figure(p.title, p.note, svg, p.legend) for p, svg in plots.draw(runs)]
     names = [run.name for run in runs]
     every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
     if len(runs) > 1:
@@ -183,7 +186,7 @@ def _warnings(run: RunData) -> Table | None:
         times = Cell(f"{len(found):,} times" if len(found) > 1 else "once")
         ended = Cell("still", "n") if newest.ended is None else _number(newest.ended)
         rows.append([Cell(RULES[rule].title), Cell(RULES[rule].says, "soft"), times, _number(newest.step), ended])
-    return Table(("", "", "", "last from step", "to step"), rows, whole=True) if rows else None
+    return Table(("", "", "", "last from step", "to step"), rows) if rows else None
 
 
 def _headline(run: RunData) -> Table | None:

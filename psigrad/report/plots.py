@@ -20,6 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 DARK = ("#4FA8E0", "#F0803C", "#2FBF94", "#DE98C0", "#F0B93A", "#8ACBF2", "#A5A9B0", "#E6E8EB")
 GREY = "#8a8f98"
 _INK = "#123456"  # stands for the page's text colour
+_LABEL = 16  # characters beside the end of a curve, or its picture gets too narrow
 _POINTS = 400  # a picture 340 pixels wide shows no more
 
 
@@ -34,6 +35,11 @@ class Plot:
     keys: tuple[str, ...]
     labels: tuple[str, ...] = ("",)
     smooth: bool = True
+
+    @property
+    def legend(self) -> tuple[str, ...]:
+        """The labels, where they are too long to stand beside the ends of their curves."""
+        return self.labels if max(map(len, self.labels)) > _LABEL else ()
 
 
 _ONLINE = (
@@ -131,7 +137,7 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
     known = [plot for run in runs for plot in _BY_KIND[kind_of(run.config)]] + list(_BOTH)
     plots = dict.fromkeys(named for plot in known for named in _named(plot, metrics))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
-        labels = tuple(visible(key.split("/")[-2][:16]) for key in parts)
+        labels = tuple(visible(key.split("/")[-2]) for key in parts)
         plots[Plot("Reward functions", "mean of each, before weighting", tuple(parts), labels)] = None
     pictures = [
         (plot, picture(plot.title, partial(_lines, plot=plot, runs=runs)))
@@ -176,7 +182,7 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
                 axes.plot(*_thin(steps, values), **line)
             else:
                 axes.plot(*_thin(steps, values), **line)
-            label = "" if several or len(plot.labels) < 2 else plot.labels[k]
+            label = "" if several or len(plot.labels) < 2 or plot.legend else plot.labels[k]
             ends.append((values[-1], label, colour))
     low, high = axes.get_ylim()
     ends = [(y, f"{_tick(y if abs(y) > 1e-3 * (high - low) else 0.0, 3)} {label}".strip(), c) for y, label, c in ends]
@@ -211,7 +217,7 @@ def _spread(axes: Any, run: RunData) -> None:
         edges, names = values[1:], [shown(value) for value in values]
     else:
         edges = [low + width * i for i in range(1, 5)]
-        names = [f"{low + width * i:.2g} to {low + width * (i + 1):.2g}" for i in range(5)]
+        names = [f"{_tick(low + width * i, 2)} to {_tick(low + width * (i + 1), 2)}" for i in range(5)]
     stride = -(-len(steps) // 40)
     groups = [steps[i : i + stride] for i in range(0, len(steps), stride)]
     shares = []
@@ -254,7 +260,7 @@ def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths
         top = [b + v for b, v in zip(bottom, values, strict=True)]
         axes.fill_between(steps, bottom, top, color=colour, alpha=strength, linewidth=0)
         if name:
-            ends.append(((bottom[-1] + top[-1]) / 2, visible(name[:16]), ink or colour))
+            ends.append(((bottom[-1] + top[-1]) / 2, visible(name), ink or colour))
         bottom = top
     axes.set_ylim(0, max(bottom) * 1.02 or 1)
     _labels(axes, ends)

@@ -68,6 +68,12 @@ def test_the_histogram_of_rewards_stacks_the_shares_of_each_value(run):
     assert sorted(text.get_text() for text in axes.texts) == ["0", "1"]
 
 
+def test_ranges_of_large_rewards_are_named_in_full():
+    axes, run = plots._axes(3.5, 2.0)[1], type("Run", (), {"rewards": {1: [-1.5e6 * i for i in range(11)]}})()
+    plots._spread(axes, run)
+    assert {t.get_text() for t in axes.texts} >= {"-1.5e7 to -1.2e7", "-3e6 to 0"}
+
+
 @pytest.mark.parametrize(("value", "text"), [(0, "0"), (3e-4, "3e-4"), (2.5e-5, "2.5e-5"), (1e-10, "1e-10"), (0.25, "0.25"),
                                              (1234.5, "1234"), (-3e-4, "-3e-4"), (1.5e7, "1.5e7"), (2e10, "2e10")])  # fmt: skip
 def test_ticks_are_short_and_mean_what_they_say(value, text):

@@ -127,17 +127,41 @@ def test_conversations_are_shown_as_messages(run, page):
     assert '<span class="role">user</span>Look\n[image]' in text and '<span class="role">assistant</span>add(a=1)' in text
 
 
+# What a page cuts: boxes that must be scrolled sideways, text that leaves its box or the page, labels beyond their picture.
+CUT = """() => { const found = [], out = (e, box) => { const r = e.getBoundingClientRect();
+    if (r.width && (r.right > box.right + 1 || r.left < box.left - 1)) found.push(e.textContent.trim().slice(0, 60)); };
+  document.querySelectorAll('details').forEach(e => e.open = true);
+  const page = {left: 0, right: document.documentElement.clientWidth};
+  document.querySelectorAll('body, body *:not(svg *)').forEach(e => {
+    if (e.clientWidth && e.scrollWidth > e.clientWidth + 1) found.push(`${e.tagName}: ${e.textContent.trim().slice(0, 60)}`);
+    out(e, page); });
+  document.querySelectorAll('svg text').forEach(e => out(e, e.closest('svg').getBoundingClientRect()));
+  return found; }"""
+
+
 def test_on_a_phone_nothing_is_cut(run, visits):
-    address = report.write([run("a"), run("b")], run("c") / "two.html").as_uri(), report.write([run("one")]).as_uri()
+    long = {name: f"{name}_reward_of_a_name_that_nobody_made_shorter" for name in ("format", "accuracy")}
+    alone, compared = run("one", reward=[f"module.py:{name}" for name in long.values()]), [run("a"), run("b", lag=3)]
+    rows = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for row in rows:
+        for i, name in enumerate(long.values()):
+            if "reward" in row:
+                row |= {f"rewards/{name}/mean": row["step"] / 30 - i, f"rewards/{name}/std": 0.1}
+            else:
+                row |= {f"eval/{name}/{end}": -0.1234567891 for end in ("mean", "low", "high")}
+    (alone / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pages = report.write(compared, run("c") / "two.html").as_uri(), report.write([alone]).as_uri()
     for scheme in ("light", "dark"):
         page = visits.page("phone", scheme)
-        for where in address:
+        for where in pages:
             page.goto(where)
-            assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    boxes = page.locator(".wide:has(table.whole), .wide:has(th:text('95 % interval'))")
-    assert boxes.count() > 1 and all(boxes.nth(i).evaluate("e => e.scrollWidth <= e.clientWidth") for i in range(boxes.count()))
-    cells = page.locator("table.whole td")
-    assert all(box["x"] + box["width"] <= 390 for i in range(cells.count()) if (box := cells.nth(i).bounding_box()))
+            assert page.evaluate(CUT) == []
+    for name in long.values():
+        assert page.locator("figcaption", has_text=name).is_visible()
+        assert page.locator("tr", has_text=name).filter(has_text="-0.1235 to -0.1235").is_visible()
+    # what finds nothing would find a table that is too wide
+    page.evaluate("() => { document.querySelector('table').style.width = '500px'; }")
+    assert page.evaluate(CUT)
 
 
 def test_pictures_of_a_row_begin_at_one_height(run, visits):
