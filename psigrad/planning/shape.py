@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from psigrad.data.network import stay_here_without_a_network
 from psigrad.errors import UserError, reason_of
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
@@ -85,8 +83,6 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     """The configuration at `path`."""
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
-    if not local and not Path(path).exists():
-        stay_here_without_a_network()
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
         return found
