@@ -96,7 +96,9 @@ def experiment(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         if not asks_for_help(arguments):
             raise UserError(f"experiment got no name; the usage is {usage}.")
-        print("\n".join([usage, "", *(f"  {name:<5} {e.purpose}" for name, e in experiment.EXPERIMENTS.items())]))
+        print(usage)
+        for title, few in experiment.groups().items():
+            print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
         return 0
     settings = flags.parse(experiment.named(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
     experiment.run(arguments[0], settings)

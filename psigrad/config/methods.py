@@ -57,6 +57,8 @@ def declared() -> dict[str, Declaration]:
 
 def declaration(name: str) -> Declaration:
     """The method of that name. Raises `UserError` with the nearest one where there is none."""
+    if name == "control":
+        raise UserError("control is no method of a language model; from Python it is psigrad.control.PPO('CartPole-v1').learn().")
     if name not in declared():
         raise UserError(f"There is no method {name!r}; `psigrad --help` lists them{nearest(name, declared()) or '.'}")
     return declared()[name]

@@ -112,7 +112,12 @@ class Environments:
                 f"The environment gave an observation of shape {np.shape(raw)[1:]}, and its observation_space says "
                 f"{self._space.shape}; make them agree."
             )
-        return self._flatten(raw)
+        try:
+            return self._flatten(raw)
+        except IndexError as error:
+            raise UserError(
+                f"The environment gave an observation that is not in its observation_space, {self._space}; make them agree."
+            ) from error
 
     def _fault(self, did: str, error: Exception) -> UserError:
         if isinstance(error, UserError):

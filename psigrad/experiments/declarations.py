@@ -326,6 +326,15 @@ EXPERIMENTS = {
 }
 
 
+def groups() -> dict[str, list[Experiment]]:
+    """The experiments by how long they take: those on exact answers, and those that train."""
+    every = list(EXPERIMENTS.values())
+    return {
+        "on problems whose answer is known exactly; seconds": [one for one in every if not one.file],
+        "claims of the literature, trained over seeds; minutes to an hour, docs/claims.md": [one for one in every if one.file],
+    }
+
+
 def named(name: str) -> Experiment:
     """The experiment of that name. Raises `UserError` with the nearest one."""
     if name not in EXPERIMENTS:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
+_SAID = b"\npsigrad: Stopping once what is under way has ended, and saving; Ctrl-C again stops at once.\n"
+
 
 class StopSignal:
     """While its block runs, the first SIGTERM, SIGHUP or SIGINT only sets `requested` (and `number`); the second raises
-    KeyboardInterrupt.
+    KeyboardInterrupt. Who pressed Ctrl-C is told so.
 
     The process then exits with 128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Outside the main thread,
     where no handler can be set, it does nothing.
@@ -40,3 +44,6 @@ class StopSignal:
         if self.requested:
             raise KeyboardInterrupt
         self.number = number
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):
+                os.write(2, _SAID)  # not print: the signal may come in the middle of one

@@ -279,6 +279,9 @@ class OldStep(Line):
     def step(self, action): return self.seen(), 0.0, True, {}
 class OldReset(Line):
     def reset(self, *, seed=None, options=None): return np.zeros(1, np.float32)
+class Outside(Line):
+    observation_space = gym.spaces.Discrete(4)
+    def seen(self): return 7
 class Nan(Line):
     def step(self, action): return self.seen(), float("nan"), True, False, {}
 gym.register("Line-v0", Line)
@@ -293,6 +296,7 @@ gym.register("Line-v0", Line)
         ("Shape", (), "shape (3,), and its observation_space says (1,)"),
         ("OldStep", (), "step (observation, reward, terminated, truncated, info)"),
         ("OldReset", (), "reset returns (observation, info)"),
+        ("Outside", (), "an observation that is not in its observation_space, Discrete(4)"),
         ("Nan", (), "reward that is NaN"),
         ("Line", ("--video",), "render_mode"),
         ("Line-v9", (), "versioned environments"),

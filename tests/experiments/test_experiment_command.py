@@ -128,3 +128,5 @@ print("torch" in sys.modules)
     for cls in (PsiSettings, BiasSettings, ClipSettings):
         assert all(f"--{name.replace('_', '-')}" in out for name in asdict(cls()))
     assert all(e.purpose in out for e in experiment.EXPERIMENTS.values())
+    quick, long = experiment.groups().values()
+    assert [one.name for one in quick] == ["psi", "bias", "clip", "lag"] and len(quick) + len(long) == len(experiment.EXPERIMENTS)

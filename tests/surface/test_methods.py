@@ -89,6 +89,8 @@ def test_a_variant_of_a_method_brings_what_the_method_brings(monkeypatch):
     assert of_spec(preference_catalog.DPO).settings is PreferenceConfig
     with pytest.raises(UserError, match="did you mean 'grpo'"):
         of_spec("grop")
+    with pytest.raises(UserError, match=r"psigrad\.control\.PPO"):
+        of_spec("control")
 
 
 def test_the_class_of_the_settings_says_which_recipe_runs(monkeypatch):

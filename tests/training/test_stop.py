@@ -65,3 +65,14 @@ def test_in_a_thread_it_does_nothing():
     thread.start()
     thread.join()
     assert seen == [(True, False)] and handlers() == before
+
+
+@pytest.mark.parametrize(("number", "rank", "said"), [(signal.SIGINT, "0", 1), (signal.SIGINT, "1", 0), (signal.SIGTERM, "0", 0)])
+def test_who_pressed_ctrl_c_is_told_once_what_happens_now(number, rank, said, monkeypatch, capfd):
+    monkeypatch.setenv("RANK", rank)
+    with StopSignal():
+        os.kill(os.getpid(), number)
+        assert capfd.readouterr().err.count("Ctrl-C again stops at once") == said
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert capfd.readouterr().err == ""
