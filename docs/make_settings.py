@@ -18,6 +18,7 @@ from psigrad.config import (
     RewardConfig,
     SampleConfig,
     SFTConfig,
+    other_answers,
     other_names,
     trl_values,
 )
@@ -121,8 +122,8 @@ def _others() -> str:
             OTHERS,
             *_table("name", "setting", [f"| `{theirs}` | `{ours}` |" for theirs, ours in other_names.SAME.items()]),
             *_table("name and value", "setting", meant),
-            *_table("changes nothing here", "why", [f"| `{n}` | {why} |" for n, why in other_names.NEEDLESS.items()]),
-            *_table("is answered", "with", [f"| `{n}` | {what} |" for n, what in other_names.INSTEAD.items()]),
+            *_table("changes nothing here", "why", [f"| `{n}` | {why} |" for n, why in other_answers.NEEDLESS.items()]),
+            *_table("is answered", "with", [f"| `{n}` | {what} |" for n, what in other_answers.INSTEAD.items()]),
         ]
     )
 

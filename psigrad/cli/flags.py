@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, 
 from psigrad.cli import other_flags
 from psigrad.cli.common import flag_of
 from psigrad.config import PlanConfig, shortcuts
+from psigrad.config.elsewhere import elsewhere
 from psigrad.config.load import load, read_value
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError, nearest
@@ -46,7 +47,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
     flags, others = other_flags.divided(cls, [text for text in arguments if not _OVERRIDE.match(text)], _switches(parser))
     known, rest = parser.parse_known_args(flags)
-    _refuse(rest, parser, "an override like optim.learning_rate=1e-5")
+    _refuse(rest, parser, "an override like optim.learning_rate=1e-5", cls)
     given = vars(known)
     config = given.pop("config")
     types = {name: hint for name, hint, _ in _fields(cls)}
@@ -141,11 +142,13 @@ def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str],
     return known.names, known.output
 
 
-def _refuse(rest: Sequence[str], parser: _Parser, expected: str) -> None:
+def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """A `UserError` for the first argument that the parser did not know."""
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
+            if cls and (found := elsewhere(cls, flag.lstrip("-").replace("-", "_"))):
+                raise UserError(f"There is no flag {flag} of {parser.prog}{found}")
             hint = nearest(flag, _options(parser)) or "."
             raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{hint}")
         raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists what there is.")

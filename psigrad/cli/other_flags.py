@@ -39,8 +39,8 @@ def divided(cls: type[Any], arguments: Sequence[str], switches: Mapping[str, boo
                 ours += [f"{flag}{sign}{value}", *values]
         elif other_names.is_known(name):
             others[name] = _value(value if sign else None, values)
-            if other_names.answer(name) and other_names.value_of(others[name]) not in other_names.VALUES.get(name, {}):
-                wrong.append(other_names.refusal(name, other_names.value_of(others[name]), typed))
+            if other_names.refused(name, one := other_names.value_of(others[name])):
+                wrong.append(other_names.refusal(name, one, typed))
         else:
             ours += [f"{flag}{sign}{value}", *values]
     if wrong:

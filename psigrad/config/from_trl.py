@@ -9,11 +9,12 @@ from typing import Any
 
 import yaml
 
+from psigrad.config.batch_sizes import BATCH
 from psigrad.config.load import flat_names, load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.config.nested import Given, put
 from psigrad.config.other_answers import INSTEAD
-from psigrad.config.other_names import BATCH, VALUES, translated
+from psigrad.config.other_names import VALUES, translated
 from psigrad.config.other_names import ours as our_name
 from psigrad.config.trl_fields import COMPUTED, METHODS, NO_EQUAL, outcome
 from psigrad.config.trl_script import TrlScript, Unread, complete

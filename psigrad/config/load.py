@@ -16,6 +16,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from psigrad.config import other_names
+from psigrad.config.elsewhere import elsewhere
 from psigrad.config.nested import Given, put
 from psigrad.errors import UserError, kind_of, nearest
 
@@ -115,7 +116,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
         if mine not in dotted and other_names.answer(mine) and mine not in other_names.VALUES:
             raise UserError(other_names.refusal(name, value))
         if mine not in dotted and not other_names.is_known(name):
-            raise UserError(f"There is no setting {name!r}{nearest(name, [*leaves, *dotted]) or '.'}")
+            raise UserError(f"There is no setting {name!r}{elsewhere(cls, name) or nearest(name, [*leaves, *dotted]) or '.'}")
         named[mine] = value
     return named
 
@@ -187,7 +188,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
         if name not in known:
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
-            near = nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
+            near = elsewhere(cls, str(name)) or nearest(str(name), known if prefix else {*known, *dict(flat_names(cls))})
             raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):

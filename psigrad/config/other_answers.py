@@ -69,7 +69,8 @@ INSTEAD = {
     "shuffle_dataset": "rows are shuffled in every epoch",
     "use_liger_kernel": "the log-probs are computed in chunks by kernels of psigrad's own",
     "assistant_only_loss": "messages teach the assistant's turns alone; rows of text teach all of it",
-    "packing": "sequences are always packed and never attend to each other; a batch counts rows (batch_size)",
+    "packing": "sequences are always packed and never attend to each other; leave it out, and give the rows of a step as "
+    "batch_size, since TRL counts packs of max_length tokens",
     **zoo_names.INSTEAD,
     "trainer.nnodes": "on several machines torchrun or SLURM starts the processes",
     "algorithm.use_kl_in_reward": "where the KL term acts is algorithm.kl.where=reward",

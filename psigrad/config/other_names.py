@@ -6,6 +6,7 @@ answered with what to write.
 
 from __future__ import annotations
 
+import math
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from psigrad.config import zoo_names
+from psigrad.config.batch_sizes import BATCH, batches_of
 from psigrad.config.nested import Given
 from psigrad.config.other_answers import ANSWERS, NEEDLESS
 from psigrad.config.shortcuts import SHORTCUTS, placed, shortcuts_of
@@ -101,7 +103,8 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     },  # YAML reads no as False
     "save_strategy": {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
     "optim": {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}},
-    **{name: {True: {}} for name in ("shuffle_dataset", "assistant_only_loss", "resume_from_checkpoint")},
+    **{name: {True: {}} for name in ("shuffle_dataset", "assistant_only_loss")},
+    "resume_from_checkpoint": {True: {}, False: {"run.resume": "never"}},
     "use_liger_kernel": {False: {}},
     "packing": {False: {}},
     "actor_rollout_ref.model.use_remove_padding": {True: {}},
@@ -119,14 +122,11 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "sampling.min_p": {None: {"sampling.min_p": 0.0}},
     "optim.lr_scheduler_type": {"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}},
 }
+# Where "epoch" means these counts of steps.
+_BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
 # Of those above, what another setting of the same run may say more exactly: TRL's default of it.
 _ONLY_A_DEFAULT = ("use_peft", "sync_ref_model")
 
-# How much a step computes, from which `_batches` computes ours.
-BATCH = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
-    *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-)
 # A file and a function, which are one name here.
 _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 
@@ -185,9 +185,12 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
     `values` are settings that rank below `given`. Raises `UserError` for what means something else here, all of it at once.
     """
     known, found, weak, others, wrong = {*_names(cls).values(), *shortcuts_of(cls)}, [], [], {}, []
+    by_epoch: list[Given] = []
     for one in given:
         meant = VALUES.get(one.name, {}) if one.name != "optim" or isinstance(one.value, str) else {}
         value = value_of(one.value)
+        if value is None and None not in meant and is_known(one.name) and not _has(known, one.name):
+            continue  # not set, as TRL's files write it
         if _hashable(value) and value in meant:
             new = [Given(name, inner, one.source) for name, inner in meant[value].items() if _has(known, name)]
             weak += new if one.name in _ONLY_A_DEFAULT else []
@@ -198,19 +201,34 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
             others[one.name] = one
         elif one.name == "loss_type":
             found += loss_type(one, known, values)
-        elif one.name in ANSWERS:
+        elif one.name in _BY_EPOCH and value == "epoch":
+            by_epoch += [one] if _has(known, _BY_EPOCH[one.name]) else []
+        elif refused(one.name, value):
             wrong.append(one)
         elif one.name not in NEEDLESS:
             found.append(one)  # refused by name where the settings are built
     if wrong:
         raise UserError("\n".join(dict.fromkeys(refusal(one.name, value_of(one.value)) for one in wrong)))
 
-    def number(name: str) -> int:
-        return int(next((g.value for g in reversed(found) if g.name == name), _at(values, name, cls)))
+    def number(name: str) -> Any:
+        return next((g.value for g in reversed(found) if g.name == name), _at(values, name, cls))
 
     said = {g.name for g in found}
     found += [g for g in weak if g.name not in said and not _stated(values, g.name)]
-    return [*placed(cls, values, found), *_function(others), *_batches(known, said, others, number)]
+    batches = batches_of(known, said, others, number)
+    found += [_each_epoch(one, batches, known, number) for one in by_epoch]
+    return [*placed(cls, values, found), *_function(others), *batches]
+
+
+def _each_epoch(one: Given, batches: Sequence[Given], known: set[str], number: Callable[[str], Any]) -> Given:
+    """Once an epoch, in steps: 0 where the run is one epoch, at whose end a run evaluates and saves anyway."""
+    setting = _BY_EPOCH[one.name]
+    if not number("run.max_steps") and number("run.num_train_epochs") == 1:
+        return Given(setting, 0, one.source)
+    size = "prompts_per_step" if "prompts_per_step" in known else "batch_size"
+    rows = next((g.value for g in batches if g.name == size), None) or number(size) or 1
+    each = f"an epoch has rows / {size} of them; for 1,000 rows give {setting.partition('.')[2]}={math.ceil(1000 / int(rows))}"
+    raise UserError(f"{one.name} is 'epoch', and psigrad counts in steps: {each}.")
 
 
 def value_of(value: Any) -> Any:
@@ -218,11 +236,22 @@ def value_of(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
+def refused(name: str, value: Any) -> bool:
+    """Whether a setting of others, or this value of it, has no meaning here."""
+    taken = VALUES.get(name, {})
+    if value is None or (_hashable(value) and value in taken) or (name in _BY_EPOCH and value == "epoch"):
+        return False
+    return name in ANSWERS or (bool(taken) and all(name not in meant for meant in taken.values()))
+
+
 def refusal(name: str, value: Any, shown: str = "") -> str:
     """What to write in place of a setting of others, in a sentence; `shown` is the flag as it was typed."""
-    if taken := [one for one in VALUES.get(name, {}) if one is not False or "no" not in VALUES[name]]:
-        return f"{shown or name} is {value!r}, and only {' or '.join(map(repr, taken))} is taken: {ANSWERS[name]}."
-    return f"There is no {f'flag {shown}' if shown else f'setting {name!r}'}: {ANSWERS[name]}."
+    why = f": {ANSWERS[name]}." if name in ANSWERS else "."
+    if taken := [repr(one) for one in VALUES.get(name, {}) if one is not False or "no" not in VALUES[name]]:
+        taken += ["'epoch'"] if name in _BY_EPOCH else []
+        only = " or ".join(filter(None, (", ".join(taken[:-1]), taken[-1])))
+        return f"{shown or name} is {value!r}, and only {only} is taken{why}"
+    return f"There is no {f'flag {shown}' if shown else f'setting {name!r}'}{why}"
 
 
 def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "") -> None:
@@ -255,56 +284,6 @@ def _function(others: Mapping[str, Given]) -> list[Given]:
         return []
     path, name = others[_FUNCTION[0]], others.get(_FUNCTION[1], Given("", "compute_score", ""))
     return [Given("reward", (f"{path.value}:{name.value}",), path.source)]
-
-
-def _batches(known: set[str], said: set[str], others: Mapping[str, Given], number: Callable[[str], int]) -> list[Given]:
-    """Our batch sizes out of TRL's (of a device, in samples) and verl's (of all devices, in prompts)."""
-    theirs = {name: _whole(others[name]) for name in BATCH if name in others}
-    if not theirs:
-        return []
-    online, size = "prompts_per_step" in known, next(iter(theirs))
-    ours = "prompts_per_step" if online else "batch_size"
-    if ours in said:
-        raise UserError(f"{size} and {ours} both say how large a step is; give one of them.")
-    source = others[size].source
-    devices = max(number("placement.processes"), int(os.environ.get("WORLD_SIZE", 1)))
-    if "data.train_batch_size" in theirs or "actor_rollout_ref.actor.ppo_mini_batch_size" in theirs:
-        rows = theirs.get("data.train_batch_size") or number(ours)
-        mini = theirs.get("actor_rollout_ref.actor.ppo_mini_batch_size", rows)
-        if rows % mini:
-            raise UserError(f"ppo_mini_batch_size {mini} does not divide train_batch_size {rows}; give one that does.")
-        return [Given(ours, rows, source), *([Given("num_minibatches", rows // mini, source)] if online else [])]
-    rows, accumulated = theirs.get("per_device_train_batch_size", 8), theirs.get("gradient_accumulation_steps", 1)
-    if not online:
-        return [Given(ours, rows * accumulated * devices, source)]
-    return _generation_batch(theirs, rows * devices, accumulated, number("num_generations"), source)
-
-
-def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[Given]:
-    """Prompts and minibatches of a step of TRL's online trainers, which count completions."""
-    rounds = theirs.get("steps_per_generation", accumulated)
-    completions = theirs.get("generation_batch_size", at_once * rounds)
-    update = at_once * accumulated
-    sum_of = f"{completions} completions a step"
-    if "generation_batch_size" not in theirs:
-        sum_of = f"{at_once} completions at once × {rounds} = {completions} a step"
-    if completions % group:
-        raise UserError(
-            f"The batch sizes make {sum_of}, which is no multiple of num_generations {group}; change one of them, or give "
-            "prompts_per_step, the prompts of a step over all devices."
-        )
-    if completions % update:
-        raise UserError(
-            f"The batch sizes make {sum_of} and {update} an update; give steps_per_generation as a multiple of "
-            "gradient_accumulation_steps, or prompts_per_step and num_minibatches."
-        )
-    return [Given("prompts_per_step", completions // group, source), Given("num_minibatches", completions // update, source)]
-
-
-def _whole(given: Given) -> int:
-    if isinstance(given.value, bool) or not isinstance(given.value, int) or given.value < 1:
-        raise UserError(f"{given.name} is {given.value!r}; expected a whole number of at least 1.")
-    return given.value
 
 
 @cache

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from psigrad.config.batch_sizes import BATCH
 from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.load import flat_names
 from psigrad.config.other_answers import INSTEAD, NEEDLESS
-from psigrad.config.other_names import BATCH, SAME, VALUES
+from psigrad.config.other_names import SAME, VALUES
 
 # TRL's configuration -> our method and the class of its settings.
 METHODS: Mapping[str, tuple[str, type[Any]]] = {

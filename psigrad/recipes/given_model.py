@@ -189,10 +189,12 @@ def _check(model: Any) -> None:
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
         raise UserError(
-            f"The model is a {kind}, which has an adapter on it; give its base with peft_config=, or save the adapter and "
-            "give its folder as the model."
+            f"The model is {kind_of(model)}, which has an adapter on it; give its base with peft_config=, or save the adapter "
+            "and give its folder as the model."
         )
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model is a {kind}; expected a folder, a hub name, or a model of transformers (PreTrainedModel).")
+        raise UserError(
+            f"model is {kind_of(model)}; expected a folder, a hub name, or a model of transformers (PreTrainedModel)."
+        )
     if getattr(model, "is_quantized", False):
         raise UserError(f"The model is a quantised {kind}, whose weights cannot be trained; load it in float32 or bfloat16.")

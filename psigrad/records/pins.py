@@ -88,7 +88,7 @@ def check_settings(
     A setting that an older psigrad did not have counts as having its `usual` value. Raises `UserError` naming the settings that
     must not differ.
     """
-    old, new, default = (_by_name(settings) for settings in (before, now, usual or {}))
+    old, new, default = (with_one_name(dict(_leaves(settings))) for settings in (before, now, usual or {}))
     old = {name: default[name] for name in new.keys() & default.keys()} | old
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in _FREE]
     changes = [Change(name, old.get(name), new.get(name)) for name in names]
@@ -121,12 +121,9 @@ def _allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name. An algorithm as it was named, "grpo", and one with a part changed have their name in one place."""
-    found = dict(_leaves(settings))
-    if "algorithm.preset" in found:
-        found["algorithm"] = found.pop("algorithm.preset")
-    return found
+def with_one_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, where an algorithm as it was named, "grpo", and one with a part changed are both `algorithm`."""
+    return {"algorithm" if name == "algorithm.preset" else name: value for name, value in settings.items()}
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

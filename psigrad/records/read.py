@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.records.pins import check_format
+from psigrad.records.pins import check_format, with_one_name
 from psigrad.records.rows import number, parsed, rollout_figures, stepped
 
 TEXT_LIMIT = 600
@@ -62,7 +62,7 @@ class RunData:
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration with dotted names: {"optim.learning_rate": 1e-6, …}."""
-        return flat(self.config)
+        return with_one_name(flat(self.config))
 
     @property
     def held_out_metric(self) -> str:

@@ -147,17 +147,17 @@ def _said(name: str, value: Any) -> Said:
         return Failure(message_of(value))
     if isinstance(value, Unscored):
         return Malformed(f"{name}: {value.reason}")
-    kind = type(value).__name__
+    kind = kind_of(value)
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     if callable(item):
         try:
             value = item()
         except (RuntimeError, TypeError, ValueError):
-            return Malformed(f"{name} returned a {kind} for one completion; expected a number or None")
+            return Malformed(f"{name} returned {kind} for one completion; expected a number or None")
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        return Malformed(f"{name} returned a {kind} for one completion; expected a number or None")
+        return Malformed(f"{name} returned {kind} for one completion; expected a number or None")
     try:
         number = float(value)
     except OverflowError:

@@ -25,7 +25,7 @@ MALFORMED = {
     "array column": "list",
     "numpy vectors": "ndarray",
     "tensor rows": "Tensor",
-    "none": "NoneType",
+    "none": "returned None",
     "float": "float",
     "string": "str",
     "bytes": "bytes",

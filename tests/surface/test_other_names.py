@@ -13,9 +13,10 @@ import psigrad
 from psigrad import cli
 from psigrad.cli import flags
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, SFTConfig
+from psigrad.config.batch_sizes import BATCH
 from psigrad.config.load import load, resolve_names
 from psigrad.config.other_answers import INSTEAD, NEEDLESS
-from psigrad.config.other_names import BATCH, SAME, VALUES, _names
+from psigrad.config.other_names import SAME, VALUES, _names
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.data import network
 from psigrad.errors import UserError
@@ -94,7 +95,7 @@ def test_what_is_so_anyway_needs_nothing_and_its_opposite_is_answered(capsys):
     assert load(SFTConfig, flags=resolve_names(SFTConfig, {"resume_from_checkpoint": True})) == load(SFTConfig)
     for given in (["--assistant_only_loss", "false"], ["--resume_from_checkpoint", "out/checkpoint-2"]):
         assert cli.main(["sft", *given]) == 2
-        assert re.search(f"{given[0]} is .*, and only True is taken: ", capsys.readouterr().err)
+        assert re.search(f"{given[0]} is .*, and only True( or False)? is taken: ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["eval_strategy", "save_strategy"])
@@ -105,8 +106,52 @@ def test_no_is_no_also_where_yaml_reads_it_as_false(name, tmp_path, capsys):
         assert {"eval_steps": found.evaluation.eval_steps, "save_steps": found.run.save_steps}[steps] == count
         assert parsed(f"--{name}", said) == parsed(f"--{name}={said}") == parsed()
     assert from_file(f"{name}: no", tmp_path) == from_file(f"{steps}: 0", tmp_path)
-    assert cli.main(["sft", f"--{name}", "epoch"]) == 2
-    assert f"--{name} is 'epoch', and only 'steps' or 'no' is taken: " in capsys.readouterr().err
+    assert cli.main(["sft", f"--{name}", "best"]) == 2
+    assert f"--{name} is 'best', and only 'steps', 'no' or 'epoch' is taken: " in capsys.readouterr().err
+
+
+def test_a_value_without_a_setting_of_its_own_is_answered_too(capsys):
+    with pytest.raises(UserError, match=r"^disable_tqdm is 3, and only True or False is taken\.$"):
+        load(SFTConfig, flags={"disable_tqdm": 3})
+    assert load(SFTConfig, flags={"resume_from_checkpoint": False}).run.resume == "never"
+    with pytest.raises(UserError, match=r"^packing is True, and only False is taken: .*give the rows of a step as batch_size"):
+        load(SFTConfig, flags={"packing": True})
+
+
+def test_what_a_file_leaves_unset_is_left_out(tmp_path):
+    unset = "run_name: null\nbf16: null\nwarmup_ratio: null\nper_device_train_batch_size: null\nresume_from_checkpoint: null\n"
+    assert from_file(unset, tmp_path) == load(OnlineConfig)
+    with pytest.raises(UserError, match="no setting 'unheard'"):
+        from_file("unheard: null", tmp_path)
+
+
+def test_once_an_epoch_is_a_number_of_steps(tmp_path, capsys):
+    once = {"eval_strategy": "epoch", "save_strategy": "epoch", "eval_steps": 5}
+    config = load(SFTConfig, flags=resolve_names(SFTConfig, once))
+    assert (config.run.num_train_epochs, config.evaluation.eval_steps, config.run.save_steps) == (1, 0, 0)
+    for given in ({"num_train_epochs": 3, "per_device_train_batch_size": 4}, {"max_steps": 100, "batch_size": 4}):
+        with pytest.raises(UserError, match=r"an epoch has rows / batch_size of them; for 1,000 rows give eval_steps=250\.$"):
+            load(SFTConfig, flags={"eval_strategy": "epoch", **resolve_names(SFTConfig, given)})
+    assert cli.main(["grpo", "--save_strategy", "epoch", "--num_train_epochs", "2"]) == 2
+    assert "rows / prompts_per_step of them; for 1,000 rows give save_steps=63." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "said"),
+    [
+        (OnlineConfig, "batch_size", "the prompts of a step are prompts_per_step"),
+        (SFTConfig, "prompts_per_step", "the rows of a step are batch_size"),
+        (SFTConfig, "num_generations", "it is a setting of the online methods"),
+        (SFTConfig, "beta", "it is a setting of the online methods and the preference methods"),
+    ],
+)
+def test_a_setting_of_other_methods_is_named_as_such(cls, name, said, tmp_path, capsys):
+    with pytest.raises(UserError, match=f"there is no setting '{name}': {said}"):
+        from_file(f"{name}: 3", tmp_path, cls)
+    with pytest.raises(UserError, match=f"(?i)there is no setting '{name}': {said}"):
+        load(cls, flags=resolve_names(cls, {name: 3}))
+    assert cli.main([{OnlineConfig: "grpo", SFTConfig: "sft"}[cls], f"--{name}", "3"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_values_keep_their_underscores():

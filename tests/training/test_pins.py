@@ -15,7 +15,7 @@ from psigrad.config import OnlineConfig
 from psigrad.config.load import load, to_dict
 from psigrad.errors import UserError
 from psigrad.recipes import online, preference, sft
-from psigrad.records import pins
+from psigrad.records import pins, read
 
 
 def lines(path):
@@ -246,3 +246,14 @@ def test_a_revision_is_what_is_loaded_and_pinned(job, tmp_path, monkeypatch):
     assert asked == [("some/model", "v1")]
     manifest = json.loads((max((tmp_path / "run" / "checkpoints").iterdir()) / "manifest.json").read_text())
     assert manifest["model"] == "0123abc"
+
+
+def test_pages_show_an_algorithms_name_in_one_place(tmp_path):
+    named, changed = tmp_path / "named", tmp_path / "changed"
+    for folder, algorithm in ((named, "grpo"), (changed, {"preset": "grpo", "kl": {"coefficient": 0.1}})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"recipe": "online", "algorithm": algorithm}))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    one, other = (read.load(folder).settings for folder in (named, changed))
+    assert one["algorithm"] == other["algorithm"] == "grpo"
+    assert other.items() - one.items() == {("algorithm.kl.coefficient", 0.1)}
