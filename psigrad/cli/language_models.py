@@ -94,7 +94,9 @@ def sample(arguments: list[str]) -> int:
     from psigrad.recipes import sample
 
     written = sample.run(config)
-    left_out = f" ({written.ties} prompts whose rewards are all equal left out)" if written.ties else ""
+    ties = [f"{written.ties} prompts whose rewards are all equal"] if written.ties else []
+    empty = [f"{written.empty} empty completion{'s' * (written.empty > 1)}"] if written.empty else []
+    left_out = f" ({' and '.join([*ties, *empty])} left out)" if ties or empty else ""
     print(f"{written.rows} rows: {written.path}{left_out}")
     return 0
 

@@ -22,19 +22,20 @@ from psigrad.rollout.types import Trajectory
 
 @dataclass(frozen=True)
 class Written:
-    """Where the rows went, how many, and how many prompts had nothing to tell (all rewards equal)."""
+    """Where the rows went, how many; prompts that had nothing to tell (all rewards equal), and completions that were empty."""
 
     path: Path
     rows: int
     ties: int
+    empty: int = 0
 
 
 def run(config: SampleConfig) -> Written:
     """Sample `num_generations_eval` completions of each prompt, score them, and write rows to `output`.
 
     keep=all writes every completion with its reward; best the one with the highest reward of each prompt (rejection sampling:
-    train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and `psigrad reward`). Raises `UserError`
-    on mistakes of the user.
+    train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and `psigrad reward`). Those two leave
+    out empty completions, on which nothing can be trained. Raises `UserError` on mistakes of the user.
     """
     if not config.output:
         raise UserError("No output was given; name a JSONL file with --output (output).")
@@ -46,18 +47,19 @@ def run(config: SampleConfig) -> Written:
         )
     sampled = evaluate.sampled(config, scored)
     size = config.evaluation.num_generations_eval
+    empty = 0 if config.keep == "all" else sum(not _written(t) for t in sampled.trajectories)
     if config.keep == "pairs" and config.bradley_terry:
         rows, ties = _judged(sampled, size, config.bradley_terry, config.run.seed), 0
     else:
         rows, ties = _rows(config.keep, sampled, size)
     write_jsonl(Path(config.output), rows)
-    return Written(Path(config.output), len(rows), ties)
+    return Written(Path(config.output), len(rows), ties, empty)
 
 
 def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str, Any]], int]:
     made, ties = [], 0
     for start in range(0, len(sampled.trajectories), size):
-        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None or keep == "all"]
+        group = [t for t in sampled.trajectories[start : start + size] if keep == "all" or (t.reward is not None and _written(t))]
         if keep == "all":
             made += [_row(t, sampled) | _noted(t) for t in group]
             continue
@@ -78,7 +80,7 @@ def _judged(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -
     """Neighbours of each group as pairs, their winner drawn by Bradley–Terry on the rewards: a task whose truth is known."""
     made = []
     for start in range(0, len(sampled.trajectories), size):
-        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None]
+        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None and _written(t)]
         for a, b in zip(group[0::2], group[1::2], strict=False):
             if a.text == b.text:
                 continue
@@ -100,6 +102,11 @@ def _noted(trajectory: Trajectory) -> dict[str, Any]:
     own = trajectory.completion
     known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
     return {"reward": trajectory.reward, "finish_reason": own.finish_reason, **known}
+
+
+def _written(trajectory: Trajectory) -> bool:
+    """Whether the model wrote anything before it ended."""
+    return bool(trajectory.text or trajectory.messages)
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -258,6 +258,22 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
         sample.run(sample_config(job, tmp_path, "all", output=""))
 
 
+@pytest.mark.parametrize(("keep", "more"), [("best", {}), ("pairs", {}), ("pairs", {"bradley_terry": 8.0})])
+def test_empty_completions_are_in_no_row_that_is_trained_on(job, tmp_path, monkeypatch, keep, more):
+    real = evaluate.sampled
+
+    def every_third_is_empty(*given):
+        report = real(*given)
+        made = [t if i % 3 else replace(t, text="", reward=2.0) for i, t in enumerate(report.trajectories)]
+        return replace(report, trajectories=made)
+
+    monkeypatch.setattr(evaluate, "sampled", every_third_is_empty)
+    written = sample.run(sample_config(job, tmp_path, keep, **more))
+    rows = sample.read_jsonl(str(written.path))
+    assert rows and written.empty == 16
+    assert all(row[column] for row in rows for column in ("completion", "chosen", "rejected") if column in row)
+
+
 def test_rankings_and_ratings_become_every_ordered_pair_without_ties():
     ranked = preferences.from_rankings([{"prompt": "p", "completions": ["a", "b", "c"], "ranking": [2, 1, 2]}])
     assert [(r["chosen"], r["rejected"]) for r in ranked.rows] == [("b", "a"), ("b", "c")] and ranked.ties == 1
