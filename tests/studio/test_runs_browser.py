@@ -289,12 +289,10 @@ def test_50_000_points_in_12_charts_are_drawn_within_300_ms(opened, tmp_path):
             page.locator("#smooth").fill(smooth)
             page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
             times.append(float(page.locator("#charts").get_attribute("data-milliseconds")))
-        last = readout(page, "grad_norm")
         page.locator("#smooth").fill("0")
-        expect(page.locator('.chart[data-name="grad_norm"] .readout')).not_to_have_text(last)
-        assert float(re.sub(r"[^\d.−]", "", readout(page, "grad_norm").replace("last", "")).replace("−", "-")) == pytest.approx(
-            values[-1][10], rel=1e-3
-        )
+        # a drawing with more smoothing may still be on its way, so the value is waited for
+        shown = lambda: float(readout(page, "grad_norm").replace("last", "").replace("−", "-").replace("\u202f", ""))  # noqa: E731
+        until(lambda: shown() == pytest.approx(values[-1][10], rel=1e-3), 40)
         print(f"\n12 charts of 50,000 points: {', '.join(f'{t:.0f}' for t in times)} ms")
         assert sorted(times)[2] < 300
         page.goto("about:blank")
