@@ -1,6 +1,11 @@
-"""One torch thread for every test: the fork of a process whose torch has threads running would hang."""
+"""One thread for every test and for the processes that it starts: the fork of a process whose torch has threads running would
+hang, and two processes of two threads each on two cores spend their time waiting for each other."""
 
 from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for `psigrad` in a test's own process or in one of its own
 
 import torch
 

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from psigrad.bench.phases import Parent
-from psigrad.native.processor import cores
+from psigrad.native.processor import default_threads
 
 
 def main(who: str, folder: str, dtype: str, threads: str, device: str, start: str) -> None:
@@ -31,7 +31,7 @@ def main(who: str, folder: str, dtype: str, threads: str, device: str, start: st
     else:
         from psigrad.bench.trl_worker import build
 
-    torch.set_num_threads(int(threads) or cores())
+    torch.set_num_threads(int(threads) or default_threads())
     take_steps, check = build(Path(folder), dtype, device)
     parent = Parent(answers, check, device)
     parent.say({"ready": time.time() - float(start)})

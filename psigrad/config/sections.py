@@ -239,7 +239,7 @@ class Run:
     report_to: tuple[str, ...] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio."""
     threads: CountOrZero = 0
-    """CPU threads for torch; 0: one per core."""
+    """CPU threads for torch; 0: OMP_NUM_THREADS where it is set, else one per core."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
     progress: bool = True

@@ -63,7 +63,7 @@ class BenchConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision."""
     threads: CountOrZero = 0
-    """CPU threads; 0: one per core."""
+    """CPU threads; 0: OMP_NUM_THREADS where it is set, else one per core."""
     device: str = "cpu"
     """cpu or cuda."""
     beside: Literal["", "trl"] = ""
@@ -102,7 +102,7 @@ class LmEvalConfig:
     seed: int = 0
     """Of sampled answers and of the choice of examples."""
     threads: CountOrZero = 0
-    """CPU threads; 0: one per core."""
+    """CPU threads; 0: OMP_NUM_THREADS where it is set, else one per core."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
     trust_remote_code: bool = False

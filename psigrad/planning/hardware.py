@@ -15,7 +15,7 @@ import torch
 from psigrad.errors import UserError
 from psigrad.models.backbone import DTYPES
 from psigrad.native.kernels import multiply
-from psigrad.native.processor import cores
+from psigrad.native.processor import default_threads
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -102,7 +102,7 @@ def available() -> int:
 def _speed(device: str, dtype: str, threads: int) -> tuple[float, float]:
     """(FLOP/s of a matrix product, bytes/s of a copy), the best of a quarter of a second each."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or cores())
+    torch.set_num_threads(threads or default_threads())
     try:
         n = 1024 if device == "cpu" else 8192
         a = torch.ones(n, n, dtype=DTYPES[dtype], device=device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, Reward
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.native.kernels import kernels
-from psigrad.native.processor import cores
+from psigrad.native.processor import default_threads
 from psigrad.parallel import launch
 from psigrad.parallel.world import ALONE, World, agree, joined
 from psigrad.records import checkpoint, disk, pins
@@ -115,8 +114,7 @@ def new_folder(recipe: str) -> Path:
 
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Threads as asked for, and a loud refusal of a device that is not there."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes that share this machine
-    torch.set_num_threads(run.threads or max(1, cores() // here))
+    torch.set_num_threads(run.threads or default_threads())
     keep_freed_memory(up_to=_PIECE if recompute else _ALL)
     transformers.utils.logging.disable_progress_bar()  # a bar per weight file drowns ours
     if run.device.startswith("cuda") and not torch.cuda.is_available():
