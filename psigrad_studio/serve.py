@@ -127,7 +127,10 @@ def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: b
             # other users can see the browser's command line, so it gets a one-time key
             threading.Thread(target=webbrowser.open, args=(address + sessions.one_time_key(),), daemon=True).start()
 
-    server(create_app(settings, sessions), settings, greet).run(sockets=[listening])
+    try:
+        server(create_app(settings, sessions), settings, greet).run(sockets=[listening])
+    except KeyboardInterrupt:  # uvicorn raises it once the server has ended in order, which is what was asked for
+        say("The studio has stopped.")
 
 
 def _has_screen(system: str = sys.platform, environment: Any = os.environ) -> bool:
