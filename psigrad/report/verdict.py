@@ -14,6 +14,8 @@ from psigrad.records.warnings import BY_NAME, Alert, Watch
 
 Mood = Literal["good", "bad", "plain"]
 _ENDS = ("finished", "stopped", "failed")
+_PAIRS = {"eval/accuracy": "accuracy", "eval/rewards/accuracies": "accuracy"}
+"""Shares of held-out pairs in the right order, of a reward model and of a preference loss, and what they are called."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Verdict:
 
 
 def verdict(run: RunData) -> Verdict:
-    """What came of a run: how it ended if not well, its held-out metric before and after with 95 % intervals, the KL to the
-    start, and the warnings.
+    """What came of a run: how it ended if not well, its held-out metric (of pairs: the accuracy) before and after with 95 %
+    intervals, the KL to the start, and the warnings.
 
     It learned where the metric rose by more than chance explains: the rise is above the half widths of both intervals, added as
     of independent samples, sqrt(w1^2 + w2^2). Both are of the same prompts, so this asks for more than it need.
@@ -49,21 +51,19 @@ def verdict(run: RunData) -> Verdict:
 def _judged(run: RunData) -> tuple[str, Mood, list[str]]:
     """The word, its mood, and the figures."""
     metric, rows = run.held_out_metric, run.evaluations
-    if metric and len(rows := [row for row in rows if f"{metric}/mean" in row]) > 1:
-        first, last = rows[0], rows[-1]
-        before, after = (number(row[f"{metric}/mean"]) for row in (first, last))
-        said = [f"held-out {metric.removeprefix('eval/')} {_with(first, metric)} → {_with(last, metric)}"]
-        chance = math.hypot(_half(first, metric), _half(last, metric))
-        if not math.isfinite(after - before):
-            return "Unknown", "bad", said
-        if math.isnan(chance):
-            return "Trained", "plain", said
-        if abs(after - before) <= chance:
-            return "No clear change", "plain", said
-        return ("Learned", "good", said) if after > before else ("Got worse", "bad", said)
+    if metric and len(judged := [row for row in rows if f"{metric}/mean" in row]) > 1:
+        name = metric.removeprefix("eval/")
+        return _change(name, *((number(row[f"{metric}/mean"]), *_interval(row, metric)) for row in (judged[0], judged[-1])))
+    for share, name in _PAIRS.items():  # of pairs, with their interval
+        if len(judged := [row for row in rows if f"{share}/low" in row]) > 1:
+            return _change(name, *((number(row[share]), *_interval(row, share)) for row in (judged[0], judged[-1])))
     if len(losses := [number(row["eval/loss"]) for row in run.evaluations if "eval/loss" in row]) > 1:
         return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}"]
-    once = [f"held-out {metric.removeprefix('eval/')} {_with(row, metric)}" for row in rows if metric and f"{metric}/mean" in row]
+    once = [
+        f"held-out {metric.removeprefix('eval/')} {_with(number(row[f'{metric}/mean']), *_interval(row, metric))}"
+        for row in rows
+        if metric and f"{metric}/mean" in row
+    ]
     for key, name in (("reward", "reward"), ("rollout/ep_rew_mean", "return"), ("loss", "loss")):
         values = run.series(key)[1]
         if len(values) > 1:
@@ -76,20 +76,31 @@ def _judged(run: RunData) -> tuple[str, Mood, list[str]]:
     return ("Evaluated once", "plain", once) if once else ("Nothing to judge yet", "plain", [])
 
 
-def _with(row: Mapping[str, Any], metric: str) -> str:
+def _change(name: str, first: tuple[float, float, float], last: tuple[float, float, float]) -> tuple[str, Mood, list[str]]:
+    """What to say of two (mean, low, high)."""
+    said = [f"held-out {name} {_with(*first)} → {_with(*last)}"]
+    change, chance = last[0] - first[0], math.hypot(*((high - low) / 2 for _, low, high in (first, last)))
+    if not math.isfinite(change):
+        return "Unknown", "bad", said
+    if math.isnan(chance):
+        return "Trained", "plain", said
+    if abs(change) <= chance:
+        return "No clear change", "plain", said
+    return ("Learned", "good", said) if change > 0 else ("Got worse", "bad", said)
+
+
+def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
+    return number(row.get(f"{metric}/low")), number(row.get(f"{metric}/high"))
+
+
+def _with(mean: float, low: float, high: float) -> str:
     """A mean and its interval."""
-    mean, low, high = (number(row.get(f"{metric}/{part}")) for part in ("mean", "low", "high"))
     return _short(mean) + (f" [{_short(low)}, {_short(high)}]" if math.isfinite(low + high) else "")
 
 
 def _short(value: float) -> str:
     """Three digits: an interval knows no more."""
     return shown(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
-
-
-def _half(row: Mapping[str, Any], metric: str) -> float:
-    """Half the width of an interval."""
-    return (number(row.get(f"{metric}/high")) - number(row.get(f"{metric}/low"))) / 2
 
 
 def _divergence(run: RunData) -> list[str]:

@@ -77,6 +77,10 @@ def test_the_verdict_of_a_run_says_how_it_ended(run):
     assert "Why it failed" not in report.write(folder).read_text()
 
 
+ACCURACY = [f"eval/accuracy{part}" for part in ("", "/low", "/high")]
+ORDERED = [f"eval/rewards/accuracies{part}" for part in ("", "/low", "/high")]
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
@@ -84,6 +88,17 @@ def test_the_verdict_of_a_run_says_how_it_ended(run):
         ([{"step": s, "reward": s / 10} for s in range(1, 31)], "Not evaluated: reward of training 0.2 → 2.9; no held-out rows"),
         ([{"step": 0, "eval/a/mean": 0.5}], "Evaluated once: held-out a 0.5; no warnings"),
         ([{"step": s, "eval/loss": 2.0 - s} for s in (0, 1)], "Trained: held-out loss 2 → 1; no warnings"),
+        (
+            [
+                {"step": s, "eval/loss": 2.0 - s} | dict(zip(ACCURACY, (0.5 + s / 4, 0.4 + s / 4, 0.6 + s / 4), strict=True))
+                for s in (0, 1)
+            ],
+            "Learned: held-out accuracy 0.5 [0.4, 0.6] → 0.75 [0.65, 0.85]; no warnings",
+        ),
+        (
+            [{"step": s, "eval/loss": 2.0 - s} | dict(zip(ORDERED, (0.5, 0.4, 0.6 + s / 8), strict=True)) for s in (0, 1)],
+            "No clear change: held-out accuracy 0.5 [0.4, 0.6] → 0.5 [0.4, 0.725]",
+        ),
         ([{"step": s, "eval/a/mean": "NaN"} for s in (0, 1)], "Unknown: held-out a – → –"),
     ],
 )
