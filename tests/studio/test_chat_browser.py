@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,8 @@ def asked(page: Page, words: str) -> None:
 
 
 def ended(page: Page, status: str = "The answer has ended.") -> None:
+    """Wait for the end of what was asked last: until it is written there is a button that stops it, under the earlier words."""
+    expect(page.locator("#stop")).to_be_hidden()
     expect(page.locator("#status")).to_have_text(status)
 
 
@@ -160,9 +163,7 @@ def test_escape_stops_a_long_answer(opened, monkeypatch):
     gate = chat_answers._Writer.step
 
     def slow(self):
-        import time
-
-        time.sleep(0.02)
+        time.sleep(0.2)
         return gate(self)
 
     monkeypatch.setattr(chat_answers._Writer, "step", slow)

@@ -124,8 +124,8 @@ def test_a_request_that_is_cut_off_at_the_end_shows_no_traceback(capsys):
         thread.start()
         with socket.create_connection(listening.getsockname()) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert begun.wait(10)
+            assert begun.wait(60)
             serving.should_exit = True
-            thread.join(20)
+            thread.join(60)
     assert not thread.is_alive()
     assert capsys.readouterr().err == ""

@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+PATIENCE = 60_000
+"""Milliseconds that a page has for whatever it does next: no claim, but what a machine with much else to do may need."""
+expect.set_options(timeout=PATIENCE)
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = [
@@ -31,7 +35,7 @@ def chromium() -> Iterator[Browser]:
         found = found or (own if Path(own := playwright.chromium.executable_path).exists() else None)
         if found is None:
             pytest.fail("no Chromium: run `apt-get install -y chromium`, or `playwright install chromium`", pytrace=False)
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=found, args=FLAGS, timeout=PATIENCE)
         try:
             yield browser
         finally:
@@ -61,7 +65,7 @@ class Visits:
         )
         self.contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(PATIENCE)
         page.on("console", lambda said: self.troubles.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: self.troubles.append(str(error)))
         page.on("dialog", lambda dialog: self.troubles.append(f"dialog {dialog.message}"))

@@ -23,6 +23,11 @@ from psigrad_studio.sessions import Sessions
 from psigrad_studio.studio_settings import StudioSettings
 from psigrad_studio.web_server import server
 
+PATIENCE = 60.0
+"""Seconds within which a studio does whatever it does: no claim, but what a machine with much else to do may need."""
+# Where a limit is not what a test is about, nothing that stands still for a while runs into it.
+UNHURRIED = {"work_seconds": PATIENCE, "header_seconds": PATIENCE, "body_seconds": PATIENCE}
+
 
 @dataclass
 class Reply:
@@ -81,7 +86,7 @@ class LiveStudio:
     def ask(self, method: str, path: str, content: Any = None, headers: dict[str, str] | None = None) -> Reply:
         """One request on a connection of its own. `content` is sent as JSON, bytes as they are."""
         body = None if content is None else content if isinstance(content, bytes) else json.dumps(content).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=PATIENCE)
         try:
             connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
             for name, value in (self.headers if headers is None else headers).items():
@@ -99,7 +104,7 @@ class LiveStudio:
         """A POST of a page of ours."""
         return self.ask("POST", path, content)
 
-    def raw(self, data: bytes, seconds: float = 5.0) -> bytes:
+    def raw(self, data: bytes, seconds: float = PATIENCE) -> bytes:
         """Bytes onto a socket; what came back before the other side closed or the time was over."""
         with socket.create_connection(("127.0.0.1", self.settings.port), timeout=seconds) as connection:
             connection.sendall(data)
@@ -125,26 +130,26 @@ def live_studio(**limits: Any) -> Iterator[LiveStudio]:
     """A studio with a session, on a port of its own. Its labels are gone afterwards unless `database` names a place for them."""
     listening, folder = listen(), tempfile.mkdtemp(prefix="psigrad-studio-", dir=MEMORY)
     settings = StudioSettings(port=listening.getsockname()[1], database=f"{folder}/labels.db")
-    settings = replace(settings, **limits)
+    settings = replace(settings, **(UNHURRIED | limits))
     sessions = Sessions(settings.key, settings.session_seconds)
     app = create_app(settings, sessions)
     ready = threading.Event()
     serving = server(app, settings, ready.set)
     thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(PATIENCE)
     studio = LiveStudio(settings, sessions, app)
     studio.enter()
     try:
         yield studio
     finally:
         serving.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
         listening.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def until(holds: Any, seconds: float = 10.0) -> Any:
+def until(holds: Any, seconds: float = PATIENCE) -> Any:
     """What `holds()` gives once it is truthy."""
     deadline = time.monotonic() + seconds
     while not (found := holds()):
