@@ -15,6 +15,7 @@ from live_desk import bring, project
 from live_studio import live_studio, until
 from playwright.sync_api import expect
 from run_folders import append, make_run, rollout
+from timing import quickest
 
 HOSTILE = [
     "<script>window.ran = 1</script> and <img src=x onerror='window.ran=2'>",
@@ -184,16 +185,11 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_no_text_of_20_000_signs_holds_the_page_up(reader, name):
     """Quadratic reading would take seconds; the bound leaves room for a machine with much else to do."""
-    milliseconds = reader.evaluate(
-        """async text => {
-            const { marked } = await import("/static/markup.js");
-            const begun = performance.now();
-            marked(text);
-            return performance.now() - begun;
-        }""",
-        LONG[name],
-    )
-    assert milliseconds < 8_000
+    read = """async text => {
+        const { marked } = await import("/static/markup.js");
+        marked(text);
+    }"""
+    assert quickest(lambda: reader.evaluate(read, LONG[name]), 8) < 8
 
 
 def test_the_labelling_page_shows_texts_rendered_as_written_and_by_their_difference(visit, studio):
@@ -207,8 +203,8 @@ def test_the_labelling_page_shows_texts_rendered_as_written_and_by_their_differe
     assert sorted(page.locator(".words").all_text_contents()) == [" It is **five** `5` [now]", " It is **four** `4`"]
     expect(page.locator(".words .blank")).to_have_count(2)
     page.keyboard.press("d")
-    owns = [sorted(page.locator(".words").nth(i).locator("mark").all_text_contents()) for i in range(2)]
-    assert sorted(owns) == [["4", "four"], ["5", " [now]", "five"]] or sorted(owns) == [[" [now]", "5", "five"], ["4", "four"]]
+    owns = lambda: sorted(sorted(page.locator(".words").nth(i).locator("mark").all_text_contents()) for i in range(2))  # noqa: E731
+    until(lambda: owns() == [[" [now]", "5", "five"], ["4", "four"]])
     for scheme_step in ("light", "dark"):
         assert not Axe().run(page).response["violations"], scheme_step
         page.click("#theme")

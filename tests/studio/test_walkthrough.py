@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from browser import chromium
+from browser import PATIENCE, chromium
 from live_desk import PASSWORD
 from playwright.sync_api import Page, expect
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,7 +76,7 @@ def browsers() -> Iterator[Callable[[str], Page]]:
     def visit(address: str) -> Page:
         context = browser.new_context(viewport={"width": 1280, "height": 860}, reduced_motion="reduce")
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.goto(address)
