@@ -579,7 +579,7 @@ def test_axe_finds_nothing_and_nothing_is_too_wide_or_too_small(opened, studio, 
         assert not page.evaluate(SMALL), view
         for width in (320, 768) if size == "phone" else (1440,):
             page.set_viewport_size({"width": width, "height": 800})
-            until(lambda: page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0)
+            until(lambda page=page: page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0)
         page.set_viewport_size(dict(zip(("width", "height"), SIZES[size], strict=True)))
         if view == "work" and scheme == "light":
             page.keyboard.press("?")

@@ -295,7 +295,6 @@ SELDOM = 0.001
 """Requests per second: so few that a burst is used up however slowly it comes."""
 
 
-
 def test_a_bucket_lets_a_burst_through_and_then_the_rate():
     clock = [0.0]
     bucket = Bucket(2.0, 5, lambda: clock[0])
