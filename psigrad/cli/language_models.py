@@ -180,9 +180,11 @@ def compare(arguments: list[str]) -> int:
         OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
     )
     from psigrad.experiments import comparison as compare
+    from psigrad.report import terminal
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
     page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
+    terminal.methods(page.parent)
     print(f"report  {page}")
     return 0
 

@@ -54,8 +54,9 @@ def run(comparison: Comparison) -> Path:
     if "kto" in comparison.methods:  # it learns from each answer by itself
         write_jsonl(folder / UNPAIRED, preferences.unpaired(read_jsonl(comparison.pairs)))
     jobs = [(method, seed) for method in comparison.methods for seed in comparison.seeds]
-    with bar("compare", len(jobs), shown=comparison.config.run.progress) as advance:
+    with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
         for method, seed in jobs:
+            advance(0, f"{method} seed {seed}")
             _finish(comparison, folder, method, seed)
             advance(note=f"{method} seed {seed}")
     measured = [json.loads(_record(folder, m, s).read_text()) for m, s in jobs]

@@ -25,11 +25,24 @@ _COLUMNS = (
 
 def write(folder: str | Path, output: str | Path | None = None) -> Path:
     """The page of one comparison (default: compare.html in its folder). Raises `UserError` where nothing was compared there."""
+    return save(page(read(folder)), Path(output) if output else Path(folder) / "compare.html")
+
+
+def read(folder: str | Path) -> Any:
+    """What was compared there. Raises `UserError` where nothing was."""
     try:
-        found = json.loads((Path(folder) / "compare.json").read_text())
+        return json.loads((Path(folder) / "compare.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} holds no comparison ({error}); run `psigrad compare` first.") from error
-    return save(page(found), Path(output) if output else Path(folder) / "compare.html")
+
+
+def rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The head and the lines of a narrow table, as text: mean and 95 % interval over seeds of the figures that differ most."""
+    lines = []
+    for row in found["table"]:
+        cells = [_figure(row[name]) for name in ("truth", "proxy", "kl", "seconds")]
+        lines.append([row["method"], *(" ".join(filter(None, (cell.value, cell.name))) for cell in cells)])
+    return ["method", "held-out", "reward", "KL", "seconds"], lines
 
 
 def page(found: Mapping[str, Any]) -> str:

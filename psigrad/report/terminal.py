@@ -95,6 +95,13 @@ def compared(metrics: Iterable[Any]) -> None:
     _print(["task", "metric", "documents", *columns], cells)
 
 
+def methods(folder: Path) -> None:
+    """The table of a comparison; the page has more columns."""
+    from psigrad.report import compare
+
+    _print(*compare.rows(compare.read(folder)))
+
+
 def _print(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:
     console = console or Console()
     table = Table(*head)

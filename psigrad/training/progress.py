@@ -18,7 +18,7 @@ class Advance(Protocol):
         """Move the bar by `count` and replace the note."""
 
 
-def _lines(description: str, total: float, done: float, every: int) -> Advance:
+def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
     """Prints "name 10/100 note, 1.2 s a step"."""
     at, printed, since = done, done, time.monotonic()
 
@@ -27,7 +27,7 @@ def _lines(description: str, total: float, done: float, every: int) -> Advance:
         at += count
         if every and (at - printed >= every or at == total):
             now = time.monotonic()
-            print(f"{description} {at:g}/{total:g}  {note}  {(now - since) / (at - printed):.3g} s a step", flush=True)
+            print(f"{description} {at:g}/{total:g}  {note}  {(now - since) / (at - printed):.3g} s a {unit}", flush=True)
             printed, since = at, now
 
     return advance
@@ -64,7 +64,9 @@ def _in_notebook(show: Any, description: str, total: float, done: float) -> Adva
 
 
 @contextlib.contextmanager
-def bar(description: str, total: float, *, shown: bool = True, done: float = 0, every: int = 0) -> Iterator[Advance]:
+def bar(
+    description: str, total: float, *, shown: bool = True, done: float = 0, every: int = 0, unit: str = "step"
+) -> Iterator[Advance]:
     """A bar from `done` to `total`, gone from the terminal's cursor when the block ends; nothing is drawn when not `shown`.
 
     In a notebook the bar stands below its cell. Where standard output is no terminal (a log file, a cluster's queue), a line is
@@ -77,7 +79,7 @@ def bar(description: str, total: float, *, shown: bool = True, done: float = 0, 
         yield _in_notebook(show, description, total, done)
         return
     if not sys.stdout.isatty():
-        yield _lines(description, total, done, every)
+        yield _lines(description, total, done, every, unit)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

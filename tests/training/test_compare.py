@@ -47,11 +47,16 @@ def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
     assert len(comparison.methods) == 4
 
 
-def test_a_second_call_runs_nothing_again(compared, monkeypatch):
+def test_a_second_call_runs_nothing_again(compared, monkeypatch, capsys):
     comparison, written = compared
     before = written.read_text()
     monkeypatch.setattr(compare.subprocess, "Popen", lambda *a, **k: pytest.fail("it ran again"))
-    assert compare.run(comparison) == written and written.read_text() == before
+    shown = replace(comparison.config, run=replace(comparison.config.run, progress=True))
+    assert compare.run(replace(comparison, config=shown)) == written and written.read_text() == before
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[:2] for line in lines] == [
+        [f"compare {i}/4", f"{method} seed 0"] for i, method in enumerate(comparison.methods, 1)
+    ]
 
 
 def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
