@@ -70,9 +70,9 @@ def test_numeric(completion, answer, reward):
 
 
 def test_numeric_is_quick_on_a_megabyte_of_digits():
-    begin = time.monotonic()
+    begin = time.process_time()
     assert builtin.Numeric()(["1" * 1_000_000, "1,111" * 200_000, "-" * 1_000_000, "e5 " * 300_000], ["5"] * 4) == [0, 0, 0, 1]
-    assert time.monotonic() - begin < 5.0
+    assert time.process_time() - begin < 5.0
 
 
 @pytest.mark.parametrize(

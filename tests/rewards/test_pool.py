@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import psutil
 import pytest
+from timing import LIMITS, late, until
 
 from psigrad.errors import UserError
 from psigrad.rewards import RewardError, RewardPool, RewardSpec, Scored, Unscored, resolve
@@ -33,7 +35,12 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def gone(pid: int, within: float = 10.0) -> bool:
+def listeners() -> int:
+    """Threads that hear a worker's output to its end, a moment after the worker's; each has a descriptor open."""
+    return sum(thread.name.startswith("output of ") for thread in threading.enumerate())
+
+
+def gone(pid: int, within: float = 60.0) -> bool:
     """Whether the process ends in time; a zombie that nobody reaps has ended."""
     end = time.monotonic() + within
     while time.monotonic() < end:
@@ -45,13 +52,18 @@ def gone(pid: int, within: float = 10.0) -> bool:
 
 @pytest.mark.parametrize("hang", HANGS)
 def test_a_hang_is_unscored_and_its_group_scored(pool_of, zoo, score, hang):
-    pool = pool_of(zoo("act"), timeout=0.4)
-    score(pool, ["ok"])
-    begin = time.monotonic()
-    results = score(pool, ["ok", hang, "half", "ok"])
-    assert [getattr(r, "value", r) for r in results] == [1.0, Unscored("act: time-out after 0.4 s"), 0.5, 1.0]
-    assert time.monotonic() - begin < 2 * (0.4 + 1.0)
-    assert score(pool, ["half"]) == [Scored(0.5, {"act": 0.5})], "the pool is at work again"
+    for timeout in LIMITS:
+        pool = pool_of(zoo("act"), timeout=timeout)
+        score(pool, ["ok"])
+        begin = time.monotonic()
+        results = score(pool, ["ok", hang, "half", "ok"])
+        spent = time.monotonic() - begin
+        again = score(pool, ["half"])
+        if spent < 2 * (timeout + 1.0) and not late(results[0], *results[2:], *again):
+            break
+    assert [getattr(r, "value", r) for r in results] == [1.0, Unscored(f"act: time-out after {timeout:g} s"), 0.5, 1.0]
+    assert spent < 2 * (timeout + 1.0)
+    assert again == [Scored(0.5, {"act": 0.5})], "the pool is at work again"
 
 
 @pytest.mark.parametrize("death", DEATHS)
@@ -106,11 +118,14 @@ def test_a_worker_killed_while_idle_costs_no_sample(pool_of, zoo, score):
 
 def test_a_worker_stopped_before_it_reads_a_large_request_is_late(pool_of, zoo, score):
     """A write that blocks would hang this process: a pipe holds 64 KiB."""
-    pool = pool_of(zoo("length"), timeout=0.5)
-    score(pool, ["ok"])
-    for pid in workers(pool):
-        os.kill(pid, signal.SIGSTOP)
-    results = score(pool, ["x" * 1_000_000, "y"])
+    for timeout in LIMITS:
+        pool = pool_of(zoo("length"), timeout=timeout)
+        score(pool, ["ok"])
+        for pid in workers(pool):
+            os.kill(pid, signal.SIGSTOP)
+        results = score(pool, ["x" * 1_000_000, "y"])
+        if not late(*results):
+            break
     assert [r.value for r in results] == [1_000_000, 1]
 
 
@@ -119,21 +134,36 @@ def test_two_hundred_hangs_leave_the_pool_as_it_was(pool_of, zoo, score, record_
     others = children()
     pool = pool_of(zoo("hang_on_marked"), timeout=0.05, workers=2)
     score(pool, ["warm"] * 4)
+    until(lambda: listeners() == 2)
     size, open_files = len(children() - others), descriptors()
+    costs = []
     for part in range(4):
+        start = start_of_one(zoo, score)
         begin = time.monotonic()
         results = score(pool, [f"hang {i}" for i in range(50)], size=1)
+        costs.append((time.monotonic() - begin) / (50 * (0.05 + max(1.0, 5 * start)) / size))
         assert results == [Unscored("hang_on_marked: time-out after 0.05 s")] * 50
+        until(lambda: listeners() == 2)
         assert (len(children() - others), zombies(), descriptors()) == (size, [], open_files), f"after {50 * (part + 1)} hangs"
-        assert time.monotonic() - begin < 50 * (0.05 + 1.0) / size, "a hang costs its time-out and the start of one process"
+    assert min(costs) < 1, "a hang costs its time-out and the start of one process"
     assert size == 2
 
 
+def start_of_one(zoo, score) -> float:
+    """Seconds that a pool of one process takes now, from its start to its first answer and its end."""
+    begin = time.monotonic()
+    with RewardPool([zoo("hang_on_marked")], timeout=60.0) as pool:
+        score(pool, ["warm"])
+    return time.monotonic() - begin
+
+
 def test_closing_leaves_nothing_behind(zoo, score):
+    until(lambda: listeners() == 0)
     before, open_files = children(), descriptors()
     with RewardPool([zoo("act")], workers=3) as pool:
         score(pool, ["ok"] * 12)
         assert len(children() - before) == 3
+    until(lambda: listeners() == 0)
     assert (children(), zombies(), descriptors()) == (before, [], open_files)
     with pytest.raises(RewardError, match="closed"):
         score(pool, ["ok"])
@@ -146,20 +176,28 @@ def test_results_do_not_depend_on_the_number_of_workers(pool_of, zoo, score):
     assert {type(r).__name__ for r in one} == {"Scored", "Failed", "Unscored"}
 
 
-def test_a_function_that_knows_its_process_would_be_noticed(pool_of, score):
+def test_a_function_that_knows_its_process_would_be_noticed(pool_of, score, tmp_path):
     """The negative control of the test above."""
 
-    def who(completions, **columns):
+    def who(completions, place, wanted, **columns):
         import os
         import time
+        from pathlib import Path
 
-        time.sleep(0.05)
+        Path(place[0], str(os.getpid())).touch()
+        end = time.monotonic() + 60
+        while len(os.listdir(place[0])) < wanted[0] and time.monotonic() < end:
+            time.sleep(0.01)  # another process may have its start before it yet
         return [float(os.getpid())] * len(completions)
 
     spec = RewardSpec("who", who)
-    one, three = (score(pool_of(spec, timeout=30.0, workers=n), ["a"] * 60) for n in (1, 3))
-    assert len({r.value for r in one}) == 1
-    assert len({r.value for r in three}) > 1
+    found = []
+    for n, wanted in ((1, 1), (3, 2)):
+        place = tmp_path / str(n)
+        place.mkdir()
+        columns = {"place": [str(place)] * 60, "wanted": [wanted] * 60}
+        found.append({r.value for r in score(pool_of(spec, timeout=120.0, workers=n), ["a"] * 60, **columns)})
+    assert len(found[0]) == 1 < len(found[1])
 
 
 def test_an_interrupted_call_leaves_no_answer_for_the_next(pool_of, zoo, score):
@@ -170,9 +208,9 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(pool_of, zoo, score):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             score(pool, ["sleep"])
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -192,7 +230,7 @@ def test_workers_die_with_a_parent_that_was_killed(zoo, score, tmp_path):
             score(pool, ["power"])
         finally:
             os._exit(1)
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 120.0
     while not told.exists() and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.2)
@@ -257,6 +295,9 @@ def test_no_time_limit_at_all_is_possible(pool_of, zoo, score):
 def test_math_that_blows_up_is_ended_by_the_pool(pool_of, score):
     pool = pool_of(resolve("math"), timeout=60.0)
     score(pool, ["4"], answer=["4"])  # the worker has imported sympy after this
-    pool.timeout = 1.0
-    results = score(pool, ["$4$", "$" + "9^{" * 4 + "9" + "}" * 4 + "$"], size=1, answer=["4", "3"])
-    assert results == [Scored(1.0, {"math": 1.0}), Unscored("math: time-out after 1 s")]
+    for timeout in (1.0, 10.0):
+        pool.timeout = timeout
+        results = score(pool, ["$4$", "$" + "9^{" * 4 + "9" + "}" * 4 + "$"], size=1, answer=["4", "3"])
+        if not late(results[0]):
+            break
+    assert results == [Scored(1.0, {"math": 1.0}), Unscored(f"math: time-out after {timeout:g} s")]

@@ -126,22 +126,26 @@ def test_a_request_that_is_wrong_is_not_sent_again(status):
 
 
 def test_a_judge_that_hangs_or_is_not_there_leaves_completions_unscored():
-    with endpoint(lambda n, body: time.sleep(2) or "Score: 5") as (url, _):
+    over = threading.Event()
+    with endpoint(lambda n, body: over.wait(60) and "Score: 5") as (url, _):
         (found,) = judged(url, ["a"], seconds=0.2, attempts=1)
+        over.set()
     assert "TimeoutError" in found.reason or "timed out" in found.reason
     (found,) = judged("http://127.0.0.1:9", ["a"], attempts=1)
     assert "refused" in found.reason
 
 
 def test_requests_run_at_the_same_time_and_results_keep_their_order():
-    inside, most, lock = [0], [0], threading.Lock()
+    inside, most, changed = [0], [0], threading.Condition()
 
     def replies(n, body):
-        with lock:
+        with changed:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
+            changed.notify_all()
+            changed.wait_for(lambda: most[0] > 1, 60)
         time.sleep(0.1)
-        with lock:
+        with changed:
             inside[0] -= 1
         return f"Score: {body['messages'][0]['content'].partition('<<<c')[2][0]}"
 

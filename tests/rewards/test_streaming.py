@@ -45,7 +45,7 @@ def test_work_is_done_before_the_results_are_asked_for(pool_of, zoo, score):
     score(working, ["ok"])
     scoring = working.begin()
     add(scoring, ["ok", "half"])
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not scoring._said[0] and time.monotonic() < end:
         time.sleep(0.01)
         scoring.turn()

@@ -28,7 +28,7 @@ def pool():
     made = []
 
     def make(factory=Counting, **settings):
-        made.append(EnvironmentPool(factory, **{"timeout": 1.0, **settings}))
+        made.append(EnvironmentPool(factory, **{"timeout": 60.0, **settings}))
         return made[-1]
 
     yield make
@@ -42,7 +42,7 @@ def say(playing, *texts):
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_pool_gives_what_the_environment_gives_here(pool, workers):
-    there, here = pool(workers=workers, timeout=10.0), InProcess(Counting)
+    there, here = pool(workers=workers), InProcess(Counting)
     for _ in range(2):
         assert there.begin(ROWS) == here.begin(ROWS)
         for texts in ({0: "x", 3: "y", 5: "end"}, {0: "x", 1: "z"}, {0: "end", 4: "raise", 2: "x"}):
@@ -52,8 +52,10 @@ def test_a_pool_gives_what_the_environment_gives_here(pool, workers):
                 assert ours[number] == theirs[number]
 
 
+# Seconds until a hang is given up: what does not hang answers in less, on a machine with much else to do too.
+HANG = 5.0
 DEATHS = {
-    "hang": "the environment: step() did not return within 1 s",
+    "hang": f"the environment: step() did not return within {HANG:g} s",
     "exit": "the environment: its process died (exit status 0)",
     "segfault": "the environment: its process died (signal 11)",
     "sys.exit": "the environment raised SystemExit: 0 (hostile_environments.py, line",
@@ -65,7 +67,7 @@ DEATHS = {
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("bad", DEATHS)
 def test_what_an_episode_does_costs_that_episode_alone(pool, bad, workers):
-    playing = pool(workers=workers, memory_gb=2.0)
+    playing = pool(workers=workers, memory_gb=2.0, timeout=HANG if bad == "hang" else 60.0)
     playing.begin(ROWS)
     say(playing, *["one"] * 6)
     found = say(playing, "two", "two", bad, "two", "two", "end")
@@ -76,7 +78,7 @@ def test_what_an_episode_does_costs_that_episode_alone(pool, bad, workers):
 
 
 def test_several_may_fall_in_one_turn(pool):
-    playing = pool(timeout=0.5)
+    playing = pool(timeout=HANG)
     playing.begin(ROWS)
     say(playing, *["one"] * 6)
     found = say(playing, "hang", "two", "exit", "two", "hang", "two")
@@ -85,27 +87,27 @@ def test_several_may_fall_in_one_turn(pool):
 
 
 def test_a_reset_that_hangs_or_exits_costs_its_own_episode(pool):
-    playing = pool(BadReset, timeout=0.5)
+    playing = pool(BadReset, timeout=HANG)
     opened = playing.begin([{"name": name} for name in ("a", "hang", "b", "exit", "raise")])
     assert [isinstance(o, Fault) for o in opened] == [False, True, False, True, True]
     assert {i: s.observation for i, s in playing.step({0: "x", 2: "x"}).items()} == {0: "a 1", 2: "b 1"}
 
 
 def test_a_child_that_was_forked_answers_for_nobody_and_none_outlives_the_worker(pool):
-    playing = pool()
+    playing = pool(timeout=HANG)
     playing.begin(ROWS)
     assert [step.observation for step in say(playing, *["fork"] * 6).values()] == [f"{c} 1" for c in "abcdef"]
     mark = f"{9000 + os.getpid() % 1000}.4321"
     found = playing.step({0: f"child {mark}", 1: "x"})
     assert isinstance(found[0], Fault) and found[1].observation == "b 2"
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while time.monotonic() < end and any(mark in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])):
         time.sleep(0.05)
     assert not any(mark in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
 
 
 def test_a_hundred_megabytes_of_output_hold_nobody_up(pool, capfd):
-    playing = pool(timeout=20.0)
+    playing = pool()
     playing.begin(ROWS[:1])
     assert say(playing, "print")[0].observation == "a 1"
 
@@ -134,23 +136,23 @@ def test_an_environment_that_does_not_load_is_one_sentence(pool):
 
 
 def test_a_tool_that_hangs_ends_its_episode_and_no_other(pool):
-    playing = pool(partial(ToolBox, [slow_tool]), timeout=0.5)
+    playing = pool(partial(ToolBox, [slow_tool]), timeout=HANG)
     playing.begin(ROWS[:2])
     call = '<tool_call>{{"name": "slow_tool", "arguments": {{"seconds": {}}}}}</tool_call>'
     found = say(playing, call.format(30), call.format(0))
-    assert isinstance(found[0], Fault) and "did not return within 0.5 s" in found[0].reason
+    assert isinstance(found[0], Fault) and f"did not return within {HANG:g} s" in found[0].reason
     assert found[1] == Step([{"role": "tool", "name": "slow_tool", "content": "done"}], 0.0, False)
 
 
 def test_in_a_sandbox_there_is_no_network_and_nothing_to_write_to(pool, tmp_path):
     assert tier_of_this_machine().name != "none", "CI installs bubblewrap"
-    playing = pool(NoWay, timeout=10.0, prefix=enclosed())
+    playing = pool(NoWay, prefix=enclosed())
     playing.begin(ROWS[:3])
     found = say(playing, "network", f"write {tmp_path / 'file'}", "temporary")
     assert "OSError" in found[0].reason or "refused" in found[0].reason or "unreachable" in found[0].reason
     assert "Read-only file system" in found[1].reason and not (tmp_path / "file").exists()
     assert isinstance(found[2], Step)
-    outside = pool(NoWay, timeout=10.0)
+    outside = pool(NoWay)
     outside.begin(ROWS[:3])
     assert isinstance(say(outside, "x", f"write {tmp_path / 'file'}")[1], Step), "negative control"
 

@@ -20,8 +20,9 @@ from browser import (
     make_the_player_sticky,
     under_the_player,
 )
-from live_studio import live_studio, until
+from live_studio import live_studio
 from playwright.sync_api import Page, expect
+from timing import until
 
 from psigrad import tabular
 from psigrad.tabular import GridWorld

@@ -18,8 +18,8 @@ import pytest
 import torch
 from chat_runs import make_runs
 from hostile import routes
-from live_studio import PATIENCE, LiveStudio, live_studio, until
-from timing import quickest
+from live_studio import LiveStudio, live_studio
+from timing import PATIENCE, quickest, until
 
 from psigrad import seeds
 from psigrad.data.dataset_rows import Row

@@ -9,8 +9,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import SIZES, Visits, everything_is_reached_by_tab
 from live_desk import PASSWORD, Guest, bring, guest, invite, project, told
-from live_studio import live_studio, until
+from live_studio import live_studio
 from playwright.sync_api import Page, expect
+from timing import until
 
 from psigrad_studio.label_api import sample_routes
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 from live_desk import guest, project, told
-from live_studio import live_studio, until
+from live_studio import live_studio
+from timing import until
 
 from psigrad.cli import flags
 from psigrad.config import SampleConfig

@@ -17,8 +17,8 @@ from browser import (
     make_the_player_sticky,
     under_the_player,
 )
-from live_studio import until
 from playwright.sync_api import expect
+from timing import until
 
 from psigrad import tabular
 

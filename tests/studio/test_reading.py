@@ -12,10 +12,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import Visits
 from live_desk import bring, project
-from live_studio import live_studio, until
+from live_studio import live_studio
 from playwright.sync_api import expect
 from run_folders import append, make_run, rollout
-from timing import quickest
+from timing import quickest, until
 
 HOSTILE = [
     "<script>window.ran = 1</script> and <img src=x onerror='window.ran=2'>",

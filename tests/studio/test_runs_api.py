@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from live_studio import PATIENCE, live_studio, until
+from live_studio import live_studio
 from run_folders import GIF, TOKENS, append, figures, make_run, rollout
-from timing import quickest
+from timing import PATIENCE, quickest, until
 
 from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.labels import people, projects

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import Visits
-from live_studio import live_studio, until
+from live_studio import live_studio
 from playwright.sync_api import CDPSession, Page, expect
 from run_folders import CURATED, GIF, append, figures, make_run, rollout, words
+from timing import until
 
 from psigrad.records.run_folder import RunFolder
 

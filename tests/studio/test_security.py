@@ -24,8 +24,8 @@ import psutil
 import pytest
 from hostile import METHODS, corpus, honest, routes
 from live_desk import guest, project
-from live_studio import PATIENCE, LiveStudio, live_studio, until
-from timing import quickest
+from live_studio import LiveStudio, live_studio
+from timing import PATIENCE, quickest, until
 
 from psigrad_studio import web_server
 from psigrad_studio.security import HEADERS, Bucket, Guard, Refused

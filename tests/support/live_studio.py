@@ -9,13 +9,13 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scratch import MEMORY
+from timing import PATIENCE
 
 from psigrad_studio.app import create_app
 from psigrad_studio.serve import listen
@@ -23,8 +23,6 @@ from psigrad_studio.sessions import Sessions
 from psigrad_studio.studio_settings import StudioSettings
 from psigrad_studio.web_server import server
 
-PATIENCE = 60.0
-"""Seconds within which a studio does whatever it does: no claim, but what a machine with much else to do may need."""
 # Where a limit is not what a test is about, nothing that stands still for a while runs into it.
 UNHURRIED = {"work_seconds": PATIENCE, "header_seconds": PATIENCE, "body_seconds": PATIENCE}
 
@@ -147,12 +145,3 @@ def live_studio(**limits: Any) -> Iterator[LiveStudio]:
         thread.join(PATIENCE)
         listening.close()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def until(holds: Any, seconds: float = PATIENCE) -> Any:
-    """What `holds()` gives once it is truthy."""
-    deadline = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.02)
-    return found

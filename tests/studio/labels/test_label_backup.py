@@ -8,8 +8,8 @@ import stat
 import threading
 
 import pytest
-from live_studio import until
 from sqlalchemy import func, select
+from timing import until
 
 from psigrad import cli
 from psigrad.errors import UserError
