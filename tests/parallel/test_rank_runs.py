@@ -84,10 +84,10 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_bitwise(job, whole
         arguments = (job, tmp_path / "run", "grpo", strategy, kill)
         group = ranks.start(2, "rank_runs", "main", *arguments, lockstep=strategy == "fsdp", folder=meeting)
         killed = int(kill.split()[1])
-        assert group[killed].wait(60) == -signal.SIGKILL
+        assert group[killed].wait(240) == -signal.SIGKILL
         began = time.monotonic()
-        said = group[1 - killed].communicate(timeout=30)[1]
-        assert time.monotonic() - began < 20
+        said = group[1 - killed].communicate(timeout=240)[1]
+        assert time.monotonic() - began < 60 * ranks.MINUTES / 2, "it was told, and did not wait for the time-out"
         assert group[1 - killed].returncode not in (0, -signal.SIGKILL) and "RankLost" in said, said[-2000:]
         group[killed].communicate()
     train(job, tmp_path / "run", "grpo", 2, strategy)
@@ -168,7 +168,7 @@ def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_pa
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     by_rank = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
     os.kill(by_rank[b"1"], signal.SIGKILL)
-    said = run.communicate(timeout=30)[1]
+    said = run.communicate(timeout=240)[1]
     assert run.returncode == 137
     assert "process 1 of 0 to 1 was ended by SIGKILL" in said
     assert "Traceback" not in said
@@ -179,7 +179,7 @@ def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_pa
         assert run.poll() is None, run.communicate()
         time.sleep(0.1)
     run.send_signal(signal.SIGTERM)
-    said = run.communicate(timeout=30)[1]
+    said = run.communicate(timeout=240)[1]
     assert run.returncode == 143 and "everything is saved" in said and said.count("psigrad:") == 1, said
     # a mistake is told once
     wrong = subprocess.run(

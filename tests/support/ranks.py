@@ -11,12 +11,14 @@ from pathlib import Path
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
-_SCRIPT = """
+MINUTES = 2.0
+"""How long a process waits for the others."""
+_SCRIPT = f"""
 import importlib, os, signal, sys, torch
 torch.set_num_threads(1)
 from psigrad.parallel.world import joined
 module, function, lockstep, *arguments = sys.argv[1:]
-with joined(lockstep=bool(int(lockstep)), minutes=2.0) as world:
+with joined(lockstep=bool(int(lockstep)), minutes={MINUTES}) as world:
     getattr(importlib.import_module(module), function)(world, *arguments)
 """
 
@@ -37,7 +39,7 @@ def start(size: int, module: str, function: str, *arguments: str, lockstep: bool
     ]
 
 
-def run(size: int, module: str, function: str, *arguments: str, lockstep: bool = False, extra=None, seconds: float = 240) -> None:
+def run(size: int, module: str, function: str, *arguments: str, lockstep: bool = False, extra=None, seconds: float = 280) -> None:
     """Run to the end; an error of any rank is raised with what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = start(size, module, function, *arguments, lockstep=lockstep, extra=extra, folder=folder)

@@ -53,10 +53,10 @@ def held(path: Path) -> int:
         try:
             with RunFolder.open(path, CONFIG):
                 (path.parent / "held").write_text("")
-                time.sleep(60)
+                time.sleep(600)
         finally:
             os._exit(1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (path.parent / "held").exists() and time.monotonic() < end:
         time.sleep(0.01)
     return pid
