@@ -123,7 +123,7 @@ def _others() -> str:
             *_table("name", "setting", [f"| `{theirs}` | `{ours}` |" for theirs, ours in other_names.SAME.items()]),
             *_table("name and value", "setting", meant),
             *_table("changes nothing here", "why", [f"| `{n}` | {why} |" for n, why in other_answers.NEEDLESS.items()]),
-            *_table("is answered", "with", [f"| `{n}` | {what} |" for n, what in other_answers.INSTEAD.items()]),
+            *_table("is answered", "with", [f"| `{n}` | {what} |" for n, what in other_answers.ANSWERS.items()]),
         ]
     )
 

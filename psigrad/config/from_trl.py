@@ -13,10 +13,10 @@ from psigrad.config.batch_sizes import BATCH
 from psigrad.config.load import flat_names, load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.config.nested import Given, put
-from psigrad.config.other_answers import INSTEAD
+from psigrad.config.other_answers import ANSWERS, NO_EQUAL
 from psigrad.config.other_names import VALUES, translated
 from psigrad.config.other_names import ours as our_name
-from psigrad.config.trl_fields import COMPUTED, METHODS, NO_EQUAL, outcome
+from psigrad.config.trl_fields import COMPUTED, METHODS, outcome
 from psigrad.config.trl_script import TrlScript, Unread, complete
 from psigrad.config.trl_values import AGGREGATES, LINKS, LOSSES
 from psigrad.errors import UserError
@@ -58,7 +58,7 @@ def convert(found: TrlScript) -> Conversion:
         said = outcome(found.config, name) or outcome("ModelConfig", name) or outcome("ScriptArguments", name)
         stated = name in found.values
         if name in VALUES and value not in [None, *VALUES[name]]:
-            made.no_equal.append(f"{name}={value!r}: {INSTEAD.get(name, 'there is no such value')}.")
+            made.no_equal.append(f"{name}={value!r}: {ANSWERS.get(name, 'there is no such value')}.")
         elif said is None or said.kind == "mapped" or name in BATCH:
             rest[name] = value
         elif said.kind == "nothing" and stated:

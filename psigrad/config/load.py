@@ -105,19 +105,21 @@ def _hints(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by leaf name, dotted name or a name of others -> by dotted name where it is ours.
 
-    Raises `UserError` for a name that nobody knows.
+    Raises `UserError` for a name that nobody knows, and, all at once, for those of others that mean something else here.
     """
     other_names.refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))
     dotted = set(leaves.values()) | {f.name for f in dataclasses.fields(cls)}
-    named = {}
+    named, wrong = {}, []
     for name, value in settings.items():
         mine = other_names.ours(cls, name)
-        if mine not in dotted and other_names.answer(mine) and mine not in other_names.VALUES:
-            raise UserError(other_names.refusal(name, value))
-        if mine not in dotted and not other_names.is_known(name):
+        if mine not in dotted and other_names.refused(mine, one := other_names.value_of(value)):
+            wrong.append(other_names.refusal(name, one))
+        elif mine not in dotted and not other_names.is_known(name):
             raise UserError(f"There is no setting {name!r}{elsewhere(cls, name) or nearest(name, [*leaves, *dotted]) or '.'}")
         named[mine] = value
+    if wrong:
+        raise UserError("\n".join(wrong))
     return named
 
 

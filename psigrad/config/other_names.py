@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from psigrad.config import zoo_names
 from psigrad.config.batch_sizes import BATCH, batches_of
 from psigrad.config.nested import Given
-from psigrad.config.other_answers import ANSWERS, NEEDLESS
+from psigrad.config.other_answers import ANSWERS, NEEDLESS, NO_EQUAL
 from psigrad.config.shortcuts import SHORTCUTS, placed, shortcuts_of
 from psigrad.config.trl_values import loss_type
 from psigrad.errors import UserError
@@ -29,14 +29,16 @@ SAME = {
     "torch_dtype": "model.dtype",
     **dict.fromkeys(("lora_r", "actor_rollout_ref.model.lora_rank"), "model.lora_rank"),
     "actor_rollout_ref.model.lora_alpha": "model.lora_alpha",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "model.gradient_checkpointing",
+    **dict.fromkeys(
+        ("activation_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing"), "model.gradient_checkpointing"
+    ),
     **dict.fromkeys(("dataset_name", "train_dataset", "data.train_files"), "data.dataset"),
     **dict.fromkeys(("eval_dataset_name", "data.val_files"), "data.eval_dataset"),
     "dataset_train_split": "data.split",
     "dataset_test_split": "data.eval_split",
     **dict.fromkeys(("prompt_max_len", "max_prompt_tokens"), "data.max_prompt_length"),
     "reward_funcs": "reward",
-    "reward_model_name_or_path": "reward_model",
+    **dict.fromkeys(("reward_model_name_or_path", "reward_model_path"), "reward_model"),
     **dict.fromkeys(("ref_model", "teacher_model_name_or_path"), "reference"),
     **dict.fromkeys(("lr", "actor_rollout_ref.actor.optim.lr", "actor_learning_rate"), "optim.learning_rate"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "optim.warmup_steps",
@@ -87,13 +89,14 @@ SAME = {
 VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "bf16": {True: {"model.dtype": "bfloat16"}, False: {}},
     "fp16": {False: {}},
+    "use_cpu": {True: {"run.device": "cpu"}, False: {}},
     "tf32": {True: {}, False: {}},
     "use_vllm": {True: {"sampling.sampler": "vllm"}, False: {}},
     "actor_rollout_ref.rollout.name": {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
     "actor_rollout_ref.rollout.top_k": {-1: {"sampling.top_k": 0}},
     "use_peft": {True: {"model.lora_rank": 16}, False: {}},
-    "load_in_4bit": {False: {}},
-    "load_in_8bit": {False: {}},
+    "completion_only_loss": {True: {}},
+    "hub_strategy": {"every_save": {}, "end": {}},
     "sync_ref_model": {True: {"ref_model_sync_steps": 512}, False: {}},
     "disable_tqdm": {True: {"run.progress": False}, False: {}},
     "eval_strategy": {
@@ -107,6 +110,8 @@ VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "resume_from_checkpoint": {True: {}, False: {"run.resume": "never"}},
     "use_liger_kernel": {False: {}},
     "packing": {False: {}},
+    "multi_objective_aggregation": {"sum_then_normalize": {}},
+    "normalize_advantages": {False: {}},
     "actor_rollout_ref.model.use_remove_padding": {True: {}},
     "trainer.nnodes": {1: {}},
     "algorithm.use_kl_in_reward": {False: {}},
@@ -205,7 +210,7 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
             by_epoch += [one] if _has(known, _BY_EPOCH[one.name]) else []
         elif refused(one.name, value):
             wrong.append(one)
-        elif one.name not in NEEDLESS:
+        elif one.name not in NEEDLESS and one.name not in NO_EQUAL:
             found.append(one)  # refused by name where the settings are built
     if wrong:
         raise UserError("\n".join(dict.fromkeys(refusal(one.name, value_of(one.value)) for one in wrong)))
@@ -240,6 +245,8 @@ def refused(name: str, value: Any) -> bool:
     """Whether a setting of others, or this value of it, has no meaning here."""
     taken = VALUES.get(name, {})
     if value is None or (_hashable(value) and value in taken) or (name in _BY_EPOCH and value == "epoch"):
+        return False
+    if name in NO_EQUAL and value == NO_EQUAL[name][0]:
         return False
     return name in ANSWERS or (bool(taken) and all(name not in meant for meant in taken.values()))
 

@@ -1,6 +1,7 @@
 """Every field of TRL's configurations: what it is here, or why there is no equal. A test walks over TRL's own classes.
 
-Names that mean the same are in `psigrad.config.other_names`; here is what is left of TRL 1.x and of its experimental trainers.
+Names that mean the same are in `psigrad.config.other_names`, those that are answered in `psigrad.config.other_answers`; here is
+what a script of TRL 1.x, or of its experimental trainers, says besides.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from psigrad.config.batch_sizes import BATCH
 from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.load import flat_names
-from psigrad.config.other_answers import INSTEAD, NEEDLESS
+from psigrad.config.other_answers import INSTEAD, NEEDLESS, NO_EQUAL
 from psigrad.config.other_names import SAME, VALUES
 
 # TRL's configuration -> our method and the class of its settings.
@@ -139,121 +140,6 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
     "ScriptArguments": ("dataset_config",),
 }
 
-_READ_ONCE = "rows are read once, before the first step"
-_SAME_SUM = "a gradient is normalised by global counts, on any number of processes"
-# What changes nothing here, and why.
-NOTHING: Mapping[str, str] = {
-    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval", "prediction_loss_only"), "evaluation runs as training does"),
-    **dict.fromkeys(("eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics"), "evaluation keeps no logits"),
-    **dict.fromkeys(("activation_checkpointing_kwargs", "torch_empty_cache_steps", "ddp_backend"), "psigrad chooses it"),
-    **dict.fromkeys(("average_tokens_across_devices",), _SAME_SUM),
-    **dict.fromkeys(("log_on_each_node", "log_level_replica", "logging_nan_inf_filter", "debug"), "rank 0 writes what there is"),
-    "include_num_input_tokens_seen": "num_tokens is always logged",
-    "eval_on_start": "the model is evaluated before its first step anyway",
-    "enable_jit_checkpoint": "SIGTERM saves anyway",
-    **dict.fromkeys(
-        ("save_on_each_node", "local_rank", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), _SAME_SUM
-    ),
-    **dict.fromkeys(
-        ("ignore_data_skip", "full_determinism", "restore_callback_states_from_checkpoint"), "resume is bitwise anyway"
-    ),
-    **dict.fromkeys(
-        (
-            *("dataloader_drop_last", "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_in_order"),
-            *("dataloader_multiprocessing_context", "accelerator_config", "label_names", "length_column_name"),
-        ),
-        _READ_ONCE,
-    ),
-    **dict.fromkeys(("skip_memory_metrics", "do_predict", "include_for_metrics"), "there is no such figure"),
-    **dict.fromkeys(("pad_to_multiple_of", "pad_token", "padding_value", "is_encoder_decoder"), "nothing is padded"),
-    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), "they are always computed once and kept"),
-    **dict.fromkeys(
-        ("cache_implementation", "transformers_continuous_batching_config", "use_transformers_paged"), "psigrad samples"
-    ),
-    "use_transformers_continuous_batching": "psigrad's sampler batches continuously",
-    "vllm_model_impl": "vLLM chooses it",
-    "vllm_max_model_length": "the model's own length counts",
-    "log_multimodal": "models are of text",
-    "ignore_bias_buffers": "no such buffers are kept",
-    "lora_task_type": "the method says it",
-    "bnb_4bit_quant_type": "there are no quantised weights",
-    "use_bnb_nested_quant": "there are no quantised weights",
-    "bnb_4bit_quant_storage": "there are no quantised weights",
-}
-
-_NOT_HERE = "psigrad has no such part"
-# TRL's default, and why there is no equal where a script says otherwise.
-NO_EQUAL: Mapping[str, tuple[Any, str]] = {
-    "lr_scheduler_kwargs": (None, "schedules are linear, cosine and constant, without parameters"),
-    "optim_target_modules": (None, "AdamW steps every weight that learns"),
-    "label_smoothing_factor": (0.0, "cross-entropy is not smoothed"),
-    **dict.fromkeys(("torch_compile",), (False, "kernels of psigrad's own compute what is compiled elsewhere")),
-    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), (None, "nothing is compiled by torch")),
-    "liger_kernel_config": (None, "kernels of psigrad's own compute it"),
-    "neftune_noise_alpha": (None, "embeddings get no noise"),
-    "project": ("huggingface", "the trackers' project is psigrad"),
-    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), (None, "trackio runs locally")),
-    "eval_delay": (0, "evaluation begins before the first step"),
-    "save_only_model": (False, "a checkpoint holds all that a resume needs"),
-    "hub_token": (None, "the token is read from HF_TOKEN or `hf auth login`, so that it stands in no file"),
-    "hub_strategy": ("every_save", "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"),
-    "hub_always_push": (False, "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"),
-    "load_best_model_at_end": (False, "the last weights are kept; a callback can end the run when a metric no longer rises"),
-    "metric_for_best_model": (None, "the last weights are kept"),
-    "greater_is_better": (None, "the last weights are kept"),
-    "data_seed": (None, "one seed derives all others"),
-    "parallelism_config": (None, "models are replicated or sharded (placement.strategy)"),
-    "train_sampling_strategy": ("random", "rows are shuffled in every epoch"),
-    "router_aux_loss_coef": (None, "mixtures of experts train without the auxiliary loss"),
-    "chat_template_path": (None, "the tokenizer's own template counts; save it with the tokenizer"),
-    "dataset_text_field": ("text", "rows are TRL's prompt-completion or messages"),
-    "dataset_kwargs": (None, _READ_ONCE),
-    "eos_token": (None, "the tokenizer's own EOS counts"),
-    "truncation_mode": ("keep_start", "rows that are too long are cut at their end, or left out"),
-    "packing_strategy": ("bfd", "sequences are packed whole"),
-    "eval_packing": (None, "sequences are packed whole"),
-    "completion_only_loss": (None, "a prompt-completion row teaches its completion"),
-    "activation_offloading": (False, "activations stay on the device; gradient_checkpointing saves their memory"),
-    "cast_lm_head_to_fp32": (False, "log-probabilities are computed in float32 from the head as it is"),
-    "loss_weights": (None, "one loss is trained; sft adds the likelihood of the chosen"),
-    "ld_alpha": (None, _NOT_HERE),
-    "f_divergence_type": ("reverse_kl", "the margin is that of the reverse KL"),
-    "f_alpha_divergence_coef": (0.5, "the margin is that of the reverse KL"),
-    "use_weighting": (False, _NOT_HERE),
-    "discopop_tau": (0.05, _NOT_HERE),
-    "generation_kwargs": (None, "temperature, top_p, top_k and min_p shape the distribution"),
-    "chat_template_kwargs": (None, "the tokenizer's own template counts"),
-    **dict.fromkeys(
-        ("vllm_server_base_url", "vllm_structured_outputs_regex"),
-        (None, "psigrad starts vLLM itself, beside the trainer"),
-    ),
-    "vllm_server_host": ("0.0.0.0", "psigrad starts vLLM itself, beside the trainer"),
-    "vllm_server_port": (8000, "psigrad starts vLLM itself, beside the trainer"),
-    "vllm_server_timeout": (240.0, "psigrad starts vLLM itself, beside the trainer"),
-    "vllm_group_port": (51216, "psigrad starts vLLM itself, beside the trainer"),
-    "vllm_importance_sampling_cap": (None, "it is the old name of vllm_importance_sampling_clip_max"),
-    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_neg"), (2.0, "there is no VESPO")),
-    **dict.fromkeys(("vespo_lambda_pos", "vespo_k_neg"), (3.0, "there is no VESPO")),
-    "use_adaptive_entropy": (False, "the coefficient is constant; a callback can change it"),
-    "entropy_coef_min": (0.0, "the coefficient is constant; a callback can change it"),
-    "entropy_coef_max": (1.0, "the coefficient is constant; a callback can change it"),
-    "entropy_coef_delta": (0.005, "the coefficient is constant; a callback can change it"),
-    "entropy_target": (0.2, "the coefficient is constant; a callback can change it"),
-    "max_tool_calling_iterations": (None, "an episode has max_turns turns"),
-    "log_unique_prompts": (False, "every completion is in rollouts.jsonl"),
-    "log_completions_hub_repo": (None, "every completion is in rollouts.jsonl"),
-    "reward_clip_range": (None, "clip the value in the reward function"),
-    "ref_model_sync_steps": (512, "the reference of a preference loss stays as it is"),
-    "ref_model_mixup_alpha": (0.6, "the reference of a preference loss stays as it is"),
-    "generate_during_eval": (False, "a reward or a metric makes evaluation generate"),
-    "teacher_model_revision": (None, "give the teacher as a folder"),
-    "alpha": (0.0, "there is no AlphaPO"),
-    "lora_target_parameters": (None, "an adapter is put on modules"),
-    "load_in_4bit": (False, "there are no quantised weights"),
-    "load_in_8bit": (False, "there are no quantised weights"),
-    "dataset_streaming": (False, "rows are read whole"),
-}
-
 Kind = Literal["mapped", "nothing", "no equal"]
 
 
@@ -272,9 +158,8 @@ def outcome(config: str, name: str) -> FieldOutcome | None:
         return FieldOutcome("mapped", "computed")
     if name in ours or SAME.get(name) in ours:
         return FieldOutcome("mapped", ours.get(name) or SAME[name])
-    for table in (NOTHING, NEEDLESS):
-        if name in table:
-            return FieldOutcome("nothing", table[name])
+    if name in NEEDLESS:
+        return FieldOutcome("nothing", NEEDLESS[name])
     if name in NO_EQUAL:
         return FieldOutcome("no equal", NO_EQUAL[name][1])
     if name in BATCH:

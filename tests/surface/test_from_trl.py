@@ -17,10 +17,12 @@ from psigrad.cli import flags
 from psigrad.config import OnlineConfig, PreferenceConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.config.from_trl import convert
-from psigrad.config.load import load
+from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import declaration
-from psigrad.config.trl_fields import DEFAULTS, METHODS, NO_EQUAL, outcome
+from psigrad.config.other_answers import NO_EQUAL
+from psigrad.config.trl_fields import DEFAULTS, METHODS, outcome
 from psigrad.config.trl_script import read
+from psigrad.errors import UserError
 from psigrad.objective.explain import label
 
 EXPERIMENTAL = {"OnlineDPOConfig": "online_dpo", "ORPOConfig": "orpo", "CPOConfig": "cpo"}
@@ -313,3 +315,14 @@ def test_the_command_says_how_it_is_used(capsys):
     assert cli.main(["from-trl"]) == 2 and cli.main(["from-trl", "--help"]) == 0
     assert cli.main(["from-trl", "x.py", "--trainer", "gpo"]) == 2
     assert "did you mean 'grpo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_field_of_trl_is_taken_or_answered_as_a_keyword(name):
+    """Never by a name that merely looks alike."""
+    settings = METHODS[name][1]
+    for field in (field for one in (CLASSES[name], *OTHERS.values()) for field in dataclasses.fields(one)):
+        try:
+            resolve_names(settings, {field.name: "a value"})
+        except UserError as error:
+            assert (": " in str(error) or "is taken" in str(error)) and "did you mean" not in str(error), error

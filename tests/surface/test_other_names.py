@@ -15,7 +15,7 @@ from psigrad.cli import flags
 from psigrad.config import ControlConfig, OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.batch_sizes import BATCH
 from psigrad.config.load import load, resolve_names
-from psigrad.config.other_answers import INSTEAD, NEEDLESS
+from psigrad.config.other_answers import INSTEAD, NEEDLESS, NO_EQUAL
 from psigrad.config.other_names import SAME, VALUES, _names
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.data import network
@@ -376,3 +376,38 @@ def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", known)
     network.stay_here_without_a_network()
     assert constants.HF_HUB_OFFLINE is True, "the user's own choice stays"
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [("truncation_mode", "keep_start", "keep_end"), ("hub_token", None, "hf_x"), ("load_best_model_at_end", False, True)],
+)
+def test_what_has_no_equal_is_answered_with_the_reason_and_its_default_needs_nothing(name, usual, other, tmp_path, capsys):
+    said = f"There is no setting '{name}': {NO_EQUAL[name][1]}."
+    with pytest.raises(UserError, match=re.escape(said)):
+        resolve_names(SFTConfig, {name: other})
+    with pytest.raises(UserError, match=re.escape(said)):
+        from_file(f"{name}: {str(other).lower() if other is True else other}", tmp_path, SFTConfig)
+    assert cli.main(["sft", f"--{name}", str(other)]) == 2
+    assert f"There is no flag --{name}: {NO_EQUAL[name][1]}." in capsys.readouterr().err
+    assert load(SFTConfig, flags=resolve_names(SFTConfig, {name: usual})) == load(SFTConfig)
+    assert from_file(f"{name}: {'null' if usual is None else usual}", tmp_path, SFTConfig) == load(SFTConfig)
+
+
+def test_a_reference_that_follows_is_a_setting_of_online_methods_alone():
+    for default in (512, 7):
+        assert (
+            load(OnlineConfig, flags=resolve_names(OnlineConfig, {"ref_model_sync_steps": default})).ref_model_sync_steps
+            == default
+        )
+    with pytest.raises(UserError, match="the reference of a preference loss stays as it is"):
+        load(PreferenceConfig, flags=resolve_names(PreferenceConfig, {"ref_model_sync_steps": 7}))
+
+
+def test_parts_of_trls_losses_are_named_by_their_place_here():
+    for name, value in {"delta": 4.0, "normalize_advantages": True, "multi_objective_aggregation": "normalize_then_sum"}.items():
+        with pytest.raises(UserError, match=f"{name}.*algorithm\\."):
+            resolve_names(OnlineConfig, {name: value})
+    usual = {"use_cpu": False, "normalize_advantages": False, "multi_objective_aggregation": "sum_then_normalize"}
+    assert load(OnlineConfig, flags=resolve_names(OnlineConfig, usual)) == load(OnlineConfig)
+    assert load(OnlineConfig, flags=resolve_names(OnlineConfig, {"use_cpu": True})).run.device == "cpu"
