@@ -22,6 +22,7 @@ from transformers import (
 
 from psigrad.bench.workload import Workload
 from psigrad.errors import UserError, reason_of
+from psigrad.models.converted import plain_folder
 from psigrad.planning.shape import model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -53,9 +54,10 @@ def build(work: Workload, folder: Path) -> None:
 
 
 def prepare(work: Workload, model: str, folder: Path) -> None:
-    """The same with a given model: a folder or hub name, or a folder or file with only a configuration, whose weights are then
-    random; where it has no tokenizer one of letters is made.
+    """The same with a given model: a folder, hub name or GGUF file, or a folder or file with only a configuration, whose weights
+    are then random; where it has no tokenizer one of letters is made.
     """
+    model = plain_folder(model)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

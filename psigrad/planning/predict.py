@@ -40,7 +40,7 @@ from psigrad.planning.memory import (
 )
 from psigrad.planning.shape import Shape, config_of, shape_of
 from psigrad.recipes import setup
-from psigrad.recipes.model_source import as_planned
+from psigrad.recipes.model_source import as_planned, tokenizer_path
 from psigrad.training.adamw import steps_natively
 
 # Predictions are within this share of the measured peak; a run that fits by less is not said to fit.
@@ -218,7 +218,7 @@ def _limit(config: Config) -> int:
 
 def _measured(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     """([tokens of a prompt, of its answers] of the dataset's first rows, all its training rows)."""
-    tokenizer = _tokenizer(config.model.path)
+    tokenizer = _tokenizer(tokenizer_path(config.model))
     form, lengths = _reader(config)
     train, _ = setup.read_rows(config, form)
     return [lengths(tokenizer, row) for row in train[:_ROWS]], len(train)

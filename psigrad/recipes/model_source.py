@@ -82,12 +82,20 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def as_planned(settings: Model, *, local: bool = False) -> Model:
-    """The same model as a base with an adapter's rank, whose sizes its configuration gives. `local`: see `continued`."""
+    """The same model as a base with an adapter's rank, whose sizes its configuration gives; what has to be converted is.
+    `local`: see `continued`.
+    """
     found = continued(settings, local=local)
     if found is None:
-        return settings
+        return replace(settings, path=plain_folder(settings.path)) if settings.path else settings
     lora = found.lora
     return replace(found.base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=lora.target_modules)
+
+
+def tokenizer_path(settings: Model) -> str:
+    """Where its tokenizer is loaded from."""
+    found = continued(settings)
+    return plain_folder(settings.path) if found is None else found.tokenizer or found.base.path
 
 
 def check_path(text: str, what: str = "") -> None:

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import psigrad
 from psigrad import cli
+from psigrad.bench.inputs import prepare
+from psigrad.bench.workload import Workload
 from psigrad.data.templates import CHATML
 from psigrad.models import tiny
 from psigrad.models.converted import plain_folder
@@ -74,6 +76,21 @@ def test_grpo_sample_and_eval_take_the_file_and_compute_the_same(made, tmp_path,
         learnt.append((run.folder / "metrics.jsonl").read_text())
     assert said[0] == said[1] and said[0].count("\n") == 4
     assert learnt[0] == learnt[1] and '"step": 1' in learnt[0]
+
+
+def test_plan_and_bench_take_the_file_and_a_folder_with_it(made, tmp_path, capsys):
+    train, _ = sums.prepare(tmp_path)
+    told = []
+    for model in (made[0], made[1], made[1].parent):
+        plan = ["plan", "grpo", "--model", str(model), "--dataset", str(train), "--reward", "numeric"]
+        assert cli.main([*plan, "--memory", "8GB", "--max-steps", "3"]) == 0
+        # but for the speed, which is measured and never twice the same
+        told.append(capsys.readouterr().out.partition("\nspeed")[0].splitlines())
+    assert told[0] == told[1] == told[2] and any("the first 64 rows" in line for line in told[0])
+    work = Workload("tiny", "", prompts=1, generations=2, prompt_tokens=4, completion_tokens=4)
+    prepare(work, str(made[1]), tmp_path / "work")
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "work" / "model", made[0]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "its own weights are timed, not random ones"
 
 
 @pytest.mark.long
