@@ -99,10 +99,10 @@ def test_a_garbled_answer_is_a_death_and_not_an_error_here(pool_of, score):
 
 def test_programs_that_a_hanging_function_started_die_with_it(pool_of, zoo, score, tmp_path, monkeypatch):
     monkeypatch.setenv("ZOO_CHILD", str(tmp_path / "pid"))
-    (result,) = score(pool_of(zoo("act"), timeout=1.0), ["child"])
+    (result,) = score(pool_of(zoo("act"), timeout=60.0), ["child"])
     assert "KeyError: 'ZOO_CHILD'" in result.reason and "name this one in worker_env" in result.reason
-    (result,) = score(pool_of(zoo("act"), timeout=1.0, variables=("ZOO_CHILD",)), ["child"])
-    assert result == Unscored("act: time-out after 1 s")
+    (result,) = score(pool_of(zoo("act"), timeout=5.0, variables=("ZOO_CHILD",)), ["child"])
+    assert result == Unscored("act: time-out after 5 s")
     assert gone(int((tmp_path / "pid").read_text()))
 
 

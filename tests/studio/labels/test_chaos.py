@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import label_server
@@ -29,13 +30,17 @@ def scratch(tmp_path) -> Path:
 def prepare(db, labellers: int, tasks: int, overlap: int) -> tuple[int, list[int]]:
     owner = people.local(db)
     project = projects.create(db, owner, ProjectSettings("chaos", overlap=overlap, seed=1, lease_s=10))
-    rows = [{"prompt": f"question {i}", "completions": ["x", "y"]} for i in range(tasks)]
-    intake.add_rows(db, owner, project, rows)
+    bring(db, project, range(tasks))
     crowd = []
     for n in range(labellers):
         token = invites.invite(db, owner, project, "labeller")
         crowd.append(invites.accept(db, token, f"person {n}", "a password for all").person.id)
     return project, crowd
+
+
+def bring(db, project: int, numbers: range) -> None:
+    rows = [{"prompt": f"question {i}", "completions": ["x", "y"]} for i in numbers]
+    intake.add_rows(db, people.local(db), project, rows)
 
 
 class Server:
@@ -59,14 +64,19 @@ class Server:
         return sum(1 if row["what"] == "sent" else -1 for row in rows)
 
 
-def rage(servers: list[Server], kills: int, step: int, seed: int) -> int:
+def rage(servers: list[Server], kills: int, step: int, seed: int, more: Callable[[], None]) -> int:
     """Kill servers, each time some bytes of a ledger later, until `kills` of them died in the middle of a submission; how many
-    died in all.
+    died in all. Where everything was labelled before, `more` tasks are brought.
     """
     draw, died, caught = random.Random(seed), 0, 0
     while caught < kills:
         alive = [s for s in servers if s.process.poll() is None]
-        assert alive, "everything was labelled before the kills were over: give more tasks"
+        if not alive:
+            finish(servers)
+            more()
+            for server in servers:
+                server.start()
+            continue
         victims = draw.sample(alive, draw.randint(1, len(alive)))
         target = victims[0].written() + draw.randrange(1, step)
         while victims[0].written() < target and victims[0].process.poll() is None:
@@ -136,8 +146,14 @@ def storm(where: str, tmp_path: Path, processes: int, threads: int, tasks: int, 
     # with more seats than people who skip now and then, every task can be finished by somebody
     project, crowd = prepare(db, processes * threads, tasks, overlap=2)
     servers = [Server(where, project, folder, crowd[i::processes]) for i in range(processes)]
+    wanted = [tasks]
+
+    def more() -> None:
+        bring(db, project, range(wanted[0], wanted[0] + tasks))
+        wanted[0] += tasks
+
     try:
-        rage(servers, kills, step, seed=processes * 100 + threads)
+        rage(servers, kills, step, processes * 100 + threads, more)
         finish(servers)
         # leases of the dead have run out by now or are their own people's: nothing stays shut
         label_the_rest(db, where, project, folder, crowd)
@@ -145,7 +161,7 @@ def storm(where: str, tmp_path: Path, processes: int, threads: int, tasks: int, 
         for server in servers:
             server.process.kill()
             server.process.wait()
-    number = check(db, project, folder, crowd, wanted=2 * tasks)
+    number = check(db, project, folder, crowd, wanted=2 * wanted[0])
     db.close()
     return number
 
