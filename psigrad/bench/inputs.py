@@ -24,6 +24,7 @@ from psigrad.bench.workload import Workload
 from psigrad.errors import UserError, reason_of
 from psigrad.models.converted import plain_folder
 from psigrad.planning.shape import model_of
+from psigrad.recipes.model_source import refuse_run
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 # Rows of a workload; a step takes some of them.
@@ -57,6 +58,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     """The same with a given model: a folder, hub name or GGUF file, or a folder or file with only a configuration, whose weights
     are then random; where it has no tokenizer one of letters is made.
     """
+    refuse_run(model)
     model = plain_folder(model)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)

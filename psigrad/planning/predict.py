@@ -40,7 +40,7 @@ from psigrad.planning.memory import (
 )
 from psigrad.planning.shape import Shape, config_of, shape_of
 from psigrad.recipes import setup
-from psigrad.recipes.model_source import as_planned, tokenizer_path
+from psigrad.recipes.model_source import as_planned, refuse_run, tokenizer_path
 from psigrad.training.adamw import steps_natively
 
 # Predictions are within this share of the measured peak; a run that fits by less is not said to fit.
@@ -251,6 +251,7 @@ def _pair(made: pairs.Pair) -> tuple[int, list[int]]:
 
 
 def _tokenizer(path: str) -> Any:
+    refuse_run(path)
     if not Path(path).exists():
         stay_here_without_a_network()
     try:

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from psigrad.errors import UserError, reason_of
 from psigrad.models.fused import weights_only
 from psigrad.models.fused.weights_only import WeightsOnly
+from psigrad.recipes.model_source import refuse_run
 
 # Names of the same size in different architectures.
 _NAMES = {
@@ -83,6 +84,7 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     """The configuration at `path`."""
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
+    refuse_run(path)
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -112,6 +113,31 @@ def check_path(text: str, what: str = "") -> None:
     if path.is_file() and path.suffix != ".gguf":
         of = f" ({what})" if what else ""
         raise UserError(f"{text!r}{of} is a file; give the folder of a model, a GGUF file, or a hub name such as org/name.")
+    refuse_run(text, what)
+
+
+def refuse_run(text: str, what: str = "") -> None:
+    """Raises `UserError` where a model's path is the folder of a run, naming the model in it."""
+    if inside := _model_inside(Path(text).expanduser()):
+        of = f" ({what})" if what else ""
+        raise UserError(f"{text!r}{of} is the folder of a run, not of a model; give {str(inside)!r}.")
+
+
+def _model_inside(path: Path) -> Path | None:
+    """The model in the folder of a run of psigrad or of transformers: the trained one, else that of the newest checkpoint."""
+    if not path.is_dir() or _is_model(path):
+        return None
+    checkpoints = [*path.glob("checkpoints/step-*"), *path.glob("step-*"), *path.glob("checkpoint-*")]
+    checkpoints.sort(key=lambda folder: int(digits) if (digits := folder.name.rpartition("-")[2]).isdecimal() else -1)
+    return next((folder for folder in (path / "model", *reversed(checkpoints)) if _is_model(folder)), None)
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it has an adapter, or a configuration that names its kind of model, as the settings of a run do not."""
+    try:
+        return is_adapter(folder) or "model_type" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def _downloaded(path: str, revision: str) -> Path:

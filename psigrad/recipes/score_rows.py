@@ -15,6 +15,7 @@ from psigrad.data.dataset_rows import Form, Row
 from psigrad.data.sources import from_rows, load
 from psigrad.data.templates import Example, example
 from psigrad.errors import UserError
+from psigrad.recipes.model_source import refuse_run
 from psigrad.rewards import RewardPool, resolve
 from psigrad.rewards.builtin import Length, SoftOverlong
 from psigrad.rewards.outcomes import Failed, Result, Samples, Scored
@@ -96,6 +97,7 @@ def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
     """The tokens of a row's completion."""
     if not tokenizer:
         return lambda row: []
+    refuse_run(tokenizer)
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     except (OSError, ValueError) as error:
