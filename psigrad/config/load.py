@@ -117,7 +117,8 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
             wrong.append(other_names.refusal(name, one))
         elif mine not in dotted and not other_names.is_known(name):
             raise UserError(f"There is no setting {name!r}{elsewhere(cls, name) or nearest(name, [*leaves, *dotted]) or '.'}")
-        named[mine] = value
+        elif value is not None or name not in other_names.SAME:  # ref_model=None is a default of TRL's
+            named[mine] = value
     if wrong:
         raise UserError("\n".join(wrong))
     return named
@@ -174,6 +175,8 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         where = f"{source}: " if source and place not in beside else ""
         words = re.findall(r"'([^']+)'", first["msg"]) if first["type"] == "literal_error" else []
         near = nearest(str(first["input"]), words) or "."
+        if place.rpartition(".")[2] in _IN_STEPS and isinstance(first["input"], float) and 0 < first["input"] < 1:
+            near = ", since steps are counted, not shares of a run."
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {_expected(first['msg'])}{near}") from None
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
@@ -222,8 +225,27 @@ def _brief(value: Any) -> str:
     return text if len(text := repr(value)) <= 200 else f"{kind_of(value)}"
 
 
+_WORDS = {
+    "less than inf": "a finite number",
+    "valid integer": "whole number",
+    "valid ": "",
+    "a string": "text",
+    "a boolean": "true or false",
+    "greater than or equal to": "at least",
+    "greater than": "above",
+    "less than or equal to": "at most",
+    "less than": "below",
+    "Input should be": "expected",
+}
+# Counts of steps, where TRL takes a share of the run too.
+_IN_STEPS = ("save_steps", "eval_steps", "logging_steps", "warmup_steps")
+
+
 def _expected(message: str) -> str:
-    message = message.removeprefix("Value error, ").removesuffix(".")
+    """What pydantic says, in our words."""
+    message = re.sub(r", (unable to|got a) .*", "", message.removeprefix("Value error, ").removesuffix("."))
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
     return message[0].lower() + message[1:]
 
 

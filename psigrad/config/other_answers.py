@@ -61,6 +61,8 @@ NEEDLESS = {
     "vllm_model_impl": "vLLM chooses it",
     "vllm_max_model_length": "the model's own length counts",
     "log_multimodal": "models are of text",
+    "preprocess_logits_for_metrics": "evaluation keeps no logits",
+    "reward_processing_classes": "a reward model is read with its own tokenizer",
     "ignore_bias_buffers": "no such buffers are kept",
     "lora_task_type": "the method says it",
     "bnb_4bit_quant_type": "there are no quantised weights",
@@ -70,6 +72,7 @@ NEEDLESS = {
 
 _NOT_HERE = "psigrad has no such part"
 _QUANTISED = "there are no quantised weights; lora_rank=16 with dtype=bfloat16 takes the least memory"
+_ADAMW = "the optimiser is AdamW, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps"
 _OWN_VLLM = "psigrad starts vLLM itself, beside the trainer: sampler=vllm"
 _MARGIN = "the margin is that of the reverse KL"
 _CONSTANT = "the coefficient is constant; a callback can change it"
@@ -141,6 +144,23 @@ NO_EQUAL: Mapping[str, tuple[Any, str]] = {
     "lora_target_parameters": (None, "an adapter is put on modules"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), (False, _QUANTISED)),
     "dataset_streaming": (False, "rows are read whole"),
+    # arguments of TRL's trainers
+    "optimizers": ((None, None), _ADAMW),
+    "optimizer_cls_and_kwargs": (None, _ADAMW),
+    "quantization_config": (None, _QUANTISED),
+    "compute_loss_func": (None, "the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage"),
+    "compute_metrics": (None, "a figure of held-out prompts is metric=module:function, which has the form of a reward"),
+    "data_collator": (None, "psigrad packs the rows, and what is learned of one follows from its columns"),
+    "model_init": (None, "the model is given as model="),
+    "rollout_func": (
+        None,
+        "episodes of several turns have environment= or tools=, and a sampler of your own is sampler=module:Class",
+    ),
+    "environment_factory": (None, "it is environment=module:Class with reset(row) and step(text)"),
+    "peft_config": (None, "an adapter is asked for by lora_rank=16; psigrad.train takes a LoraConfig as peft_config"),
+    **dict.fromkeys(
+        ("processing_class", "tokenizer"), (None, "the tokenizer is the model's; psigrad.train takes another one as tokenizer")
+    ),
 }
 
 # Another setting, or one that counts otherwise: what to write.

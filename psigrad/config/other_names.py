@@ -173,7 +173,8 @@ def divided(cls: type[Any], values: Mapping[str, Any], source: str) -> tuple[dic
         elif name in hints:
             nested[name] = value
         else:
-            flat += [Given(ours(cls, leaf), inner, source) for leaf, inner in _leaves(str(name), value)]
+            leaves = [(leaf, inner) for leaf, inner in _leaves(str(name), value) if inner is not None or leaf not in SAME]
+            flat += [Given(ours(cls, leaf), inner, source) for leaf, inner in leaves]
     return nested, flat
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -326,3 +327,21 @@ def test_every_field_of_trl_is_taken_or_answered_as_a_keyword(name):
             resolve_names(settings, {field.name: "a value"})
         except UserError as error:
             assert (": " in str(error) or "is taken" in str(error)) and "did you mean" not in str(error), error
+
+
+TRAINERS = {"GRPOConfig": "GRPO", "RLOOConfig": "RLOO", "SFTConfig": "SFT", "DPOConfig": "DPO", "RewardConfig": "Reward"}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_argument_of_trls_trainers_is_taken_or_answered_and_its_default_needs_nothing(name):
+    arguments = list(inspect.signature(getattr(trl, f"{TRAINERS[name]}Trainer").__init__).parameters.values())[1:]
+    for one in arguments:
+        try:
+            resolve_names(METHODS[name][1], {one.name: "a value"})
+        except UserError as error:
+            assert ": " in str(error) and "did you mean" not in str(error), error
+    usual = {one.name: one.default for one in arguments if one.default is not inspect.Parameter.empty}
+    usual = {
+        key: value for key, value in usual.items() if key not in ("model", "train_dataset", "eval_dataset", "callbacks", "tools")
+    }
+    assert load(METHODS[name][1], flags=resolve_names(METHODS[name][1], usual)) == load(METHODS[name][1])

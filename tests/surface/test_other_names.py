@@ -270,7 +270,7 @@ def test_an_object_where_a_name_is_expected_does_not_fill_the_screen():
         def __repr__(self):
             return "Linear()\n" * 100
 
-    with pytest.raises(UserError, match=r"^reference is a Model; input should be a valid string\.$"):
+    with pytest.raises(UserError, match=r"^reference is a Model; expected text\.$"):
         load(PreferenceConfig, flags={"reference": Model()})
 
 
@@ -411,3 +411,21 @@ def test_parts_of_trls_losses_are_named_by_their_place_here():
     usual = {"use_cpu": False, "normalize_advantages": False, "multi_objective_aggregation": "sum_then_normalize"}
     assert load(OnlineConfig, flags=resolve_names(OnlineConfig, usual)) == load(OnlineConfig)
     assert load(OnlineConfig, flags=resolve_names(OnlineConfig, {"use_cpu": True})).run.device == "cpu"
+
+
+def test_what_trl_leaves_unset_is_unset_under_our_name_too(tmp_path):
+    unset = {"ref_model": None, "model_revision": None}
+    assert load(PreferenceConfig, flags=resolve_names(PreferenceConfig, unset)) == load(PreferenceConfig)
+    assert from_file("ref_model: null\nmodel_revision: null", tmp_path, PreferenceConfig) == load(PreferenceConfig)
+
+
+def test_a_wrong_value_is_answered_with_what_was_expected_and_a_share_of_a_run_with_why_not():
+    for given, said in {
+        "learning_rate=abc": "optim.learning_rate is 'abc'; expected a number.",
+        "top_p=1.5": "sampling.top_p is 1.5; expected at most 1.",
+        "gradient_checkpointing=maybe": "model.gradient_checkpointing is 'maybe'; expected true or false.",
+        "save_steps=0.1": "run.save_steps is 0.1; expected a whole number, since steps are counted, not shares of a run.",
+        "save_steps=1.5": "run.save_steps is 1.5; expected a whole number.",
+    }.items():
+        with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+            load(OnlineConfig, overrides=[given])
