@@ -177,7 +177,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         near = nearest(str(first["input"]), words) or "."
         if place.rpartition(".")[2] in _IN_STEPS and isinstance(first["input"], float) and 0 < first["input"] < 1:
             near = ", since steps are counted, not shares of a run."
-        raise UserError(f"{where}{place} is {_brief(first['input'])}; {_expected(first['msg'])}{near}") from None
+        raise UserError(f"{where}{place} is {_brief(first['input'])}; {expected(first['msg'])}{near}") from None
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):
@@ -241,8 +241,8 @@ _WORDS = {
 _IN_STEPS = ("save_steps", "eval_steps", "logging_steps", "warmup_steps")
 
 
-def _expected(message: str) -> str:
-    """What pydantic says, in our words."""
+def expected(message: str) -> str:
+    """What pydantic says of a value, in our words."""
     message = re.sub(r", (unable to|got a) .*", "", message.removeprefix("Value error, ").removesuffix("."))
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)

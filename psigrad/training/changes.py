@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from psigrad.config.load import flat_names
+from psigrad.config.load import expected, flat_names
 from psigrad.errors import UserError, nearest
 
 R = TypeVar("R")
@@ -48,7 +48,7 @@ def check(config: Any, name: str, value: Any) -> tuple[str, Any]:
     try:
         return dotted, TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{name} is changed to {value!r}; {error.errors()[0]['msg'].lower()}.") from error
+        raise UserError(f"{name} is changed to {value!r}; {expected(error.errors()[0]['msg'])}.") from error
 
 
 def changed(run: R, changes: Mapping[str, Any]) -> R:
