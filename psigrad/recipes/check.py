@@ -19,7 +19,7 @@ from torch import Tensor
 
 from psigrad.config import Model, OnlineConfig
 from psigrad.data.dataset_rows import Row
-from psigrad.data.templates import prompt_ids, stop_token_id
+from psigrad.data.templates import ignores_tools, prompt_ids, stop_token_id
 from psigrad.errors import UserError, reason_of
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.lora import Lora
@@ -93,6 +93,8 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
     for token in stops:
         if not 0 <= token < vocabulary:
             yield f"the token {token} that ends a text is not among the model's {vocabulary}"
+    if ignores_tools(model.tokenizer, row):
+        yield "the chat template does not show the tools to the model"
     if not isinstance(row.prompt, str):
         ids = prompt_ids(model.tokenizer, row)
         tokenizer: Any = model.tokenizer

@@ -17,6 +17,7 @@ from psigrad.errors import UserError
 from psigrad.models.language_model import LanguageModel
 from psigrad.models.packing import Groups
 from psigrad.recipes import loading, setup
+from psigrad.recipes.conversation import offered
 from psigrad.rollout import samplers
 from psigrad.rollout.types import Request, Sampler, SamplingParams, Trajectory
 from psigrad.training.ledger import Prompt
@@ -101,7 +102,7 @@ def subject_of(config: OnlineConfig) -> Subject:
     """The model, and completions that it samples with the run's own settings, shortened."""
     model = loading.load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
-    dataset = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(_rows(config))]
+    dataset = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offered(config, _rows(config)))]
     room = model.max_length - short.max_completion_length
     prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
     if len(prompts) < 2:

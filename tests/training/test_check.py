@@ -252,6 +252,25 @@ def test_a_chat_template_that_does_not_open_the_turn_is_found(models, tmp_path):
     assert found.verdict == "failed" and "does not open the assistant's turn" in found.note
 
 
+def test_a_chat_template_that_shows_no_tools_is_found(models, tmp_path):
+    def price(item: str) -> int:
+        """The price of an item.
+
+        Args:
+            item: its name
+        """
+        return len(item)
+
+    data = rows(tmp_path / "chat.jsonl", [[{"role": "user", "content": text}] for text in ("say a", "what is 2 + 2?")])
+    found = {f.name: f for f in check.run(config(models["qwen3"], data=data, tools=(price,)))}["end of text"]
+    assert found.verdict == "failed" and found.note == "the chat template does not show the tools to the model"
+    model = language_model.load(str(models["qwen3"]))
+    template = model.tokenizer.chat_template
+    model.tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}" + template
+    model.save_merged(tmp_path / "shown")
+    assert verdicts(config(tmp_path / "shown", data=data, tools=(price,)))["end of text"] == "ok"
+
+
 def test_the_command_prints_a_table_or_json_and_its_status_tells(models, tmp_path, capsys, monkeypatch):
     arguments = ["check", "--model", str(models["qwen3"]), "--max-completion-length", "8"]
     assert cli.main(arguments) == 0
