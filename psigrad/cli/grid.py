@@ -26,12 +26,14 @@ MOST_SWEEPS = 10_000
 
 @dataclass(frozen=True)
 class GridSettings:
-    """A grid world, solved sweep by sweep: values as numbers and colours, the best action of each cell as an arrow."""
+    """A grid world, solved sweep by sweep: values as numbers and colours, the best action of each cell as an arrow. Where γ is 1
+    and several are worth the same, it is one that leads on towards an end; · where none does.
+    """
 
     map: str = ""
     """Text file: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1; empty: 8×8 with one of each."""
     method: Method = "value_iteration"
-    """How it is solved. At γ = 1 the arrows of policy_iteration alone are sure to lead to an end."""
+    """How it is solved."""
     discount: float = 0.9
     """γ, from 0 to 1."""
     slip: float = 0.0
@@ -110,15 +112,16 @@ def picture(grid: GridWorld, sweep: Sweep) -> Group:
     table = Table.grid(padding=0)
     policy = np.asarray(sweep.policy)
     actions = policy if policy.ndim == 1 else policy.argmax(1)
+    signs = ["·" if open_ else ARROWS[int(action)] for open_, action in zip(sweep.leads_nowhere, actions, strict=True)]
     largest = max(float(np.abs(sweep.value).max()), 1e-12)
     for row in range(grid.rows):
-        table.add_row(*(_cell(grid, (row, column), sweep.value, actions, largest) for column in range(grid.columns)))
+        table.add_row(*(_cell(grid, (row, column), sweep.value, signs, largest) for column in range(grid.columns)))
     bound = f"{sweep.error_bound + 0.0:.2g}" if np.isfinite(sweep.error_bound) else "unknown"
     line = f"{sweep.step}, sweep {sweep.iteration}: largest change {sweep.residual:.2g}, error at most {bound}"
     return Group(table, Text(line, style="dim"))
 
 
-def _cell(grid: GridWorld, cell: tuple[int, int], value: np.ndarray, actions: np.ndarray, largest: float) -> Text:
+def _cell(grid: GridWorld, cell: tuple[int, int], value: np.ndarray, signs: list[str], largest: float) -> Text:
     state = grid.state(cell)
     if cell in grid.walls:
         return Text(" ██████ ", style="dim")
@@ -127,7 +130,7 @@ def _cell(grid: GridWorld, cell: tuple[int, int], value: np.ndarray, actions: np
         return Text(f"{worth:^+8g}", style=f"bold white on rgb{_shade(GOOD if worth > 0 else BAD, 1.0)}")
     number = float(value[state])
     style = f"on rgb{_shade(GOOD if number > 0 else BAD, abs(number) / largest * 0.8)}" if abs(number) > 1e-12 else ""
-    arrow = ARROWS[int(actions[state])] if abs(number) > 1e-12 else " "
+    arrow = signs[state] if abs(number) > 1e-12 else " "
     return Text(f"{number:6.2f}{arrow} ", style=style)
 
 

@@ -11,6 +11,7 @@ suit the algorithm on the environment come first where there are some (`tuned=Fa
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from psigrad.config import ControlConfig
 from psigrad.config.load import to_dict
 from psigrad.control import builder, policies, vector
 from psigrad.control.distributions import Array
-from psigrad.control.run import returns_and_lengths
+from psigrad.control.run import cut_count, returns_and_lengths
 from psigrad.control.trainer import Trainer, generator
 from psigrad.errors import UserError
 from psigrad.training.progress import bar
@@ -205,12 +206,13 @@ def evaluate_policy(
     seed: int = 0,
     return_episode_rewards: bool = False,
 ) -> tuple[Any, Any]:
-    """Mean and standard deviation of the return over at least `n_eval_episodes` whole episodes; with `return_episode_rewards` the
+    """Mean and standard deviation of the return over `n_eval_episodes` whole episodes; with `return_episode_rewards` the
     return and the length of each, as two lists.
 
     They are played on fresh environments where `env` (default: the agent's) is an id or a function. An environment that is an
-    object is played on itself, and left open; where the agent is trained on it, training goes on with new episodes. Raises
-    `UserError` where the spaces differ from the policy's, and for less than one episode.
+    object is played on itself, and left open; where the agent is trained on it, training goes on with new episodes. An episode
+    that goes on is cut after the agent's `eval_max_steps`, and a `UserWarning` says so; 0: after 10,000 where the environment
+    declares no limit. Raises `UserError` where the spaces differ from the policy's, and for less than one episode.
     """
     config, trainer = agent.settings, agent._trainer
     if n_eval_episodes < 1:
@@ -218,9 +220,16 @@ def evaluate_policy(
     made = config.env if env is None else env
     fresh = isinstance(made, str) or callable(made)
     wrappers = config.wrappers if isinstance(made, str) else ()
-    envs = vector.make(made, min(n_eval_episodes, 16) if fresh else 1, config.vectorization, wrappers, **config.env_kwargs)
+    count, limit = min(n_eval_episodes, 16) if fresh else 1, config.eval_max_steps
+    envs = vector.make(made, count, config.vectorization, wrappers, limit, **config.env_kwargs)
     vector.check_spaces(envs, trainer.collector.envs)
     returns, lengths = returns_and_lengths(trainer, envs, n_eval_episodes, seed, deterministic)
+    if cut := cut_count(envs, lengths):
+        warnings.warn(
+            f"{cut} of {len(lengths)} evaluated episodes had not ended after {envs.cut_at:,} steps and count as far as they "
+            "went; the setting eval_max_steps gives another limit.",
+            stacklevel=2,
+        )
     if fresh:
         envs.close()
     elif made is config.env or made is agent.get_env():

@@ -10,9 +10,14 @@ import numpy as np
 
 from psigrad.control.distributions import Array
 from psigrad.control.normalizer import Normalizer
-from psigrad.control.vector import Environments, VectorStep
+from psigrad.control.vector import MOST_STEPS, Environments, VectorStep
 from psigrad.errors import UserError
 
+_GIVE_A_LIMIT = (
+    "Give the environment a time limit: gymnasium.wrappers.TimeLimit, or for an id env_kwargs={max_episode_steps: 1000}."
+)
+# Steps of an episode that whole episodes wait for, where no limit is declared.
+_NO_END = 100_000
 # Episodes that a mean is over, as Stable-Baselines3's stats_window_size.
 WINDOW = 100
 
@@ -71,6 +76,11 @@ class EpisodeStatistics:
             self.episodes += int(ended.sum())
             self._return[ended], self._length[ended] = 0, 0
         return ended
+
+    @property
+    def longest(self) -> int:
+        """Steps of the longest episode that goes on."""
+        return int(self._length.max())
 
     def summary(self) -> dict[str, float]:
         """Means under Stable-Baselines3's names; nothing where no episode has ended."""
@@ -143,6 +153,11 @@ class Collector:
             ended = self.statistics.add(step, counted)
             if whole:
                 left = left - ended
+                if self.statistics.longest > _NO_END and not self.envs.ends:
+                    raise UserError(
+                        f"An episode has not ended after {_NO_END:,} steps, and this method learns from whole ones. "
+                        f"{_GIVE_A_LIMIT} Or choose ppo or a2c with n_steps, which learn without an end."
+                    )
             self.observation = step.observation
             t += 1
         # np.array of equal arrays stacks them in a third of np.stack's time
@@ -197,11 +212,15 @@ class Collector:
 def play(
     envs: Environments, act: Callable[[Array], Array], episodes: int, seed: int, see: Callable[[Array], Array] | None = None
 ) -> tuple[list[float], list[int]]:
-    """Returns and lengths of at least `episodes` whole episodes, each environment giving the same number."""
-    observation, left = envs.reset(seed), np.full(envs.count, -(-episodes // envs.count))
+    """Returns and lengths of `episodes` whole episodes. Each environment has its share from the start: to take those that end
+    first would favour short ones. Raises `UserError` for one that has no end.
+    """
+    observation, left = envs.reset(seed), (episodes + np.arange(envs.count)) // envs.count
     statistics = EpisodeStatistics(envs.count, window=None)
     while left.any():
         step = envs.step(act(observation if see is None else see(observation)))
         left = left - statistics.add(step, step.chosen & (left > 0))
         observation = step.observation
+        if not envs.ends and statistics.longest > MOST_STEPS:
+            raise UserError(f"An evaluated episode has not ended after {MOST_STEPS:,} steps. {_GIVE_A_LIMIT}")
     return list(statistics.returns), list(statistics.lengths)

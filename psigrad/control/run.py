@@ -109,7 +109,8 @@ def evaluation_environments(config: ControlConfig) -> Environments:
     if not isinstance(config.env, str) and not callable(config.env):
         raise UserError("An environment object cannot be copied for evaluation; give its id or a function, or eval_episodes=0.")
     count = min(config.eval_episodes, _EVALUATED_AT_ONCE if isinstance(config.env, str) else config.n_envs)
-    return vector.make(config.env, count, config.vectorization, config.wrappers, **config.env_kwargs)
+    limit = config.eval_max_steps
+    return vector.make(config.env, count, config.vectorization, config.wrappers, limit, **config.env_kwargs)
 
 
 def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
@@ -117,7 +118,10 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
     config, step = trainer.config, trainer.timesteps
     seed = seeds.derive(config.run.seed, "evaluation", trainer.lines)
     returns, lengths = returns_and_lengths(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
-    journal.metrics(step, {f"eval/{name}": value for name, value in summary(returns, lengths).items()})
+    figures = summary(returns, lengths)
+    if envs.cut_at:
+        figures["episodes/cut"] = float(cut_count(envs, lengths))
+    journal.metrics(step, {f"eval/{name}": value for name, value in figures.items()})
     journal.rollouts(
         [
             {"step": step, "kind": "episode", "episode": i, "reward": reward, "length": length}
@@ -129,9 +133,14 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
 def returns_and_lengths(
     trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool
 ) -> tuple[list[float], list[int]]:
-    """Returns and lengths of `episodes` or a few more whole episodes of the policy."""
+    """Returns and lengths of `episodes` whole episodes of the policy."""
     act = trainer.network.actor(None if deterministic else generator(seed), envs.count)
     return play(envs, act, episodes, seed, trainer.collector.normalizer.see)
+
+
+def cut_count(envs: Environments, lengths: list[int]) -> int:
+    """How many episodes went on until they were cut."""
+    return sum(length >= envs.cut_at for length in lengths) if envs.cut_at else 0
 
 
 def summary(returns: list[float], lengths: list[int]) -> dict[str, float]:

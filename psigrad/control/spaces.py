@@ -45,11 +45,12 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
     """D, and what makes [E, D] of E observations as a vector environment gives them. The order is that of
     `gymnasium.spaces.flatten`.
 
-    Raises `UserError` for a space of which no such numbers can be made.
+    Raises `UserError` for a space of which no such numbers can be made. What makes them raises `IndexError` for a choice outside
+    its space.
     """
     if isinstance(space, spaces.Discrete):
         eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
-        return int(space.n), lambda o: eye[np.asarray(o) - start]
+        return int(space.n), lambda o: _rows(eye, np.asarray(o) - start)
     if isinstance(space, spaces.Box | spaces.MultiBinary) and len(space.shape) <= 3:
         size, seen = math.prod(space.shape), image(space)
         dtype = np.uint8 if seen is not None and seen.bytes else np.float32
@@ -60,7 +61,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
 
         def one_hot(o: Any) -> Array:
             chosen = np.asarray(o).reshape(len(o), -1) - first
-            return np.concatenate([eye[chosen[:, k]] for k, eye in enumerate(eyes)], 1)
+            return np.concatenate([_rows(eye, chosen[:, k]) for k, eye in enumerate(eyes)], 1)
 
         return sum(choices), one_hot
     if isinstance(space, spaces.Dict | spaces.Tuple):
@@ -79,6 +80,14 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         "Dict or Tuple of such; wrap the environment, for example (wrappers=…) with gymnasium.wrappers.FlattenObservation or "
         "minigrid.wrappers:ImgObsWrapper."
     )
+
+
+def _rows(eye: Array, chosen: Array) -> Array:
+    """One-hot rows. Raises `IndexError` for choices outside 0 … n − 1, below 0 too, where numpy counts from the end."""
+    if chosen.size and chosen.min() < 0:
+        raise IndexError(f"{chosen.min()} is below 0")
+    found: Array = eye[chosen]
+    return found
 
 
 def image(space: Space) -> Image | None:

@@ -11,12 +11,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import TimeLimit
 
 from psigrad.control import spaces as meanings
 from psigrad.control.distributions import Array
@@ -24,6 +26,8 @@ from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, imported_module
 from psigrad.workers.child import reason_for
 
+# An evaluated episode is cut here where nothing else says when it ends: one without an end would be played for ever.
+MOST_STEPS = 10_000
 # From this many copies on, one numpy program for all of them beats a Python loop over them.
 _WORTH_VECTORISING = 8
 
@@ -62,6 +66,8 @@ class Environments:
         # bytes stay bytes: a replay buffer of them takes a quarter of the room
         self.dtype = np.uint8 if self.image and self.image.bytes else np.float32
         self._resting = np.zeros(self.count, bool)
+        self.cut_at = 0
+        """Steps after which an episode is cut here, not by the environment itself; 0: never."""
         if isinstance(vector, VectorEnv) and type(vector.unwrapped.action_space) is spaces.MultiDiscrete:
             vector.unwrapped.action_space = _Unchecked(vector.unwrapped.action_space)
 
@@ -104,7 +110,10 @@ class Environments:
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
             raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give its first part alone.")
         batch, single = meanings.batch_of(self._space, observation)
-        return self._flatten(batch), single
+        try:
+            return self._flatten(batch), single
+        except (IndexError, ValueError) as error:
+            raise UserError(f"The observation {observation!r} is not in the observation_space {self._space}.") from error
 
     def _flat(self, raw: Any) -> Array:
         if self._space.shape is not None and np.shape(raw)[1:] != self._space.shape:
@@ -129,6 +138,11 @@ class Environments:
     def env(self) -> VectorEnv[Any, Any, Any] | Serial:
         """The environments themselves."""
         return self._env
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is known that every episode ends: here, or by a limit that the environment declares."""
+        return self.cut_at > 0 or _declared(self._env.envs[0] if isinstance(self._env, Serial) else self._env)
 
     @property
     def absent(self) -> bool:
@@ -232,15 +246,20 @@ def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any
     return made
 
 
-def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Sequence[str] = (), **kwargs: Any) -> Environments:
+def make(
+    env: Made, count: int = 1, vectorization: str = "auto", wrappers: Sequence[str] = (), limit: int | None = None, **kwargs: Any
+) -> Environments:
     """`count` copies of an environment: a registered id, "file.py:Class" or "module:Class", a function that makes one, a single
     environment, or a vector environment.
 
     `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". `wrappers` are for an id.
+    `limit` is for evaluations: episodes are cut after so many steps; 0: after `MOST_STEPS` where the environment declares none.
     Raises `UserError` for an unknown id, a package that is missing, or spaces that no policy here can handle.
     """
     if wrappers and not isinstance(env, str):
         raise UserError(f"The wrappers {list(wrappers)} are for an environment's id; wrap the one that you give yourself.")
+    if isinstance(env, Serial) and limit is not None:
+        return _serial(env.envs, limit)
     if isinstance(env, VectorEnv | Serial):
         return Environments(env)
     if isinstance(env, gym.Env):
@@ -248,9 +267,9 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
             raise UserError(
                 f"One environment object was given and {count} are wanted; give a function that makes one, or n_envs=1."
             )
-        return Environments(Serial([env]))
+        return _serial([env], limit)
     if callable(env):
-        return Environments(Serial([_called(env) for _ in range(count)]))
+        return _serial([_called(env) for _ in range(count)], limit)
     if not isinstance(env, str):
         raise UserError(
             f"The environment is of type {type(env).__name__}; expected an id such as CartPole-v1, an environment of Gymnasium, "
@@ -261,15 +280,19 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
         spec = spec_of(env)
         _check_keywords(given, spec, kwargs)
         if vectorization == "auto":
-            whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING and not wrappers
+            whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING and not (wrappers or limit)
             vectorization = "vector_entry_point" if whole else "serial"
         if vectorization == "serial":
-            return Environments(Serial([single(env, wrappers, **kwargs) for _ in range(count)]))
+            return _serial([single(env, wrappers, **kwargs) for _ in range(count)], limit)
         if wrappers and vectorization == "vector_entry_point":
             raise UserError("An environment's own vector form takes no wrappers; set vectorization to serial, sync or async.")
         around = [imported_callable(name, "wrapper") for name in wrappers]
+        steps = 0 if limit is None or vectorization == "vector_entry_point" else limit or (0 if _declares(spec) else MOST_STEPS)
+        around += [partial(TimeLimit, max_episode_steps=steps)] if steps else []
         more: dict[str, Any] = {"wrappers": around} if around else {}
-        return Environments(gym.make_vec(env, count, vectorization_mode=vectorization, **more, **kwargs))
+        made = Environments(gym.make_vec(env, count, vectorization_mode=vectorization, **more, **kwargs))
+        made.cut_at = steps
+        return made
     except gym.error.DependencyNotInstalled as error:
         raise UserError(
             f"{given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
@@ -284,6 +307,21 @@ def make(env: Made, count: int = 1, vectorization: str = "auto", wrappers: Seque
         raise
     except Exception as error:
         raise UserError(f"{reason_for(f'The environment {given!r}', error)} when it was made. Mend the environment.") from error
+
+
+def _serial(envs: Sequence[gym.Env[Any, Any]], limit: int | None) -> Environments:
+    steps = 0 if limit is None else limit or (0 if _declared(envs[0]) else MOST_STEPS)
+    made = Environments(Serial([TimeLimit(env, steps) for env in envs] if steps else envs))
+    made.cut_at = steps
+    return made
+
+
+def _declared(env: Any) -> bool:
+    return _declares(getattr(env, "spec", None))
+
+
+def _declares(spec: gym.envs.registration.EnvSpec | None) -> bool:
+    return spec is not None and (spec.max_episode_steps or 0) > 0
 
 
 def _called(make: Callable[[], Any]) -> gym.Env[Any, Any]:

@@ -115,7 +115,7 @@ SIGNALS = (
         "clipped",
         "Policy",
         "Clipped",
-        "Share of tokens whose gradient the clip took away.",
+        "Share of tokens or actions whose gradient the clip took away.",
         ("clip_ratio/region_mean", "train/clip_fraction", "cispo_clip_ratio"),
         share=True,
     ),

@@ -254,7 +254,7 @@ RULES = (
     Rule(
         "clipped",
         "Much is clipped",
-        "More than 30 % of the tokens lose their gradient to the clip: the steps are too large.",
+        "More than 30 % of the tokens (in control: of the actions) lose their gradient to the clip: the updates are too large.",
         measure=_of("clipped"),
         above=0.3,
         until=0.2,
@@ -303,6 +303,14 @@ RULES = (
         until=1.0,
         patience=3,
         signal="held_out",
+    ),
+    Rule(
+        "cut",
+        "Evaluated episodes were cut",
+        "They had not ended after eval_max_steps (10,000 where the environment declares no limit) and count as far as they went.",
+        measure=_of("eval/episodes/cut"),
+        above=0.0,
+        until=0.0,
     ),
     Rule(
         "unscored",

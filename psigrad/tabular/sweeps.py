@@ -10,9 +10,11 @@ import numpy as np
 
 from psigrad.tabular.bellman import greedy, q_values
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, gamma_is_one
+from psigrad.tabular.termination import BoolArray, ending_policy
 
 Step = Literal["evaluate", "improve", "back up"]
 UNIT = 2.0**-53
+_TIE = 1e-9  # wider than rounding, which grows over the sweeps
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +48,25 @@ class Sweep:
 
     @cached_property
     def policy(self) -> IntArray | FloatArray:
-        """The policy held, or the greedy one of these values."""
-        return greedy(q_values(self.mdp, self.value)) if self.chosen is None else self.chosen
+        """The policy held, or the greedy one of these values; at γ = 1, of actions that are worth the same, one that leads on
+        towards an end.
+        """
+        return self._greedy[0] if self.chosen is None else self.chosen
+
+    @property
+    def leads_nowhere(self) -> BoolArray:
+        """[S] where γ is 1 and no greedy action leads on towards an end: to follow `policy` from there need not be worth V."""
+        if self.chosen is not None or not gamma_is_one(self.mdp.gamma):
+            return np.zeros(self.mdp.n_states, bool)
+        return ~self._greedy[1]
+
+    @cached_property
+    def _greedy(self) -> tuple[IntArray, BoolArray]:
+        mdp, q = self.mdp, q_values(self.mdp, self.value)
+        if not gamma_is_one(mdp.gamma):
+            return greedy(q), np.ones(mdp.n_states, bool)
+        best = q.max(axis=1, keepdims=True)
+        return ending_policy(mdp.transitions, mdp.end_probability, mdp.is_terminal, q >= best - _TIE * (1 + np.abs(best)))
 
 
 def rounding(mdp: MDP, value: FloatArray) -> float:

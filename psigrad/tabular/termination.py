@@ -51,16 +51,30 @@ def safe_policy(
     n_states, n_actions = rewards.shape
     free = _free_for_ever(edges, rewards, end, terminal)
     policy = free.argmax(axis=1).astype(np.int64)
-    done = terminal | free.any(axis=1)
-    ends = end > 0
+    return policy, _spread(edges, end, terminal | free.any(axis=1), policy, np.ones((n_states, n_actions), bool))
+
+
+def ending_policy(
+    transitions: Any, end: NDArray[np.float64], terminal: BoolArray, allowed: BoolArray
+) -> tuple[NDArray[np.int64], BoolArray]:
+    """A policy [S] of `allowed` (S, A) actions, each of which leads with positive probability one step nearer to an end, and the
+    states [S] that have one. Elsewhere it is the first one allowed.
+    """
+    policy = allowed.argmax(axis=1).astype(np.int64)
+    return policy, _spread(_edges(transitions), end, terminal.copy(), policy, allowed)
+
+
+def _spread(edges: Any, end: NDArray[np.float64], done: BoolArray, policy: NDArray[np.int64], allowed: BoolArray) -> BoolArray:
+    """Give each state [S] an allowed action that may lead to one that is `done`, backwards from those; all that are done then."""
+    n_states, n_actions = end.shape
     while True:
         nearer = np.asarray(edges @ done.astype(np.float64)).reshape(n_actions, n_states).T > 0
-        nearer |= ends
+        nearer = (nearer | (end > 0)) & allowed
         new = nearer.any(axis=1) & ~done
         if not new.any():
-            return policy, done
+            return done
         policy[new] = nearer.argmax(axis=1)[new]
-        done |= new
+        done = done | new
 
 
 def hopeless_states(transitions: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> BoolArray:

@@ -113,3 +113,34 @@ def test_a_tuple_of_gymnasiums_own_is_played():
     agent = PPO("Blackjack-v1", n_envs=4, n_steps=32).learn(512)
     observation, _ = gym.make("Blackjack-v1").reset(seed=0)
     assert agent.predict(observation)[0] in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("space", "outside"),
+    [
+        (spaces.Discrete(4), [-1, 4, -4]),
+        (spaces.Discrete(3, start=2), [1, 5]),
+        (spaces.MultiDiscrete([2, 3]), [[0, -1], [2, 0]]),
+        (spaces.Dict({"a": spaces.Discrete(2), "b": spaces.MultiBinary(1)}), [{"a": -1, "b": np.zeros(1, np.int8)}]),
+    ],
+    ids=["Discrete", "Discrete from 2", "MultiDiscrete", "Dict"],
+)
+def test_a_choice_outside_its_space_is_refused_by_training_and_by_predict(space, outside):
+    class World(gym.Env):
+        observation_space, action_space = space, spaces.Discrete(2)
+        seen = None
+
+        def reset(self, *, seed=None, options=None):
+            return self.seen or space.sample(), {}
+
+        def step(self, action):
+            return self.reset()[0], 0.0, False, False, {}
+
+    agent = PPO(World, n_envs=1, n_steps=4).learn(4)
+    for wrong in outside:
+        assert not space.contains(wrong)
+        with pytest.raises(UserError, match="not in the observation_space"):
+            agent.predict(wrong)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="not in its observation_space"):
+            patch.setattr(World, "seen", wrong)
+            agent.learn(4)

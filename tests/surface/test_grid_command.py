@@ -12,7 +12,7 @@ from psigrad import cli
 from psigrad.cli import grid
 from psigrad.cli.grid import GridSettings
 from psigrad.errors import UserError
-from psigrad.tabular import evaluate, solve
+from psigrad.tabular import evaluate, greedy, q_values, solve
 from psigrad.tabular.solvers import SOLVERS
 
 
@@ -103,3 +103,25 @@ def test_a_world_that_is_worth_infinitely_much_is_said_to_be(monkeypatch):
     text, _ = shown(discount=1.0, step_reward=0.1)
     assert "Not finished after 50 sweeps: a step that pays" in text
     assert "Not finished" not in shown(discount=1.0, step_reward=-0.1)[0]
+
+
+@pytest.mark.parametrize("method", SOLVERS)
+@pytest.mark.parametrize("slip", [0.0, 0.2])
+def test_without_a_discount_the_arrows_lead_to_the_prize(method, slip):
+    """Every step is free, so nearly all actions are worth the same: of those that are, the arrow is one that leads on."""
+    text, last = shown(method=method, discount=1.0, slip=slip)
+    mdp = grid.grid_of(GridSettings(discount=1.0, slip=slip)).mdp()
+    expected = solve(mdp).value
+    np.testing.assert_allclose(last.value, expected, atol=1e-6)
+    np.testing.assert_allclose(evaluate(mdp, last.policy), expected, atol=1e-6)
+    assert "·" not in text.strip().split("\n\n")[-1]
+    if method == "value_iteration" and slip == 0:  # negative control: the first of equal actions walks against the wall
+        first = greedy(q_values(mdp, last.value))
+        assert (evaluate(mdp, first) < expected - 0.5).any()
+
+
+def test_where_no_best_action_leads_to_an_end_no_arrow_is_shown(tmp_path):
+    """A step that pays is worth more than the prize: who is greedy walks on for ever."""
+    (tmp_path / "map.txt").write_text("S..+\n")
+    text, _ = shown(map=str(tmp_path / "map.txt"), discount=1.0, step_reward=0.5)
+    assert "·" in text and "Not finished" in text
