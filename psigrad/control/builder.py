@@ -22,6 +22,7 @@ from psigrad.control.dqn import DQNTrainer
 from psigrad.control.normalizer import Normalizer
 from psigrad.control.on_policy import OnPolicyTrainer
 from psigrad.control.optimizers import FlatOptimizer
+from psigrad.control.serial import Absent
 from psigrad.control.spaces import from_json, to_json
 from psigrad.control.trainer import Trainer
 from psigrad.control.trpo import TRPOTrainer
@@ -165,7 +166,7 @@ def _own_environments(folder: Path, config: ControlConfig, kept: Any) -> tuple[C
             raise
         reason = str(error) if config.env else "it was trained on one that has no id"
         observation_space, action_space = map(from_json, kept)
-        absent = partial(vector.Absent, observation_space, action_space, reason)
+        absent = partial(Absent, observation_space, action_space, reason)
         return replace(config, env=absent), vector.make(absent, config.n_envs)
 
 

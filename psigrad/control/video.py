@@ -12,8 +12,9 @@ from PIL import Image
 
 from psigrad import seeds
 from psigrad.config import ControlConfig
+from psigrad.control.serial import Serial
 from psigrad.control.trainer import Trainer
-from psigrad.control.vector import Environments, Serial, single
+from psigrad.control.vector import Environments, single
 from psigrad.errors import UserError
 
 # A GIF shows no more than 50 pictures a second, and a page wants no more than a megabyte.

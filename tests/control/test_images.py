@@ -13,6 +13,7 @@ from psigrad.control import DQN, PPO, TRPO, evaluate_policy, networks, vector
 from psigrad.control.actor_critic import ActorCritic
 from psigrad.control.convolutions import LAYERS, ConvolvedTowers, Image, layers_for
 from psigrad.control.distributions import Categorical
+from psigrad.control.serial import Serial
 from psigrad.errors import UserError
 
 PIXELS = Image(3, 7, 6, channels_last=True, bytes=True)
@@ -181,7 +182,7 @@ def test_trpo_and_a_normaliser_take_images_too():
 
 def test_a_wrapper_is_put_around_each_copy_and_bad_ones_are_named():
     envs = vector.make("CartPole-v1", 16, wrappers=("gymnasium.wrappers:FlattenObservation",))
-    assert isinstance(envs.env, vector.Serial) and type(envs.env.envs[0]).__name__ == "FlattenObservation"
+    assert isinstance(envs.env, Serial) and type(envs.env.envs[0]).__name__ == "FlattenObservation"
     with pytest.raises(UserError, match="expected an environment of Gymnasium"):
         vector.make("CartPole-v1", 1, wrappers=("builtins:id",))
     with pytest.raises(UserError, match="wrap the one that you give"):

@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from psigrad.control import vector
 from psigrad.control.collector import Collector, play
 from psigrad.control.normalizer import Normalizer
+from psigrad.control.serial import Serial
 from psigrad.control.vector import Environments
 from psigrad.errors import UserError
 
@@ -21,7 +22,7 @@ MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLE
 def environments(mode: AutoresetMode | None, count: int = 2) -> Environments:
     makers = [lambda i=i: Counter((2, 3) if i == 0 else (4, 1, 2)) for i in range(count)]
     if mode is None:
-        return Environments(vector.Serial([make() for make in makers]))
+        return Environments(Serial([make() for make in makers]))
     return Environments(SyncVectorEnv(makers, autoreset_mode=mode))
 
 
