@@ -227,10 +227,9 @@ def make(
         if wrappers and vectorization == "vector_entry_point":
             raise UserError("An environment's own vector form takes no wrappers; set vectorization to serial, sync or async.")
         around = [imported_callable(name, "wrapper") for name in wrappers]
-        steps = 0 if limit is None or vectorization == "vector_entry_point" else limit or (0 if _declares(spec) else MOST_STEPS)
+        steps = 0 if vectorization == "vector_entry_point" else _cut_at(limit, spec)
         around += [partial(TimeLimit, max_episode_steps=steps)] if steps else []
-        more: dict[str, Any] = {"wrappers": around} if around else {}
-        made = Environments(gym.make_vec(env, count, vectorization_mode=vectorization, **more, **kwargs))
+        made = Environments(gym.make_vec(env, count, vectorization_mode=vectorization, wrappers=around or None, **kwargs))
         made.cut_at = steps
         return made
     except gym.error.DependencyNotInstalled as error:
@@ -250,10 +249,15 @@ def make(
 
 
 def _serial(envs: Sequence[gym.Env[Any, Any]], limit: int | None) -> Environments:
-    steps = 0 if limit is None else limit or (0 if _declared(envs[0]) else MOST_STEPS)
+    steps = _cut_at(limit, getattr(envs[0], "spec", None))
     made = Environments(Serial([TimeLimit(env, steps) for env in envs] if steps else envs))
     made.cut_at = steps
     return made
+
+
+def _cut_at(limit: int | None, spec: gym.envs.registration.EnvSpec | None) -> int:
+    """Steps after which `make` cuts an episode; 0: never."""
+    return 0 if limit is None else limit or (0 if _declares(spec) else MOST_STEPS)
 
 
 def _declared(env: Any) -> bool:
