@@ -65,7 +65,8 @@ OTHERS = """## Names of TRL, verl and others
 
 Flags, overrides, YAML files and `psigrad.train` take these names too. In YAML no sections are needed: `learning_rate: 1e-5` at
 the top level is `optim.learning_rate`, and verl's trees are read as they are. Flags may have underscores, and a switch may be
-followed by `true` or `false`. Two names of one setting with two values are refused.
+followed by `true` or `false`. Two names of one setting with two values are refused. `warmup_ratio`, and a `warmup_steps`
+below 1, are shares of `max_steps`.
 
 **Batch sizes.** A batch of psigrad counts over all processes. TRL's `per_device_train_batch_size` (8 where it is left out),
 `gradient_accumulation_steps`, `steps_per_generation` and `generation_batch_size` are computed into ours:

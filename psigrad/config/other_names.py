@@ -192,12 +192,15 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
     """
     known, found, weak, others, wrong = {*_names(cls).values(), *shortcuts_of(cls)}, [], [], {}, []
     by_epoch: list[Given] = []
+    shares: list[Given] = []
     for one in given:
         meant = VALUES.get(one.name, {}) if one.name != "optim" or isinstance(one.value, str) else {}
         value = value_of(one.value)
         if value is None and None not in meant and is_known(one.name) and not _has(known, one.name):
             continue  # not set, as TRL's files write it
-        if _hashable(value) and value in meant:
+        if _is_share(one.name, value) and _has(known, "optim.warmup_steps"):
+            shares.append(one)
+        elif _hashable(value) and value in meant:
             new = [Given(name, inner, one.source) for name, inner in meant[value].items() if _has(known, name)]
             weak += new if one.name in _ONLY_A_DEFAULT else []
             found += [] if one.name in _ONLY_A_DEFAULT else new
@@ -221,6 +224,7 @@ def translated(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> l
 
     said = {g.name for g in found}
     found += [g for g in weak if g.name not in said and not _stated(values, g.name)]
+    found += [step for one in shares for step in _warmup(one, number)]
     batches = batches_of(known, said, others, number)
     found += [_each_epoch(one, batches, known, number) for one in by_epoch]
     return [*placed(cls, values, found), *_function(others), *batches]
@@ -237,6 +241,26 @@ def _each_epoch(one: Given, batches: Sequence[Given], known: set[str], number: C
     raise UserError(f"{one.name} is 'epoch', and psigrad counts in steps: {each}.")
 
 
+def _is_share(name: str, value: Any) -> bool:
+    """Whether it is TRL's warm-up as a share of a run: warmup_ratio, and a warmup_steps below 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 <= value <= 1 if name == "warmup_ratio" else name == "optim.warmup_steps" and 0 < value < 1
+
+
+def _warmup(one: Given, number: Callable[[str], Any]) -> list[Given]:
+    """A share of a run in steps, where the steps of the run are known. Steps that are given beat it, as in TRL."""
+    share, steps = value_of(one.value), number("run.max_steps")
+    if not share or number("optim.warmup_steps") or not isinstance(steps, int):
+        return []
+    if not steps:
+        raise UserError(
+            f"{one.name.removeprefix('optim.')} is {share:g} of a run that is counted in epochs; give warmup_steps in steps, or "
+            "max_steps."
+        )
+    return [Given("optim.warmup_steps", math.ceil(share * steps), one.source)]
+
+
 def value_of(value: Any) -> Any:
     """A list of one as that one: a flag's values are a list."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
@@ -247,7 +271,7 @@ def refused(name: str, value: Any) -> bool:
     taken = VALUES.get(name, {})
     if value is None or (_hashable(value) and value in taken) or (name in _BY_EPOCH and value == "epoch"):
         return False
-    if name in NO_EQUAL and value == NO_EQUAL[name][0]:
+    if _is_share(name, value) or (name in NO_EQUAL and value == NO_EQUAL[name][0]):
         return False
     return name in ANSWERS or (bool(taken) and all(name not in meant for meant in taken.values()))
 

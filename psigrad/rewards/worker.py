@@ -130,6 +130,11 @@ def _accepted(name: str, function: Callable[..., Any], samples: dict[str, Any]) 
         return samples
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if missing := [p.name for p in named if p.default is p.empty and p.name not in samples]:
+        if missing[0] in _TRAINERS:
+            raise Malformed(
+                f"{name} needs {missing[0]!r}, which TRL's trainer gives and psigrad does not: rewards run in processes of their "
+                "own, on completions and columns alone"
+            )
         columns = ", ".join(column for column in samples if column not in _ALWAYS) or "only prompts"
         raise Malformed(f"{name} needs the column {missing[0]!r}, which the dataset does not have (found: {columns})")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -139,6 +144,8 @@ def _accepted(name: str, function: Callable[..., Any], samples: dict[str, Any]) 
 
 # What every reward function is given, besides the columns.
 _ALWAYS = ("prompts", "completions", "completion_ids")
+# What TRL's trainer gives them besides.
+_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
 def _said(name: str, value: Any) -> Said:

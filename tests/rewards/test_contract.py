@@ -243,3 +243,10 @@ def test_the_message_names_the_commonest_reason_and_its_samples():
         "7 of 10 completions stayed unscored, above max_unscored 0.1; most often (6, samples 2, 3, 5, 6, 7, …): boom. "
         "Fix the reward function or raise the limit."
     )
+
+
+def test_what_only_trls_trainer_passes_is_named_as_such(scorer_of, zoo, score):
+    (result,) = score(scorer_of(zoo("knows_the_step")), ["a"])
+    assert isinstance(result, Unscored) and result.reason.startswith(
+        "knows_the_step needs 'trainer_state', which TRL's trainer gives"
+    )

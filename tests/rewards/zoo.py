@@ -228,3 +228,7 @@ class Times:
 
 
 TWICE = Times(2.0)
+
+
+def knows_the_step(completions, trainer_state, **columns):
+    return [float(trainer_state.global_step) for _ in completions]

@@ -254,15 +254,19 @@ def test_another_name_is_answered_with_what_to_write(name, capsys):
 
 
 def test_flags_are_answered_all_at_once(capsys):
-    assert cli.main(["sft", "--packing", "--model", "m", "--warmup_ratio", "0.1"]) == 2
+    assert cli.main(["sft", "--packing", "--model", "m", "--run_name", "x"]) == 2
     said = capsys.readouterr().err
-    assert "--packing is True, and only False is taken: " in said and "no flag --warmup_ratio: " in said
+    assert "--packing is True, and only False is taken: " in said and "no flag --run_name: " in said
 
 
 def test_a_file_is_answered_all_at_once(tmp_path):
     with pytest.raises(UserError) as refused:
-        from_file("warmup_ratio: 0.1\nrun_name: x\nlearning_rate: 1e-3\nwarmup_steps: 3\n", tmp_path)
-    assert str(refused.value).count("\n") == 1 and "'warmup_ratio'" in str(refused.value) and "'run_name'" in str(refused.value)
+        from_file("optim: adafactor\nrun_name: x\nlearning_rate: 1e-3\nwarmup_steps: 3\n", tmp_path)
+    assert (
+        str(refused.value).count("\n") == 1
+        and "optim is 'adafactor'" in str(refused.value)
+        and "'run_name'" in str(refused.value)
+    )
 
 
 def test_an_object_where_a_name_is_expected_does_not_fill_the_screen():
@@ -411,6 +415,19 @@ def test_parts_of_trls_losses_are_named_by_their_place_here():
     usual = {"use_cpu": False, "normalize_advantages": False, "multi_objective_aggregation": "sum_then_normalize"}
     assert load(OnlineConfig, flags=resolve_names(OnlineConfig, usual)) == load(OnlineConfig)
     assert load(OnlineConfig, flags=resolve_names(OnlineConfig, {"use_cpu": True})).run.device == "cpu"
+
+
+def test_a_warm_up_that_is_a_share_of_the_run_is_computed_where_its_steps_are_known(tmp_path):
+    for name in ("warmup_ratio", "warmup_steps"):
+        assert parsed(f"--{name}", "0.1", "--max-steps", "25").optim.warmup_steps == 3
+        assert load(SFTConfig, flags=resolve_names(SFTConfig, {name: 0.5, "max_steps": 9})).optim.warmup_steps == 5
+        assert from_file(f"{name}: 0.1\nmax_steps: 25", tmp_path).optim.warmup_steps == 3
+        with pytest.raises(UserError, match=f"{name} is 0.1 of a run that is counted in epochs; give warmup_steps"):
+            load(SFTConfig, flags=resolve_names(SFTConfig, {name: 0.1}))
+    assert from_file("warmup_ratio: 0.0", tmp_path) == load(OnlineConfig)
+    assert parsed("--warmup_ratio", "0.1", "--warmup_steps", "7", "--max-steps", "25").optim.warmup_steps == 7
+    with pytest.raises(UserError, match="a share of max_steps, from 0 to 1"):
+        load(SFTConfig, flags=resolve_names(SFTConfig, {"warmup_ratio": 5}))
 
 
 def test_what_trl_leaves_unset_is_unset_under_our_name_too(tmp_path):
