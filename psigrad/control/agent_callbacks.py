@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from psigrad.control import policies
 from psigrad.control.agents import Agent, Callback, evaluate_policy
 from psigrad.errors import UserError
@@ -34,6 +36,7 @@ class EvalCallback:
     """Evaluates on `eval_env` (default: fresh copies of the agent's) after every `eval_freq` steps of each copy, counted at the
     lines of figures, and keeps the best policy as the folder `best_model` in `best_model_save_path`.
 
+    `log_path` is a folder for `evaluations.npz`, as Stable-Baselines3 writes it: timesteps [E], results and ep_lengths [E, n].
     `callback_on_new_best` is called with the agent and the evaluation's figures where it was the best so far,
     `callback_after_eval` always; False ends training. `evaluations` holds the steps and the mean return of each. Raises
     `UserError` for Stable-Baselines3's other arguments where they ask for something.
@@ -48,6 +51,7 @@ class EvalCallback:
         n_eval_episodes: int = 20,
         eval_freq: int = 10_000,
         best_model_save_path: str | Path | None = None,
+        log_path: str | Path | None = None,
         deterministic: bool = True,
         verbose: int = 0,
         **foreign: Any,
@@ -60,13 +64,17 @@ class EvalCallback:
         self.best = None if best_model_save_path is None else Path(best_model_save_path) / "best_model"
         self.on_new_best, self.after_eval = callback_on_new_best, callback_after_eval
         self.evaluations: list[tuple[int, float]] = []
+        self.log = None if log_path is None else Path(log_path)
+        self._played: list[tuple[int, list[float], list[int]]] = []
         self._every = _Every("eval_freq", eval_freq)
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
         """Evaluate when it is due. False ends training: one of the two callbacks returned it."""
         if not self._every.due(agent):
             return True
-        mean, std = evaluate_policy(agent, self.eval_env, self.n_eval_episodes, self.deterministic)
+        played = evaluate_policy(agent, self.eval_env, self.n_eval_episodes, self.deterministic, return_episode_rewards=True)
+        mean, std = float(np.mean(played[0])), float(np.std(played[0]))
+        self._log(agent.num_timesteps, *played)
         is_best = all(mean > seen for _, seen in self.evaluations)
         self.evaluations.append((agent.num_timesteps, mean))
         if self.verbose:
@@ -75,6 +83,13 @@ class EvalCallback:
             agent.save(self.best)
         asked = [call for call in (self.on_new_best if is_best else None, self.after_eval) if call is not None]
         return False not in [call(agent, {**figures, MEAN_RETURN: mean}) for call in asked]
+
+    def _log(self, steps: int, returns: list[float], lengths: list[int]) -> None:
+        self._played.append((steps, returns, lengths))
+        if self.log is not None:
+            self.log.mkdir(parents=True, exist_ok=True)
+            timesteps, results, ep_lengths = (np.array(part) for part in zip(*self._played, strict=True))
+            np.savez(self.log / "evaluations.npz", timesteps=timesteps, results=results, ep_lengths=ep_lengths)
 
 
 class StopTrainingOnRewardThreshold:

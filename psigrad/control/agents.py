@@ -25,7 +25,7 @@ from psigrad.control import builder, policies, vector
 from psigrad.control.distributions import Array
 from psigrad.control.run import cut_count, returns_and_lengths
 from psigrad.control.trainer import Trainer, generator
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 from psigrad.training.progress import bar
 from psigrad.training.session import prepare_torch
 
@@ -96,23 +96,28 @@ class Agent:
         self,
         total_timesteps: int | None = None,
         callback: Callback | Sequence[Callback] | None = None,
+        log_interval: int | None = None,
         progress_bar: bool = False,
         **foreign: Any,
     ) -> Self:
         """Take `total_timesteps` more steps (default: the setting). Schedules run over them.
 
-        Each callback is called with the agent and the figures of every `log_interval`-th rollout; returning False ends it.
+        `log_interval` is how often `verbose` prints: after so many lines of figures, for DQN after so many episodes, which is
+        Stable-Baselines3's count. Each callback is called with the agent and the figures of every line, and False ends training.
         `foreign` is for Stable-Baselines3's arguments that ask for what is done anyway, `reset_num_timesteps=False` say. Raises
         `UserError` for others, for a number of steps below 1, and for callbacks that are no functions.
         """
-        policies.refuse(foreign, "learn", ("total_timesteps", "callback", "progress_bar"))
         trainer = self._trainer
+        if not trainer.timesteps and foreign.get("reset_num_timesteps") is True:  # of a new agent there is nothing to reset
+            del foreign["reset_num_timesteps"]
+        policies.refuse(foreign, "learn", ("total_timesteps", "callback", "log_interval", "progress_bar"))
+        shown = policies.Shown(log_interval, trainer)
         callbacks = list(callback) if isinstance(callback, Sequence) else [] if callback is None else [callback]
         for call in callbacks:
             policies.check_callback(call)
         start = trainer.timesteps
         steps = trainer.config.total_timesteps if total_timesteps is None else total_timesteps
-        if not isinstance(steps, int | float) or steps < 1:
+        if not isinstance(steps, int | float) or not 1 <= steps < float("inf"):
             raise UserError(f"total_timesteps is {steps!r}; expected a whole number of 1 or more.")
         goal = start + int(steps)
         trainer.config = replace(trainer.config, total_timesteps=goal)
@@ -125,7 +130,7 @@ class Agent:
                 before = trainer.timesteps
                 figures = trainer.train_interval()
                 advance(trainer.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
-                if self.verbose:
+                if self.verbose and shown.due():
                     clock = {"time/fps": (trainer.timesteps - start) / (time.monotonic() - began)}
                     print(policies.table({**clock, "time/total_timesteps": trainer.timesteps, **figures}))
                 if [call for call in callbacks if call(self, {"timesteps": trainer.timesteps, **figures}) is False]:
@@ -203,8 +208,10 @@ def evaluate_policy(
     env: Any = None,
     n_eval_episodes: int = 100,
     deterministic: bool = True,
+    *,
     seed: int = 0,
     return_episode_rewards: bool = False,
+    **foreign: Any,
 ) -> tuple[Any, Any]:
     """Mean and standard deviation of the return over `n_eval_episodes` whole episodes; with `return_episode_rewards` the
     return and the length of each, as two lists.
@@ -212,11 +219,15 @@ def evaluate_policy(
     They are played on fresh environments where `env` (default: the agent's) is an id or a function. An environment that is an
     object is played on itself, and left open; where the agent is trained on it, training goes on with new episodes. An episode
     that goes on is cut after the agent's `eval_max_steps`, and a `UserWarning` says so; 0: after 10,000 where the environment
-    declares no limit. Raises `UserError` where the spaces differ from the policy's, and for less than one episode.
+    declares no limit. `foreign` is for Stable-Baselines3's arguments where they ask for nothing, `warn` say. Raises `UserError`
+    for others, where the spaces differ from the policy's, and for less than one episode.
     """
+    policies.refuse(foreign, "evaluate_policy", ("env", "n_eval_episodes", "deterministic", "seed", "return_episode_rewards"))
+    if not isinstance(agent, Agent):
+        raise UserError(f"evaluate_policy got {kind_of(agent)} in place of an agent; give what PPO(…), DQN(…) or load returned.")
     config, trainer = agent.settings, agent._trainer
-    if n_eval_episodes < 1:
-        raise UserError(f"n_eval_episodes is {n_eval_episodes}; expected 1 or more.")
+    if not isinstance(n_eval_episodes, int) or n_eval_episodes < 1:
+        raise UserError(f"n_eval_episodes is {n_eval_episodes!r}; expected a whole number of 1 or more.")
     made = config.env if env is None else env
     fresh = isinstance(made, str) or callable(made)
     wrappers = config.wrappers if isinstance(made, str) else ()

@@ -77,6 +77,8 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     envs = envs or vector.make(config.env, config.n_envs, config.vectorization, config.wrappers, **config.env_kwargs)
     if envs.count != config.n_envs:  # a vector environment was given
         config = replace(config, n_envs=envs.count)
+    if any(width < 1 for width in config.network.net_arch):
+        raise UserError(f"net_arch is {list(config.network.net_arch)}; expected widths of 1 or more.")
     has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
     of_actions = isinstance(algorithm, PolicyGradient) and "action_value" in needs_of(algorithm.psi)
     if of_actions and not isinstance(envs.distribution, Categorical):

@@ -8,6 +8,7 @@ from typing import Any
 
 from gymnasium.spaces import Dict
 
+from psigrad.control.trainer import Trainer
 from psigrad.control.vector import Environments
 from psigrad.errors import UserError, nearest
 
@@ -74,9 +75,15 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "stats_window_size": ((100,), "figures are over the last 100 episodes"),
     "optimize_memory_usage": ((False,), "bytes of images are kept as bytes already"),
     "tensorboard_log": ((None,), _TRACKED),
-    "tb_log_name": ((), _TRACKED),
+    "reward_threshold": ((None,), "compare the mean that is returned with it"),
+    "replay_buffer_class": ((None,), "DQN's buffer draws uniformly, and there is no HER"),
+    "replay_buffer_kwargs": ((None, {}), "DQN's buffer draws uniformly"),
+    "rollout_buffer_class": ((None,), "a rollout is kept in one way"),
+    "rollout_buffer_kwargs": ((None, {}), "a rollout is kept in one way"),
+    "monitor_wrapper": ((True, False), "returns and lengths of episodes are always counted"),
+    "_init_setup_model": ((True,), "an agent is always ready to learn"),
     "reset_num_timesteps": ((False,), "steps are always counted on; for a fresh start make a new agent"),
-    "log_path": ((None,), "the evaluations are in the callback's `evaluations`"),
+    "callback": ((None,), "return_episode_rewards=True gives every episode"),
     "render": ((False,), "psigrad control --video draws an episode"),
     "save_replay_buffer": ((False,), "psigrad control keeps whole checkpoints, the replay buffer among them"),
     "save_vecnormalize": ((True, False), "a saved policy holds what was normalised"),
@@ -94,6 +101,13 @@ def without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises `UserError` where they ask for something, and for a schedule that is a function.
     """
     rest = dict(settings)
+    rest.pop("tb_log_name", None)  # without tensorboard_log it names nothing there either
+    if "rms_prop_eps" in rest:
+        rest["adam_epsilon"] = rest.pop("rms_prop_eps")
+    if isinstance(frequency := rest.get("train_freq"), tuple | list) and len(frequency) == 2:
+        if frequency[1] != "step":
+            raise UserError(f"train_freq is {frequency!r}; expected a number of steps, as 4 or (4, 'step').")
+        rest["train_freq"] = frequency[0]
     for name, (idle, advice) in _WITHOUT_EQUAL.items():
         if name in rest and (value := rest.pop(name)) not in idle:
             raise UserError(f"{name} is {value!r}, which has no equal here: {advice}; leave it out.")
@@ -196,6 +210,27 @@ def without_zip(path: Path) -> Path:
     if path.is_file():
         raise UserError(f"{path} is a file, and a policy of psigrad is a folder; one of Stable-Baselines3 can't be read here.")
     return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
+
+
+class Shown:
+    """Which lines of figures are printed: each `interval`-th, for DQN those after as many more episodes; None: all."""
+
+    def __init__(self, interval: int | None, trainer: Trainer) -> None:
+        if interval is not None and (not isinstance(interval, int) or interval < 1):
+            raise UserError(f"log_interval is {interval!r}; expected a whole number of 1 or more.")
+        self._interval, self._trainer = interval, trainer
+        self._last = self._now()
+
+    def _now(self) -> int:
+        dqn = self._trainer.config.algorithm == "dqn"
+        return self._trainer.collector.statistics.episodes if dqn else self._trainer.lines
+
+    def due(self) -> bool:
+        """Whether the line that was just made is one."""
+        if self._now() - self._last < (self._interval or 0):
+            return False
+        self._last = self._now()
+        return True
 
 
 def table(figures: Mapping[str, float]) -> str:

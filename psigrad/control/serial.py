@@ -50,6 +50,10 @@ class Serial:
     def _stacked(self, seen: Sequence[Any]) -> Any:
         return meanings.stacked(self.single_observation_space, seen)
 
+    def render(self) -> tuple[Any, ...]:
+        """The picture of each, as `VectorEnv.render`."""
+        return tuple(env.render() for env in self.envs)
+
     def close(self) -> None:
         """Close every environment."""
         for env in self.envs:

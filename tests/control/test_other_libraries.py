@@ -109,7 +109,7 @@ def test_only_a_better_evaluation_is_kept_and_any_may_end_training(tmp_path):
         callback_after_eval=lambda a, f: len(best) < 3,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psigrad.control.agent_callbacks.evaluate_policy", lambda *given: (next(means), 0.0))
+        patch.setattr("psigrad.control.agent_callbacks.evaluate_policy", lambda *given, **more: ([next(means)], [1]))
         agent.learn(128, callback=every)
     assert best == [32, 96] and [mean for _, mean in every.evaluations] == [5.0, 3.0, 9.0, 9.0]
     agent.learn(320, callback=[lambda a, figures: a.num_timesteps < 160])
@@ -120,6 +120,24 @@ def test_the_episodes_of_an_evaluation_are_given_where_they_are_asked_for():
     agent = PPO("CartPole-v1", **SMALL)
     returns, lengths = evaluate_policy(agent, n_eval_episodes=4, return_episode_rewards=True)
     assert returns == lengths and len(returns) == 4 and np.mean(returns) == evaluate_policy(agent, n_eval_episodes=4)[0]
+
+
+def test_their_first_examples_of_dqn_and_of_evaluations_run_as_they_stand(tmp_path, capsys):
+    env = gym.make("CartPole-v1", render_mode="rgb_array")
+    model = DQN("MlpPolicy", env, verbose=1, train_freq=(4, "step"), batch_size=32, learning_starts=100, tuned=False)
+    every = EvalCallback(env, log_path=str(tmp_path), eval_freq=400, n_eval_episodes=3, deterministic=True, render=False)
+    model.learn(total_timesteps=1200, log_interval=4, callback=every, reset_num_timesteps=True, tb_log_name="first")
+    with np.load(tmp_path / "evaluations.npz") as found:
+        assert found["timesteps"].tolist() == [steps for steps, _ in every.evaluations] and len(found["timesteps"]) > 1
+        assert found["results"].shape == found["ep_lengths"].shape == (len(every.evaluations), 3)
+        np.testing.assert_allclose(found["results"].mean(1), [mean for _, mean in every.evaluations])
+    printed = capsys.readouterr().out.count("ep_rew_mean")
+    model.learn(total_timesteps=1200, log_interval=10_000, reset_num_timesteps=False)
+    assert printed > 0 and "ep_rew_mean" not in capsys.readouterr().out
+    assert evaluate_policy(model, env, 2, True, render=False, callback=None, warn=False)[0] > 0
+    assert model.get_env().render()[0].ndim == 3
+    with pytest.raises(UserError, match="counted on"):
+        model.learn(100, reset_num_timesteps=True)
 
 
 def theirs(kind, *given, **more):
@@ -158,7 +176,15 @@ def test_callbacks_of_stable_baselines3_are_answered_with_ours(make, said):
     [
         (lambda: EvalCallback(every=9), "EvalCallback has no argument 'every'; expected eval_env, eval_freq"),
         (lambda: EvalCallback(eval_freq=0), "eval_freq is 0"),
-        (lambda: EvalCallback(log_path="logs"), "log_path is 'logs'.*`evaluations`"),
+        (lambda: PPO("CartPole-v1", policy_kwargs={"net_arch": [-1]}), r"net_arch is \[-1\]; expected widths"),
+        (lambda: DQN("CartPole-v1", train_freq=(1, "episode")), "number of steps, as 4"),
+        (lambda: DQN("CartPole-v1", replay_buffer_class=object), "no HER"),
+        (lambda: evaluate_policy(object()), "in place of an agent"),
+        (lambda: evaluate_policy(PPO("CartPole-v1"), n_eval_episodes=2.5), "n_eval_episodes is 2.5"),
+        (lambda: evaluate_policy(PPO("CartPole-v1"), reward_threshold=9), "compare the mean"),
+        (lambda: evaluate_policy(PPO("CartPole-v1"), rendr=True), "evaluate_policy has no argument 'rendr'"),
+        (lambda: PPO("CartPole-v1", **SMALL).learn(float("nan")), "total_timesteps is nan"),
+        (lambda: PPO("CartPole-v1", **SMALL).learn(64, log_interval=0), "log_interval is 0"),
         (lambda: EvalCallback(callback_after_eval=3), "of type int"),
         (lambda: CheckpointCallback(9, "logs", save_replay_buffer=True), "save_replay_buffer is True"),
         (lambda: PPO("CartPole-v1", **SMALL).learn(64, callback=StopTrainingOnRewardThreshold(3)), "callback_on_new_best"),

@@ -250,9 +250,7 @@ def _learn(*arguments, **more):
         (_learn(0), "total_timesteps is 0"),
         (_learn("many"), "total_timesteps is 'many'"),
         (_learn(9, callback=3), "of type int"),
-        (_learn(9, tb_log_name="a"), "--report-to tensorboard"),
-        (_learn(9, reset_num_timesteps=True), "counted on"),
-        (_learn(9, log_interval=1), "no argument 'log_interval'"),
+        (_learn(9, log_intervall=1), "no argument 'log_intervall'"),
     ],
 )
 def test_what_stable_baselines_has_and_this_has_not_is_said(wrong, said):
