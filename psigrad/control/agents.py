@@ -111,7 +111,7 @@ class Agent:
         if not trainer.timesteps and foreign.get("reset_num_timesteps") is True:  # of a new agent there is nothing to reset
             del foreign["reset_num_timesteps"]
         policies.refuse(foreign, "learn", ("total_timesteps", "callback", "log_interval", "progress_bar"))
-        shown = policies.Shown(log_interval, trainer)
+        shown = policies.PrintedLines(log_interval, trainer)
         callbacks = list(callback) if isinstance(callback, Sequence) else [] if callback is None else [callback]
         for call in callbacks:
             policies.check_callback(call)

@@ -212,7 +212,7 @@ def without_zip(path: Path) -> Path:
     return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
 
 
-class Shown:
+class PrintedLines:
     """Which lines of figures are printed: each `interval`-th, for DQN those after as many more episodes; None: all."""
 
     def __init__(self, interval: int | None, trainer: Trainer) -> None:
