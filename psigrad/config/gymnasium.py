@@ -145,7 +145,7 @@ class ControlConfig:
     eval_steps: CountOrZero = 0
     """Evaluate every this many lines of metrics; 0: at the end."""
     eval_max_steps: CountOrZero = 0
-    """Steps after which an evaluated episode is cut, with a warning; 0: 10,000 where the environment declares no limit."""
+    """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 where the environment declares no limit."""
     deterministic_eval: bool = True
     """Evaluate the likeliest actions; false: drawn ones."""
     video: bool = False

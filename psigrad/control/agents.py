@@ -23,7 +23,7 @@ from psigrad.config import ControlConfig
 from psigrad.config.load import to_dict
 from psigrad.control import builder, policies, vector
 from psigrad.control.distributions import Array
-from psigrad.control.run import cut_count, returns_and_lengths
+from psigrad.control.run import played
 from psigrad.control.trainer import Trainer, generator
 from psigrad.errors import UserError, kind_of
 from psigrad.training.progress import bar
@@ -218,7 +218,7 @@ def evaluate_policy(
 
     They are played on fresh environments where `env` (default: the agent's) is an id or a function. An environment that is an
     object is played on itself, and left open; where the agent is trained on it, training goes on with new episodes. An episode
-    that goes on is cut after the agent's `eval_max_steps`, and a `UserWarning` says so; 0: after 10,000 where the environment
+    that goes on is cut after the agent's `eval_max_steps`, and a `UserWarning` says so; 0: after 30,000 where the environment
     declares no limit. `foreign` is for Stable-Baselines3's arguments where they ask for nothing, `warn` say. Raises `UserError`
     for others, where the spaces differ from the policy's, and for less than one episode.
     """
@@ -234,10 +234,10 @@ def evaluate_policy(
     count, limit = min(n_eval_episodes, 16) if fresh else 1, config.eval_max_steps
     envs = vector.make(made, count, config.vectorization, wrappers, limit, **config.env_kwargs)
     vector.check_spaces(envs, trainer.collector.envs)
-    returns, lengths = returns_and_lengths(trainer, envs, n_eval_episodes, seed, deterministic)
-    if cut := cut_count(envs, lengths):
+    returns, lengths, cut = played(trainer, envs, n_eval_episodes, seed, deterministic)
+    if cut:
         warnings.warn(
-            f"{cut} of {len(lengths)} evaluated episodes had not ended after {envs.cut_at:,} steps and count as far as they "
+            f"{cut} of {len(lengths)} evaluated episodes had not ended after {max(lengths):,} steps and count as far as they "
             "went; the setting eval_max_steps gives another limit.",
             stacklevel=2,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,11 +72,21 @@ class EpisodeStatistics:
         self._length += counted
         ended: Array = (step.terminated | step.truncated) & counted
         if ended.any():
-            self.returns.extend(self._return[ended].tolist())
-            self.lengths.extend(self._length[ended].tolist())
-            self.episodes += int(ended.sum())
-            self._return[ended], self._length[ended] = 0, 0
+            self._note(ended)
         return ended
+
+    def leave(self, limit: int) -> Array:
+        """Note the episodes of `limit` steps as they are; [E] which they are."""
+        lost: Array = self._length >= limit
+        if lost.any():
+            self._note(lost)
+        return lost
+
+    def _note(self, ended: Array) -> None:
+        self.returns.extend(self._return[ended].tolist())
+        self.lengths.extend(self._length[ended].tolist())
+        self.episodes += int(ended.sum())
+        self._return[ended], self._length[ended] = 0, 0
 
     @property
     def longest(self) -> int:
@@ -209,18 +220,31 @@ class Collector:
         return rollout
 
 
+class Played(NamedTuple):
+    """What came of evaluated episodes."""
+
+    returns: list[float]
+    lengths: list[int]
+    cut: int
+    """How many of them had not ended: they count as far as they went."""
+
+
 def play(
     envs: Environments, act: Callable[[Array], Array], episodes: int, seed: int, see: Callable[[Array], Array] | None = None
-) -> tuple[list[float], list[int]]:
-    """Returns and lengths of `episodes` whole episodes. Each environment has its share from the start: to take those that end
-    first would favour short ones. Raises `UserError` for one that has no end.
+) -> Played:
+    """`episodes` whole episodes. Each environment has its share from the start: to take those that end first would favour short
+    ones. One that neither declares a limit nor can be given one is left after `MOST_STEPS` steps of an episode.
     """
-    observation, left = envs.reset(seed), (episodes + np.arange(envs.count)) // envs.count
+    observation, left, cut = envs.reset(seed), (episodes + np.arange(envs.count)) // envs.count, 0
     statistics = EpisodeStatistics(envs.count, window=None)
     while left.any():
         step = envs.step(act(observation if see is None else see(observation)))
-        left = left - statistics.add(step, step.chosen & (left > 0))
+        ended = statistics.add(step, step.chosen & (left > 0))
+        if envs.cut_at and ended.any():
+            last = np.array(list(statistics.lengths)[-int(ended.sum()) :])
+            cut += int(((last >= envs.cut_at) & ~step.terminated[ended]).sum())
+        left = left - ended
+        if not envs.ends and (lost := statistics.leave(MOST_STEPS)).any():
+            left[lost], cut = 0, cut + int(lost.sum())
         observation = step.observation
-        if not envs.ends and statistics.longest > MOST_STEPS:
-            raise UserError(f"An evaluated episode has not ended after {MOST_STEPS:,} steps. {_GIVE_A_LIMIT}")
-    return list(statistics.returns), list(statistics.lengths)
+    return Played(list(statistics.returns), list(statistics.lengths), cut)

@@ -9,7 +9,7 @@ import numpy as np
 from psigrad import report, seeds
 from psigrad.config import ControlConfig
 from psigrad.control import builder, vector
-from psigrad.control.collector import play
+from psigrad.control.collector import Played, play
 from psigrad.control.trainer import Trainer, generator
 from psigrad.control.vector import Environments
 from psigrad.errors import UserError
@@ -117,10 +117,10 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
     """Play whole episodes, and write their figures with the 95 % interval and every episode."""
     config, step = trainer.config, trainer.timesteps
     seed = seeds.derive(config.run.seed, "evaluation", trainer.lines)
-    returns, lengths = returns_and_lengths(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
+    returns, lengths, cut = played(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
     figures = summary(returns, lengths)
-    if envs.cut_at:
-        figures["episodes/cut"] = float(cut_count(envs, lengths))
+    if envs.cut_at or cut:
+        figures["episodes/cut"] = float(cut)
     journal.metrics(step, {f"eval/{name}": value for name, value in figures.items()})
     journal.rollouts(
         [
@@ -130,17 +130,10 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
     )
 
 
-def returns_and_lengths(
-    trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool
-) -> tuple[list[float], list[int]]:
-    """Returns and lengths of `episodes` whole episodes of the policy."""
+def played(trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool) -> Played:
+    """`episodes` whole episodes of the policy."""
     act = trainer.network.actor(None if deterministic else generator(seed), envs.count)
     return play(envs, act, episodes, seed, trainer.collector.normalizer.see)
-
-
-def cut_count(envs: Environments, lengths: list[int]) -> int:
-    """How many episodes went on until they were cut."""
-    return sum(length >= envs.cut_at for length in lengths) if envs.cut_at else 0
 
 
 def summary(returns: list[float], lengths: list[int]) -> dict[str, float]:

@@ -27,8 +27,9 @@ from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, imported_module
 from psigrad.workers.child import reason_for
 
-# An evaluated episode is cut here where nothing else says when it ends: one without an end would be played for ever.
-MOST_STEPS = 10_000
+# An evaluated episode is cut here where nothing else says when it ends: one without an end would be played for ever. Atari games
+# end after 27,000 steps.
+MOST_STEPS = 30_000
 # From this many copies on, one numpy program for all of them beats a Python loop over them.
 _WORTH_VECTORISING = 8
 

@@ -14,7 +14,7 @@ from psigrad import seeds
 from psigrad.config import ControlConfig
 from psigrad.control.serial import Serial
 from psigrad.control.trainer import Trainer
-from psigrad.control.vector import Environments, single
+from psigrad.control.vector import MOST_STEPS, Environments, single
 from psigrad.errors import UserError
 
 # A GIF shows no more than 50 pictures a second, and a page wants no more than a megabyte.
@@ -22,13 +22,11 @@ _MOST_FRAMES, _WIDTH = 250, 300
 
 
 def record(trainer: Trainer, path: Path) -> Path:
-    """One episode of the policy's likeliest actions as a GIF."""
+    """One episode of the policy's likeliest actions as a GIF, cut where an evaluated one is."""
     env = _drawn(trainer.config)
-    frames = _frames(env, trainer)
+    (first, *rest), stride = _frames(env, trainer)
     fps = env.metadata.get("render_fps") or 30
-    stride = max(1, -(-len(frames) // _MOST_FRAMES))
-    kept = frames[::stride]
-    kept[0].save(path, save_all=True, append_images=kept[1:], duration=max(20, round(1000 * stride / fps)), loop=0, optimize=True)
+    first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000 * stride / fps)), loop=0, optimize=True)
     return path
 
 
@@ -62,16 +60,21 @@ def _undrawable(config: ControlConfig, error: Exception) -> UserError:
     )
 
 
-def _frames(env: gym.Env[object, object], trainer: Trainer) -> list[Image.Image]:
+def _frames(env: gym.Env[object, object], trainer: Trainer) -> tuple[list[Image.Image], int]:
+    """Pictures of an episode, and how many steps lie between two: twice as many whenever there are too many pictures."""
     envs, see = Environments(Serial([env])), trainer.collector.normalizer.see
     observation = envs.reset(seeds.derive(trainer.config.run.seed, "film"))
-    frames = [_picture(env)]
-    while True:
+    frames, stride = [_picture(env)], 1
+    for t in range(1, trainer.config.eval_max_steps or MOST_STEPS):
         step = envs.step(trainer.network.act(see(observation)))
         if (step.terminated | step.truncated)[0]:
-            return frames
-        frames.append(_picture(env))
+            break
+        if t % stride == 0:
+            frames.append(_picture(env))
+        if len(frames) > _MOST_FRAMES:
+            frames, stride = frames[::2], 2 * stride
         observation = step.observation
+    return frames, stride
 
 
 def _picture(env: gym.Env[object, object]) -> Image.Image:

@@ -307,7 +307,7 @@ RULES = (
     Rule(
         "cut",
         "Evaluated episodes were cut",
-        "They had not ended after eval_max_steps (10,000 where the environment declares no limit) and count as far as they went.",
+        "They had not ended after eval_max_steps (30,000 where the environment declares no limit) and count as far as they went.",
         measure=_of("eval/episodes/cut"),
         above=0.0,
         until=0.0,

@@ -85,7 +85,7 @@ def test_figures_count_only_steps_that_the_policy_chose():
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
 def test_play_gives_each_environment_the_same_share(mode):
-    returns, lengths = play(environments(mode), act, 6, seed=0)
+    returns, lengths, _ = play(environments(mode), act, 6, seed=0)
     assert sorted(lengths) == [1, 2, 2, 2, 3, 4] and sorted(returns) == [1, 3, 3, 3, 6, 10]
 
 
