@@ -198,7 +198,7 @@ def _again(run: RunData) -> str:
 
 
 def _use(run: RunData, repository: str) -> str:
-    where = repository or f"{run.path.resolve().name}/model"
+    where = repository or f"{run.settings.get('run.output_dir') or run.path.resolve().name}/model"
     kind = "AutoModelForSequenceClassification" if kind_of(run.config) == "reward" else "AutoModelForCausalLM"
     beside = ""
     if repository and (run.path / "model" / "adapter").is_dir():
@@ -232,7 +232,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(name, name on the hub or nothing) of each dataset."""
-    given = run.settings.get(f"data.{prefix}dataset") or ()
+    given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]
         elsewhere = name in ("task", "rows") or name.endswith(_FILES) or Path(name).exists()

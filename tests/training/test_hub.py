@@ -63,12 +63,23 @@ def test_every_file_arrives_bit_for_bit_in_one_commit(result, hub):
     assert len(there.commits) == 1
 
 
+@pytest.mark.parametrize("held", ["held.jsonl", ""])
+def test_the_card_names_the_rows_that_were_held_out(held, result, tmp_path):
+    run = shutil.copytree(result.folder, tmp_path / "copy")
+    config = json.loads((run / "config.json").read_text())
+    config["data"] |= {"dataset": "all.jsonl", "eval_dataset": held}
+    (run / "config.json").write_text(json.dumps(config))
+    (index,) = front(card.text(run))["model-index"][0]["results"]
+    assert index["dataset"] == {"name": held or "all.jsonl", "type": held or "all.jsonl"}
+
+
 def test_the_card_says_what_trained_the_model_on_what_and_what_came_of_it(result, job):
     text = (result.model / "README.md").read_text()
     assert text == card.text(result.folder) and ModelCard(text).data.library_name == "transformers"
     data = front(text)
     assert data["tags"] == ["psigrad", "grpo"] and data["pipeline_tag"] == "text-generation" and "base_model" not in data
     (index,) = data["model-index"][0]["results"]
+    assert f'from_pretrained("{result.model}")' in text
     assert [m | {"name": ""} for m in index["metrics"]] == [
         {"name": "", "type": "early_letters", "value": result.after["eval/early_letters/mean"]}
     ]
