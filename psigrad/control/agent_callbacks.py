@@ -75,6 +75,7 @@ class EvalCallback:
         played = evaluate_policy(agent, self.eval_env, self.n_eval_episodes, self.deterministic, return_episode_rewards=True)
         mean, std = float(np.mean(played[0])), float(np.std(played[0]))
         self._log(agent.num_timesteps, *played)
+        agent._logged(agent.num_timesteps, {MEAN_RETURN: mean, "eval/length/mean": float(np.mean(played[1]))})
         is_best = all(mean > seen for _, seen in self.evaluations)
         self.evaluations.append((agent.num_timesteps, mean))
         if self.verbose:

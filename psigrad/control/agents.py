@@ -24,6 +24,7 @@ from psigrad.config.load import to_dict
 from psigrad.control import builder, policies, vector
 from psigrad.control.distributions import Array
 from psigrad.control.run import played
+from psigrad.control.tensorboard import Log, logging_to
 from psigrad.control.trainer import Trainer, generator
 from psigrad.errors import UserError, kind_of
 from psigrad.training.progress import bar
@@ -38,8 +39,8 @@ class Agent:
 
     `env` is an id, a function that makes one, an environment, or a vector environment. Stable-Baselines3's order is understood
     too: `PPO("MlpPolicy", env)`, or `PPO("CnnPolicy", env)` for images; so are its `policy_kwargs` net_arch (a list) and
-    activation_fn. `verbose=1` prints the figures of every line. Raises `UserError` on an unknown setting, and where settings,
-    algorithm and environment do not fit.
+    activation_fn. `verbose=1` prints the figures of every line; `tensorboard_log` is a folder for TensorBoard. Raises `UserError`
+    on an unknown setting, and where settings, algorithm and environment do not fit.
     """
 
     algorithm: ClassVar[Any] = None
@@ -52,6 +53,7 @@ class Agent:
         algorithm: Any = None,
         verbose: int = 0,
         policy_kwargs: Mapping[str, Any] | None = None,
+        tensorboard_log: str | Path | None = None,
         **settings: Any,
     ) -> None:
         if policy is None:
@@ -64,12 +66,14 @@ class Agent:
         of_policy = {**policies.SETTINGS[named or policies.MLP], **policies.translated(policy_kwargs or {})}
         config = builder.settings(chosen, env, {"threads": 1, **of_policy, **policies.without_foreign(settings)})
         prepare_torch(config.run)
-        self._hold(builder.build(config))
+        self._hold(builder.build(config), tensorboard_log)
         policies.check(named, self._trainer.collector.envs)
         self.verbose = verbose
 
-    def _hold(self, trainer: Trainer) -> None:
+    def _hold(self, trainer: Trainer, tensorboard_log: str | Path | None) -> None:
         self._trainer, self._begun, self.verbose = trainer, False, 0
+        self.tensorboard_log = tensorboard_log
+        self._logged: Log = lambda steps, figures: None
         self._rng = generator(trainer.config.run.seed)
 
     @property
@@ -103,11 +107,13 @@ class Agent:
         """Take `total_timesteps` more steps (default: the setting). Schedules run over them.
 
         `log_interval` is how often `verbose` prints: after so many lines of figures, for DQN after so many episodes, which is
-        Stable-Baselines3's count. Each callback is called with the agent and the figures of every line, and False ends training.
-        `foreign` is for Stable-Baselines3's arguments that ask for what is done anyway, `reset_num_timesteps=False` say. Raises
-        `UserError` for others, for a number of steps below 1, and for callbacks that are no functions.
+        Stable-Baselines3's count. With `tensorboard_log` the figures go to its folder `tb_log_name`_N, a new one each time, or with
+        `reset_num_timesteps=False` the last one. Each callback is called with the agent and the figures of every line, and False
+        ends training. `foreign` is for other arguments of Stable-Baselines3 that ask for what is done anyway. Raises `UserError` for
+        those that do not, for a number of steps below 1, and for callbacks that are no functions.
         """
-        trainer = self._trainer
+        trainer, name = self._trainer, str(foreign.pop("tb_log_name", type(self).__name__))
+        again = foreign.get("reset_num_timesteps") is False
         if not trainer.timesteps and foreign.get("reset_num_timesteps") is True:  # of a new agent there is nothing to reset
             del foreign["reset_num_timesteps"]
         policies.refuse(foreign, "learn", ("total_timesteps", "callback", "log_interval", "progress_bar"))
@@ -125,11 +131,13 @@ class Agent:
             trainer.restart()
             self._begun = True
         began = time.monotonic()
-        with bar("steps", goal, shown=progress_bar, done=start) as advance:
+        logging = logging_to(self.tensorboard_log, name, again)
+        with bar("steps", goal, shown=progress_bar, done=start) as advance, logging as self._logged:
             while trainer.timesteps < goal:
                 before = trainer.timesteps
                 figures = trainer.train_interval()
                 advance(trainer.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
+                self._logged(trainer.timesteps, figures)
                 if self.verbose and shown.due():
                     clock = {"time/fps": (trainer.timesteps - start) / (time.monotonic() - began)}
                     print(policies.table({**clock, "time/total_timesteps": trainer.timesteps, **figures}))
@@ -178,17 +186,17 @@ class Agent:
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path, env: Any = None, **foreign: Any) -> Self:
+    def load(cls, path: str | Path, env: Any = None, tensorboard_log: str | Path | None = None, **foreign: Any) -> Self:
         """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser.
 
         Where no `env` is given and its own has no id, or cannot be made, the policy acts; to be trained or evaluated it needs
         `set_env`. `foreign` is for Stable-Baselines3's `device` and others that ask for what is done anyway. Raises `UserError`
         for others, for a folder that holds no policy, and for one of another algorithm.
         """
-        policies.refuse(foreign, "load", ("path", "env"))
+        policies.refuse(foreign, "load", ("path", "env", "tensorboard_log"))
         path = policies.without_zip(Path(path))
         agent = cls.__new__(cls)
-        agent._hold(builder.load_policy(Path(path), env))
+        agent._hold(builder.load_policy(Path(path), env), tensorboard_log)
         saved = builder.name_of(agent.settings.algorithm)
         if cls.algorithm not in (None, saved):
             agent.close()

@@ -66,7 +66,6 @@ def translated(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Stable-Baselines3's arguments that have no equal: the values that ask for nothing, and what to do about others.
-_TRACKED = "psigrad control --report-to tensorboard writes such logs; in Python, a callback gets every figure"
 _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_sde": ((False,), "there is no gSDE here; the noise is log_std_init's, and learned"),
     "sde_sample_freq": ((-1,), "there is no gSDE here"),
@@ -74,7 +73,6 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "clip_range_vf": ((None,), "the critic's loss is not clipped"),
     "stats_window_size": ((100,), "figures are over the last 100 episodes"),
     "optimize_memory_usage": ((False,), "bytes of images are kept as bytes already"),
-    "tensorboard_log": ((None,), _TRACKED),
     "reward_threshold": ((None,), "compare the mean that is returned with it"),
     "replay_buffer_class": ((None,), "DQN's buffer draws uniformly, and there is no HER"),
     "replay_buffer_kwargs": ((None, {}), "DQN's buffer draws uniformly"),
@@ -101,7 +99,6 @@ def without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises `UserError` where they ask for something, and for a schedule that is a function.
     """
     rest = dict(settings)
-    rest.pop("tb_log_name", None)  # without tensorboard_log it names nothing there either
     if "rms_prop_eps" in rest:
         rest["adam_epsilon"] = rest.pop("rms_prop_eps")
     if isinstance(frequency := rest.get("train_freq"), tuple | list) and len(frequency) == 2:

@@ -140,6 +140,27 @@ def test_their_first_examples_of_dqn_and_of_evaluations_run_as_they_stand(tmp_pa
         model.learn(100, reset_num_timesteps=True)
 
 
+def test_figures_go_to_tensorboards_folders_as_stable_baselines3_numbers_them(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def read(name):
+        log = EventAccumulator(str(tmp_path / name / "tensorboard"))
+        log.Reload()
+        return {tag: [event.step for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+
+    agent = PPO("MlpPolicy", "CartPole-v1", tensorboard_log=str(tmp_path), **SMALL)
+    agent.learn(96, callback=EvalCallback(eval_freq=16, n_eval_episodes=2))
+    assert read("PPO_1")["train/value_loss"] == [32, 64, 96] == read("PPO_1")["eval/return/mean"]
+    agent.learn(32, reset_num_timesteps=False, tb_log_name="PPO")
+    assert read("PPO_1")["train/value_loss"] == [32, 64, 96, 128]
+    again = PPO.load(agent.save(tmp_path / "saved"), tensorboard_log=tmp_path)
+    again.learn(32)
+    again.learn(32, tb_log_name="second")
+    assert read("PPO_2")["train/value_loss"] == [160] and read("second_1")["train/value_loss"] == [192]
+    PPO("MlpPolicy", "CartPole-v1", **SMALL).learn(32)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["PPO_1", "PPO_2", "saved", "second_1"]
+
+
 def theirs(kind, *given, **more):
     from stable_baselines3.common import callbacks
 

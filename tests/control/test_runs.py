@@ -241,7 +241,6 @@ def _learn(*arguments, **more):
     [
         (lambda: PPO("MultiInputPolicy", "CartPole-v1"), "needs a Dict"),
         (lambda: PPO("CartPole-v1", use_sde=True), "use_sde is True.*no gSDE"),
-        (lambda: PPO("CartPole-v1", tensorboard_log="logs"), "--report-to tensorboard"),
         (lambda: PPO("CartPole-v1", learning_rate=lambda progress: progress), "lr_scheduler_type='linear'"),
         (lambda: PPO(3), "of type int"),
         (lambda: PPO(lambda: 3, n_envs=1), "of type int"),
