@@ -111,8 +111,18 @@ def _run(arguments: list[str]) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
+        if name in _OF_TRL:
+            raise UserError(f"There is no command {name!r}: {_OF_TRL[name]}.")
         raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS) or '.'}")
     return COMMANDS[name].run(rest)
+
+
+# Commands of TRL that have another name here, and what to type.
+_OF_TRL = {
+    "env": "`psigrad doctor` says what this machine offers and which versions there are",
+    "chat": "`psigrad studio RUNS` chats with checkpoints",
+    "vllm-serve": "a run starts vLLM itself with `--sampler vllm`",
+}
 
 
 def _meant_for_people(error: ValueError) -> bool:

@@ -177,7 +177,8 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         near = nearest(str(first["input"]), words) or "."
         if place.rpartition(".")[2] in _IN_STEPS and isinstance(first["input"], float) and 0 < first["input"] < 1:
             near = ", since steps are counted, not shares of a run."
-        raise UserError(f"{where}{place} is {_brief(first['input'])}; {expected(first['msg'])}{near}") from None
+        what = _MODELS if place in ("reference", "critic", "model.path") else expected(first["msg"])
+        raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):
@@ -237,6 +238,7 @@ _WORDS = {
     "less than": "below",
     "Input should be": "expected",
 }
+_MODELS = "expected the folder or hub name of a model"
 # Counts of steps, where TRL takes a share of the run too.
 _IN_STEPS = ("save_steps", "eval_steps", "logging_steps", "warmup_steps")
 

@@ -69,7 +69,10 @@ def train(
         raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
     eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
-    given: dict[str, Any] = {"data.dataset": _rows(dataset, splits[0]), "data.eval_dataset": _rows(eval_dataset, splits[1])}
+    given: dict[str, Any] = {
+        "data.dataset": _rows(dataset, splits[0]),
+        "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split"),
+    }
     if declared.settings is not RewardConfig:
         given["reward"] = _several(reward)
     given |= _adapter(peft_config, named)
@@ -182,8 +185,10 @@ def evaluate(
     return recipe.run(load(EvalConfig, flags=given)).figures
 
 
-def _rows(dataset: Dataset, split: str = "train") -> Any:
-    """A name as it is; rows as a list, since they are read more than once. Of a `DatasetDict` those of `split`."""
+def _rows(dataset: Dataset, split: str = "train", setting: str = "split") -> Any:
+    """A name as it is; rows as a list, since they are read more than once. Of a `DatasetDict` those of `split`, which `setting`
+    names.
+    """
     if isinstance(dataset, str | os.PathLike):
         return dataset
     if type(dataset).__name__ == "DataFrame":
@@ -192,7 +197,7 @@ def _rows(dataset: Dataset, split: str = "train") -> Any:
     if isinstance(dataset, Mapping):
         if split not in dataset:
             raise UserError(
-                f"The dataset has the splits {', '.join(map(str, dataset))} and none is {split!r}; name one of them as split."
+                f"The dataset has the splits {', '.join(map(str, dataset))} and none is {split!r}; name one of them as {setting}."
             )
         dataset = dataset[split]
     if not isinstance(dataset, Iterable):

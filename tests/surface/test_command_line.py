@@ -91,6 +91,7 @@ def test_the_leaf_names_of_settings_are_unique():
 
 
 MISTAKES = {
+    "TRL's command": (["env"], "There is no command 'env': `psigrad doctor` says"),
     "unknown command": (["grpoo"], "There is no command 'grpoo'.*did you mean 'grpo'"),
     "unknown flag": (["grpo", "--learning-rat", "1"], "There is no flag --learning-rat.*did you mean '--learning-rate'"),
     "unknown override": (

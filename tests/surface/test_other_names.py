@@ -274,7 +274,7 @@ def test_an_object_where_a_name_is_expected_does_not_fill_the_screen():
         def __repr__(self):
             return "Linear()\n" * 100
 
-    with pytest.raises(UserError, match=r"^reference is a Model; expected text\.$"):
+    with pytest.raises(UserError, match=r"^reference is a Model; expected the folder or hub name of a model\.$"):
         load(PreferenceConfig, flags={"reference": Model()})
 
 

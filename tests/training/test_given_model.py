@@ -176,8 +176,11 @@ def test_datasets_frames_and_splits(objects, job, tmp_path):
     ):
         made = psigrad.train("sft", dataset=dataset, eval_dataset=eval_dataset, output_dir=tmp_path / str(i), **short)
         assert digest(made.folder) == digest(named.folder)
-    with pytest.raises(UserError, match=r"has the splits train, test and none is 'validation'"):
-        psigrad.train("sft", dataset=both, split="validation", **short)
+    for setting in ("split", "eval_split"):
+        with pytest.raises(
+            UserError, match=rf"has the splits train, test and none is 'validation'; name one of them as {setting}\.$"
+        ):
+            psigrad.train("sft", dataset=both, eval_dataset=both, **{setting: "validation"}, **short)
 
 
 def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
