@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from psigrad.config import other_names
+from psigrad.config import other_names, zoo_names
 from psigrad.config.elsewhere import elsewhere
 from psigrad.config.nested import Given, put
 from psigrad.errors import UserError, kind_of, nearest
@@ -49,6 +49,8 @@ def load(
     everywhere (other_names.py). Raises `UserError` naming the file or override, the field, the value and what was expected.
     """
     in_file = read_file(path) if path else {}
+    if cls.__name__ == "ControlConfig":
+        in_file = zoo_names.of_environment(in_file, (flags or {}).get("env"), str(path))
     hints = dict(_hints(cls))
     other_names.refuse_two_values(cls, other_names.leaves_of(in_file, cls), f"{path}: ")
     values, given = other_names.divided(cls, in_file, str(path))

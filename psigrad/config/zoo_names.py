@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from psigrad.errors import UserError, nearest
 
 # The same setting under another name.
 SAME = {
@@ -28,5 +31,40 @@ INSTEAD = {
     "eval_freq": "evaluation is asked for by eval_steps",
     "save_freq": "checkpoints are asked for by save_steps and save_minutes",
     "track": "trackers are report_to=wandb, tensorboard or trackio",
+    "policy_kwargs": "write net_arch: [64, 64], activation: relu and log_std_init: -2 as settings",
+    **dict.fromkeys(("env_wrapper", "frame_stack"), "wrappers are wrappers: [module:Class]"),
+    **dict.fromkeys(("conf_file", "trained_agent"), "settings are --config FILE, and a run goes on by the same --output-dir"),
+    **dict.fromkeys(("optimize", "n_trials"), "there is no search for hyperparameters: call psigrad.control from Optuna"),
+    "hyperparameter": "hyperparameters are settings one by one, as learning_rate=1e-3",
+    "tensorboard_log": "trackers are report_to=wandb, tensorboard or trackio",
     "vec_env": "how copies of an environment are stepped is vectorization=serial, sync or async",
 }
+
+
+def of_environment(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str, Any]:
+    """The settings of a file; of one of rl-zoo3's, whose sections are environments, those of `env`, under our names. Without
+    `env` the file must have one section. Raises `UserError` where it has none of that environment.
+    """
+    sections = {name: part for name, part in in_file.items() if isinstance(part, Mapping) and _is_zoo(part)}
+    if not sections or len(sections) < len(in_file):
+        return dict(in_file)
+    name = env if env is not None else next(iter(sections))
+    if name not in sections or (env is None and len(sections) > 1):
+        asked = f"no section {env!r}" if env is not None else "a section for each environment"
+        raise UserError(f"{source} has {asked}; name one of {', '.join(sections)} by --env{nearest(str(name), sections) or '.'}")
+    found: dict[str, Any] = {"env": name}
+    for key, value in sections[name].items():
+        if isinstance(value, str) and key in _SCHEDULES and value.startswith("lin_"):  # falls to 0 from this value
+            found[key], found[_SCHEDULES[key]] = float(value[4:]), "linear"
+        elif key == "normalize":
+            found |= {"normalize_observations": bool(value), "normalize_rewards": bool(value)}
+        else:
+            found[key] = int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value
+    return found
+
+
+_SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_schedule"}
+
+
+def _is_zoo(part: Mapping[str, Any]) -> bool:
+    return "policy" in part or "n_timesteps" in part

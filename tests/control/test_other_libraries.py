@@ -161,6 +161,42 @@ def test_figures_go_to_tensorboards_folders_as_stable_baselines3_numbers_them(tm
     assert sorted(p.name for p in tmp_path.iterdir()) == ["PPO_1", "PPO_2", "saved", "second_1"]
 
 
+ZOO = """
+CartPole-v1:
+  n_envs: 8
+  n_timesteps: !!float 1e5
+  policy: 'MlpPolicy'
+  batch_size: 256
+  learning_rate: lin_0.002
+  clip_range: lin_0.3
+Acrobot-v1:
+  normalize: true
+  n_timesteps: !!float 1e6
+  policy: 'MlpPolicy'
+  ent_coef: 0.0
+"""
+
+
+def test_a_settings_file_of_rl_zoo3_is_read(tmp_path):
+    from psigrad.config import ControlConfig
+    from psigrad.config.load import load
+
+    (tmp_path / "ppo.yml").write_text(ZOO)
+    found = load(ControlConfig, tmp_path / "ppo.yml", flags={"env": "CartPole-v1"})
+    assert (found.total_timesteps, found.batch_size, found.learning_rate, found.clip_range) == (100_000, 256, 0.002, 0.3)
+    assert found.lr_scheduler_type == found.clip_range_schedule == "linear" and not found.normalize_rewards
+    other = load(ControlConfig, tmp_path / "ppo.yml", flags={"env": "Acrobot-v1", "n_timesteps": 99})
+    assert other.normalize_observations and other.normalize_rewards and other.total_timesteps == 99
+    (tmp_path / "one.yml").write_text(ZOO.partition("Acrobot")[0])
+    assert load(ControlConfig, tmp_path / "one.yml") == found
+    for env, said in (("CartPole-v0", "no section 'CartPole-v0'.*did you mean 'CartPole-v1'"), (None, "name one of CartPole-v1")):
+        with pytest.raises(UserError, match=said):
+            load(ControlConfig, tmp_path / "ppo.yml", flags={"env": env} if env else {})
+    (tmp_path / "kwargs.yml").write_text(ZOO.partition("Acrobot")[0] + '  policy_kwargs: "dict(net_arch=[64])"\n')
+    with pytest.raises(UserError, match="net_arch: \\[64, 64\\]"):
+        load(ControlConfig, tmp_path / "kwargs.yml")
+
+
 def theirs(kind, *given, **more):
     from stable_baselines3.common import callbacks
 
