@@ -191,7 +191,7 @@ INSTEAD = {
         ),
         _MEMORY,
     ),
-    **dict.fromkeys(("bf16", "fp16"), "the precision is dtype=bfloat16 or dtype=float32"),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "the precision is dtype=bfloat16 or dtype=float32"),
     "use_vllm": "vLLM is asked for by sampler=vllm",
     "vllm_mode": "vLLM runs in a process of its own beside the trainer, or in the samplers of a cluster (cluster=auto)",
     "use_peft": "an adapter is asked for by lora_rank=16",
@@ -212,13 +212,19 @@ INSTEAD = {
     "n_epochs": "passes over a batch are num_iterations",
     "sync_ref_model": "the reference follows the policy with ref_model_sync_steps=512",
     "repetition_penalty": "completions are drawn from the policy as it is; temperature, top_p, top_k and min_p shape it",
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), "models are sharded by strategy=fsdp"),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "accelerate_config"), "models are sharded by strategy=fsdp, on processes=2 or more"
+    ),
     "shuffle_dataset": "rows are shuffled in every epoch",
     "use_liger_kernel": "the log-probs are computed in chunks by kernels of psigrad's own",
     "assistant_only_loss": "messages teach the assistant's turns alone; rows of text teach all of it",
     "packing": "sequences are always packed and never attend to each other; leave it out, and give the rows of a step as "
     "batch_size, since TRL counts packs of max_length tokens",
     **zoo_names.INSTEAD,
+    # of TRL's and accelerate's commands
+    "datasets": "several datasets are dataset=[a.jsonl:0.7, b.jsonl:0.3]",
+    "env": "environment variables are set in the shell, and those that a reward needs are named by worker_env",
+    "num_machines": "on several machines torchrun or SLURM starts the processes",
     "trainer.nnodes": "on several machines torchrun or SLURM starts the processes",
     "algorithm.use_kl_in_reward": "where the KL term acts is algorithm.kl.where=reward",
     "actor_rollout_ref.rollout.name": "the sampler is sampler=embedded, transformers or vllm",

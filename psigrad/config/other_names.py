@@ -67,7 +67,7 @@ SAME = {
     "trainer.save_freq": "run.save_steps",
     "trainer.test_freq": "evaluation.eval_steps",
     "trainer.default_local_dir": "run.output_dir",
-    "trainer.n_gpus_per_node": "placement.processes",
+    **dict.fromkeys(("trainer.n_gpus_per_node", "num_processes"), "placement.processes"),
     **zoo_names.SAME,
     # parts of the algorithm (shortcuts.py)
     **dict.fromkeys(("kl_coef", "init_kl_coef", "actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"), "beta"),

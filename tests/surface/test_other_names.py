@@ -430,6 +430,15 @@ def test_a_warm_up_that_is_a_share_of_the_run_is_computed_where_its_steps_are_kn
         load(SFTConfig, flags=resolve_names(SFTConfig, {"warmup_ratio": 5}))
 
 
+@pytest.mark.parametrize("name", ["accelerate_config", "mixed_precision", "num_machines", "datasets", "env"])
+def test_what_trls_command_takes_besides_is_answered(name, tmp_path, capsys):
+    assert cli.main(["sft", f"--{name}", "a_value"]) == 2
+    assert f"There is no flag --{name}: {INSTEAD[name]}." in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"There is no setting '{name}': "):
+        from_file(f"{name}: [{{path: a}}]", tmp_path, SFTConfig)
+    assert parsed("--num_processes", "2").placement.processes == 2
+
+
 def test_what_trl_leaves_unset_is_unset_under_our_name_too(tmp_path):
     unset = {"ref_model": None, "model_revision": None}
     assert load(PreferenceConfig, flags=resolve_names(PreferenceConfig, unset)) == load(PreferenceConfig)
