@@ -102,6 +102,9 @@ def validate(raw: object, form: Form, source: str) -> Row:
     for name in raw:
         if not isinstance(name, str):
             check.fail("", f"has the column name {show(name)}; names must be strings")
+    if form == "sft" and not raw.keys() & {"prompt", "completion", "messages", "text"}:
+        what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
+        check.fail("prompt", f"{what} (found: {_found(raw)})")
     wanted = _resolve(raw, form)
     columns = {name: value for name, value in raw.items() if name not in _OWN[wanted]}
     check.columns(columns, prompt_only=wanted == "prompt-only")
@@ -133,6 +136,11 @@ def fitting(raw: object) -> str:
             validate(raw, form, "row")
             return form
     return ""
+
+
+def _found(raw: Mapping[str, Any]) -> str:
+    """The columns of a row, for a message."""
+    return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
 
 def _resolve(raw: Mapping[str, Any], form: Form) -> str:
@@ -204,8 +212,7 @@ class _Check:
 
     def present(self, raw: Mapping[str, Any], column: str) -> Any:
         if column not in raw:
-            found = ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
-            self.fail(column, f"is missing (found: {found}{nearest(column, raw)})")
+            self.fail(column, f"is missing (found: {_found(raw)}{nearest(column, raw)})")
         if raw[column] is None:
             self.fail(column, "is null; it must be a string or a list of messages")
         return raw[column]

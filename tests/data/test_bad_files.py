@@ -129,6 +129,7 @@ FORMS = [
     row("text not a string", {"text": 4}, "text", "a number", form="messages"),
     row("tool calls of a user", {"messages": [USER | {"tool_calls": [1]}, BOT]}, "messages[0].tool_calls", form="messages"),
     row("neither form", {"question": "a"}, "prompt", "missing", "question", form="sft"),
+    row("no form of sft", {"conversations": []}, "prompt", "so are messages and text", "(found: conversations)", form="sft"),
 ]
 LISTS = [
     listed("list cut short", '[\n{"prompt": "a"},\n{"prompt": "b"', "my.json:3", "not JSON"),
