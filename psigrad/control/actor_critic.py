@@ -38,7 +38,8 @@ class ActorCritic:
 
     `critic` "separate" gives each critic hidden layers of its own, "shared" puts the values beside the policy's outputs on one
     trunk. `of_actions` makes them critics Q(s, a) of a discrete policy's actions; V(s) is then Σ_a π(a|s)·Q(s, a). An `image`
-    goes through the convolutions that `cnn` names first, which policy and critics share.
+    goes through the convolutions that `cnn` names first, which policy and critics share; it begins at number `at` of an
+    observation.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ActorCritic:
         n_critics: int = 1,
         of_actions: bool = False,
         image: Image | None = None,
+        at: int = 0,
         cnn: Kind = "auto",
     ) -> None:
         self.distribution, self.n_critics, self.of_actions = distribution, n_critics, of_actions
@@ -60,7 +62,9 @@ class ActorCritic:
         outputs = (own + n_critics * width,) if self.shared else (own, *[width] * n_critics)
         convolutions = layers_for(cnn, image)
         if image is not None and convolutions:
-            self.towers: Towers = ConvolvedTowers(image, convolutions, hidden, outputs, activation, distribution.extra)
+            beside = observation - image.channels * image.height * image.width
+            extra = distribution.extra
+            self.towers: Towers = ConvolvedTowers(image, convolutions, hidden, outputs, activation, extra, at, beside)
         else:
             self.towers = Towers(observation, hidden, outputs, activation, distribution.extra)
 

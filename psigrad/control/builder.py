@@ -95,6 +95,7 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
         config.network.n_critics if has_critic else 0,
         of_actions=of_actions,
         image=envs.image,
+        at=envs.image_at,
         cnn=config.network.cnn,
     )
     normalizer = Normalizer(envs.size, envs.count, config.gamma, config.normalize_observations, config.normalize_rewards)

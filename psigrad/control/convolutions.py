@@ -77,7 +77,10 @@ def _sizes(image: Image, layers: Sequence[Convolution]) -> list[tuple[int, int]]
 
 
 class ConvolvedTowers(Towers):
-    """`Towers` on the features of convolutions, which see an observation [M, D] as the image that it was."""
+    """`Towers` on the features of convolutions, which see an observation [M, D] as the image that it was.
+
+    Of D numbers the image's begin at `at`; the `beside` others join the features, as in Stable-Baselines3's CombinedExtractor.
+    """
 
     def __init__(
         self,
@@ -87,13 +90,15 @@ class ConvolvedTowers(Towers):
         outputs: Sequence[int],
         activation: Activation = "tanh",
         extra: int = 0,
+        at: int = 0,
+        beside: int = 0,
     ) -> None:
-        self.image, self.convolutions = image, tuple(convolutions)
+        self.image, self.convolutions, self.at, self.beside = image, tuple(convolutions), at, beside
         widths = [image.channels, *(c.channels for c in convolutions)]
         self._kernels = [(c.channels, before, c.kernel, c.kernel) for before, c in zip(widths, convolutions, strict=False)]
         height, width = _sizes(image, convolutions)[-1]
         front = sum(math.prod(shape) + shape[0] for shape in self._kernels)
-        super().__init__(widths[-1] * height * width, hidden, outputs, activation, extra, front)
+        super().__init__(widths[-1] * height * width + beside, hidden, outputs, activation, extra, front)
 
     def kernels(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Weights [out, in, k, k] and biases [out] of each convolution, as views of a flat vector."""
@@ -107,15 +112,16 @@ class ConvolvedTowers(Towers):
     def seen(self, x_MD: Tensor, flat: Tensor) -> Tensor:
         """Features [M, F] of flat observations."""
         image = self.image
+        end = self.at + image.channels * image.height * image.width
         if image.channels_last:
-            h = x_MD.view(-1, image.height, image.width, image.channels).permute(0, 3, 1, 2)
+            h = x_MD[:, self.at : end].reshape(-1, image.height, image.width, image.channels).permute(0, 3, 1, 2)
         else:
-            h = x_MD.view(-1, image.channels, image.height, image.width)
+            h = x_MD[:, self.at : end].reshape(-1, image.channels, image.height, image.width)
         # a normaliser may have made other numbers of the bytes already
         h = h.to(flat.dtype) / 255 if x_MD.dtype == torch.uint8 else h
         for layer, (weight, bias) in zip(self.convolutions, self.kernels(flat), strict=True):
             h = torch.relu(conv2d(h, weight, bias, stride=layer.stride))
-        return h.flatten(1)
+        return torch.cat([h.flatten(1), x_MD[:, : self.at], x_MD[:, end:]], 1) if self.beside else h.flatten(1)
 
     def record(self, x_MD: Tensor) -> Tape:
         """The same, ready to be differentiated once."""

@@ -66,15 +66,15 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         return sum(choices), one_hot
     if isinstance(space, spaces.Dict | spaces.Tuple):
         keys, parts = list(_parts(space)), list(_parts(space).values())
-        if pictured := [key for key, part in zip(keys, parts, strict=True) if image(part) is not None]:
+        if sum(picture(part)[1] is not None for part in parts) > 1:
             raise UserError(
-                f"The observation's part {pictured[0]!r} is an image beside other parts, {space}; expected an image alone, or "
-                "parts that are none: choose parts by gymnasium.wrappers.FilterObservation, or for MiniGrid by "
-                "minigrid.wrappers:ImgObsWrapper (wrappers=…)."
+                f"The observation has several images, {space}; expected one, beside other parts or alone: choose parts by "
+                "gymnasium.wrappers.FilterObservation, or stack the images as channels of one."
             )
         flattened = [observations(part) for part in parts]
+        # bytes of an image are scaled here: beside other numbers they cannot stay bytes
         makers = [(key, make) for key, (_, make) in zip(keys, flattened, strict=True)]
-        return sum(size for size, _ in flattened), lambda o: np.concatenate([make(o[key]) for key, make in makers], 1)
+        return sum(size for size, _ in flattened), lambda o: np.concatenate([_scaled(make(o[key])) for key, make in makers], 1)
     raise UserError(
         f"The observation space is {space}; expected Discrete, MultiDiscrete, MultiBinary, a Box of numbers or an image, or a "
         "Dict or Tuple of such; wrap the environment, for example (wrappers=…) with gymnasium.wrappers.FlattenObservation or "
@@ -97,6 +97,23 @@ def image(space: Space) -> Image | None:
     last = space.shape[2] <= space.shape[0]
     channels, height, width = (space.shape[2], *space.shape[:2]) if last else space.shape
     return Image(channels, height, width, last, space.dtype == np.uint8)
+
+
+def picture(space: Space) -> tuple[int, Image | None]:
+    """The image of an observation or of one of its parts, behind the number at which it begins in the flat vector."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return 0, image(space)
+    at = 0
+    for part in _parts(space).values():
+        inner, found = picture(part)
+        if found is not None:
+            return at + inner, found
+        at += observations(part)[0]
+    return 0, None
+
+
+def _scaled(part: Array) -> Array:
+    return part.astype(np.float32) / 255 if part.dtype == np.uint8 else part
 
 
 def stacked(space: Space, items: Sequence[Any]) -> Any:

@@ -64,9 +64,9 @@ class Environments:
         self.distribution, self.to_env = meanings.actions(vector.single_action_space)
         self._space = vector.single_observation_space
         self.size, self._flatten = meanings.observations(self._space)
-        self.image = meanings.image(self._space)
+        self.image_at, self.image = meanings.picture(self._space)
         # bytes stay bytes: a replay buffer of them takes a quarter of the room
-        self.dtype = np.uint8 if self.image and self.image.bytes else np.float32
+        self.dtype = np.uint8 if (seen := meanings.image(self._space)) and seen.bytes else np.float32
         self._resting = np.zeros(self.count, bool)
         self.cut_at = 0
         """Steps after which an episode is cut here, not by the environment itself; 0: never."""

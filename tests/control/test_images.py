@@ -230,3 +230,63 @@ def test_environments_are_exchanged_for_others_with_the_same_spaces_only():
     assert agent.num_timesteps == 64
     with pytest.raises(UserError, match="which this policy was made for"):
         agent.set_env("CartPole-v1")
+
+
+class Sign(gym.Env):
+    """One step: the action must name the flag and the picture's bright side. Who sees one alone is right half the time."""
+
+    observation_space = gym.spaces.Dict(
+        {
+            "flag": gym.spaces.Discrete(2),
+            "picture": gym.spaces.Box(0, 255, (6, 6, 1), np.uint8),
+            "wind": gym.spaces.Box(-1, 1, (2,)),
+        }
+    )
+    action_space = gym.spaces.Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.flag, self.side = (int(x) for x in self.np_random.integers(0, 2, 2))
+        picture = np.zeros((6, 6, 1), np.uint8)
+        picture[:, 3 * self.side : 3 * self.side + 3] = 255
+        return {"flag": self.flag, "picture": picture, "wind": np.zeros(2, np.float32)}, {}
+
+    def step(self, action):
+        right = float(action == 2 * self.flag + self.side)
+        return self.reset()[0], right, True, False, {}
+
+
+def test_an_image_beside_other_parts_is_seen_as_one_and_the_others_join_its_features(tmp_path):
+    envs = vector.make(Sign, 3)
+    seen = torch.from_numpy(envs.reset(0))
+    assert (envs.image_at, seen.shape[1]) == (2, 2 + 36 + 2) and set(seen[:, 2:38].unique().tolist()) == {0.0, 1.0}
+    towers = ConvolvedTowers(envs.image, LAYERS["small"], (8,), (2, 1), "relu", at=2, beside=4)
+    towers.initialise(0, [1.0, 1.0])
+    alone = ConvolvedTowers(envs.image, LAYERS["small"], (8,), (2, 1), "relu")
+    for (weight, bias), (own, shift) in zip(alone.kernels(alone.flat.data), towers.kernels(towers.flat.data), strict=True):
+        weight.copy_(own), bias.copy_(shift)
+    features = alone.seen(seen[:, 2:38], alone.flat)
+    assert torch.equal(towers.seen(seen, towers.flat), torch.cat([features, seen[:, :2], seen[:, 38:]], 1))
+    out = towers.plain(seen)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    (expected,) = torch.autograd.grad((out * slope).sum(), towers.flat)
+    torch.testing.assert_close(towers.record(seen).backward(slope), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_policy_learns_from_an_image_and_a_flag_together(tmp_path):
+    agent = PPO("MultiInputPolicy", Sign, learning_rate=3e-3, n_epochs=4, batch_size=128, n_envs=8, n_steps=64)
+    assert evaluate_policy(agent, n_eval_episodes=200)[0] < 0.6
+    agent.learn(8_000)
+    assert evaluate_policy(agent, n_eval_episodes=200)[0] > 0.95
+    again = PPO.load(agent.save(tmp_path / "saved"))
+    one = Sign().reset(seed=3)[0]
+    assert again.predict(one, deterministic=True) == agent.predict(one, deterministic=True)
+    DQN(Sign, n_envs=1, batch_size=8, learning_starts=10).learn(64)
+
+
+def test_two_images_are_refused():
+    class Two(Sign):
+        observation_space = gym.spaces.Dict({name: gym.spaces.Box(0, 255, (6, 6, 1), np.uint8) for name in "ab"})
+
+    with pytest.raises(UserError, match=r"several images.*FilterObservation"):
+        PPO(Two)
