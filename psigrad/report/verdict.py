@@ -79,7 +79,10 @@ def _judged(run: RunData) -> tuple[str, Mood, list[str]]:
 def _change(name: str, first: tuple[float, float, float], last: tuple[float, float, float]) -> tuple[str, Mood, list[str]]:
     """What to say of two (mean, low, high)."""
     said = [f"held-out {name} {_with(*first)} → {_with(*last)}"]
-    change, chance = last[0] - first[0], math.hypot(*((high - low) / 2 for _, low, high in (first, last)))
+    halves = [(high - low) / 2 for _, low, high in (first, last)]
+    # before the first step a preference loss orders nothing: of ties alone the interval has no width, and a coin's would have one
+    chance = math.hypot(*(half or max(halves) for half in halves))
+    change = last[0] - first[0]
     if not math.isfinite(change):
         return "Unknown", "bad", said
     if math.isnan(chance):

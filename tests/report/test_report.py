@@ -99,6 +99,10 @@ ORDERED = [f"eval/rewards/accuracies{part}" for part in ("", "/low", "/high")]
             [{"step": s, "eval/loss": 2.0 - s} | dict(zip(ORDERED, (0.5, 0.4, 0.6 + s / 8), strict=True)) for s in (0, 1)],
             "No clear change: held-out accuracy 0.5 [0.4, 0.6] → 0.5 [0.4, 0.725]",
         ),
+        (
+            [{"step": s} | dict(zip(ORDERED, pair, strict=True)) for s, pair in enumerate(((0.5,) * 3, (0.62, 0.52, 0.72)))],
+            "No clear change: held-out accuracy 0.5 [0.5, 0.5] → 0.62 [0.52, 0.72]",
+        ),
         ([{"step": s, "eval/a/mean": "NaN"} for s in (0, 1)], "Unknown: held-out a – → –"),
     ],
 )
