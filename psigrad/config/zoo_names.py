@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,13 +58,32 @@ def of_environment(in_file: Mapping[str, Any], env: Any, source: str) -> dict[st
         if isinstance(value, str) and key in _SCHEDULES and value.startswith("lin_"):  # falls to 0 from this value
             found[key], found[_SCHEDULES[key]] = float(value[4:]), "linear"
         elif key == "normalize":
-            found |= {"normalize_observations": bool(value), "normalize_rewards": bool(value)}
+            found |= _normalized(value, source)
         else:
             found[key] = int(value) if isinstance(value, float) and value.is_integer() and value > 1 else value
     return found
 
 
 _SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_schedule"}
+
+
+def _normalized(value: Any, source: str) -> dict[str, Any]:
+    """rl-zoo3's `normalize`: yes, no, or VecNormalize's arguments, which it writes as the text of a dict."""
+    try:
+        asked = ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError):
+        asked = None
+    if isinstance(asked, Mapping):
+        of, rewards = asked.get("norm_obs", True), asked.get("norm_reward", True)
+        rest = set(asked) - {"norm_obs", "norm_reward"}
+        if isinstance(of, bool) and isinstance(rewards, bool) and not rest:
+            return {"normalize_observations": of, "normalize_rewards": rewards}
+    elif isinstance(asked, bool):
+        return {"normalize_observations": asked, "normalize_rewards": asked}
+    raise UserError(
+        f"{source}: normalize is {value!r}; expected true, false, or norm_obs and norm_reward with true or false. Other settings "
+        "of VecNormalize have no equal here."
+    )
 
 
 def _is_zoo(part: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from psigrad.control import policies
-from psigrad.control.agents import Agent, Callback, evaluate_policy
+from psigrad.control.agents import DQN, Agent, Callback, evaluate_policy
 from psigrad.errors import UserError
 
 MEAN_RETURN = "eval/return/mean"
@@ -115,13 +115,22 @@ class StopTrainingOnRewardThreshold:
 class CheckpointCallback:
     """Saves the policy after every `save_freq` steps of each copy, as the folder `save_path`/`name_prefix`_N_steps.
 
+    With `save_replay_buffer` a DQN's transitions go to `name_prefix`_replay_buffer_N_steps.safetensors.
+
     Raises `UserError` for Stable-Baselines3's other arguments where they ask for something.
     """
 
     def __init__(
-        self, save_freq: int, save_path: str | Path, name_prefix: str = "rl_model", verbose: int = 0, **foreign: Any
+        self,
+        save_freq: int,
+        save_path: str | Path,
+        name_prefix: str = "rl_model",
+        save_replay_buffer: bool = False,
+        verbose: int = 0,
+        **foreign: Any,
     ) -> None:
-        policies.refuse(foreign, "CheckpointCallback", ("save_freq", "save_path", "name_prefix"))
+        policies.refuse(foreign, "CheckpointCallback", ("save_freq", "save_path", "name_prefix", "save_replay_buffer"))
+        self.save_replay_buffer = save_replay_buffer
         self.save_path, self.name_prefix, self.verbose = Path(save_path), name_prefix, verbose
         self._every = _Every("save_freq", save_freq)
 
@@ -129,5 +138,7 @@ class CheckpointCallback:
         """Save the agent when it is due."""
         if self._every.due(agent):
             saved = agent.save(self.save_path / f"{self.name_prefix}_{agent.num_timesteps}_steps")
+            if self.save_replay_buffer and isinstance(agent, DQN):
+                agent.save_replay_buffer(self.save_path / f"{self.name_prefix}_replay_buffer_{agent.num_timesteps}_steps")
             if self.verbose:
                 print(f"saved {saved}")

@@ -23,10 +23,12 @@ from psigrad.config import ControlConfig
 from psigrad.config.load import to_dict
 from psigrad.control import builder, policies, vector
 from psigrad.control.distributions import Array
+from psigrad.control.dqn import DQNTrainer
 from psigrad.control.run import played
 from psigrad.control.tensorboard import Log, logging_to
 from psigrad.control.trainer import Trainer, generator
 from psigrad.errors import UserError, kind_of
+from psigrad.records import checkpoint
 from psigrad.training.progress import bar
 from psigrad.training.session import prepare_torch
 
@@ -284,3 +286,24 @@ class DQN(Agent):
     """Deep Q-learning (Mnih et al. 2015); `double_q=True` for Double DQN."""
 
     algorithm = "dqn"
+    _trainer: DQNTrainer
+
+    def save_replay_buffer(self, path: str | Path) -> Path:
+        """The transitions as a safetensors file, whose path is returned; `save` leaves them out."""
+        file = policies.tensors_file(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.save_tensors(file, self._trainer.replay.tensors())
+        return file
+
+    def load_replay_buffer(self, path: str | Path) -> None:
+        """What `save_replay_buffer` wrote, in place of the transitions that are there; of more than `buffer_size` the last.
+
+        Raises `UserError` where there is no such file, or it holds other observations.
+        """
+        file = policies.tensors_file(path)
+        if not file.is_file():
+            raise UserError(f"There is no file {str(file)!r}; give what save_replay_buffer returned.")
+        try:
+            self._trainer.replay.take(checkpoint.load_tensors(file))
+        except ValueError as error:
+            raise UserError(f"{file} is no replay buffer of this agent: {error}.") from error

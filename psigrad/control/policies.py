@@ -83,7 +83,6 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "reset_num_timesteps": ((False,), "steps are always counted on; for a fresh start make a new agent"),
     "callback": ((None,), "return_episode_rewards=True gives every episode"),
     "render": ((False,), "psigrad control --video draws an episode"),
-    "save_replay_buffer": ((False,), "psigrad control keeps whole checkpoints, the replay buffer among them"),
     "save_vecnormalize": ((True, False), "a saved policy holds what was normalised"),
     "warn": ((True, False), ""),
     "custom_objects": ((None,), "nothing in a saved policy is code"),
@@ -188,10 +187,8 @@ _ATTRIBUTES = {
     "get_parameters": "save writes the weights as model.safetensors",
     "set_parameters": "load reads what save wrote",
     "set_random_seed": "the seed is a setting: seed=0",
-    **dict.fromkeys(
-        ("save_replay_buffer", "load_replay_buffer", "replay_buffer", "rollout_buffer"),
-        "psigrad control keeps whole checkpoints and goes on from them",
-    ),
+    **dict.fromkeys(("save_replay_buffer", "load_replay_buffer"), "only DQN has a replay buffer"),
+    **dict.fromkeys(("replay_buffer", "rollout_buffer"), "psigrad control keeps whole checkpoints and goes on from them"),
     "ep_info_buffer": "the figures of episodes are rollout/ep_rew_mean and rollout/ep_len_mean of a callback",
 }
 
@@ -200,6 +197,12 @@ def no_attribute(of: str, name: str, settings: Mapping[str, Any]) -> str:
     """The sentence for an attribute that an agent has not."""
     advice = f"it is a setting: agent.settings.{name}" if name in settings else _ATTRIBUTES.get(name, "")
     return f"{of} has no attribute {name!r}{': ' if advice else '.'}{advice}"
+
+
+def tensors_file(path: str | Path) -> Path:
+    """The safetensors file of that name, or of Stable-Baselines3's, which has no ending or .pkl."""
+    file = Path(path)
+    return file.with_suffix(".safetensors") if file.suffix in ("", ".pkl") else file
 
 
 def without_zip(path: Path) -> Path:

@@ -64,6 +64,19 @@ class ReplayBuffer:
         stored = {name: torch.from_numpy(data[: len(self)].copy()) for name, data in self._data.items()}
         return {**stored, "added": torch.tensor(self.added)}
 
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """The transitions of another buffer's `tensors`, oldest first, in place of those here; of more than fit the last.
+
+        Raises `ValueError` where they are of other observations.
+        """
+        for name, data in self._data.items():
+            if name not in tensors or tensors[name].shape[1:] != data.shape[1:]:
+                found = f"{name} of shape {list(tensors[name].shape[1:])}" if name in tensors else f"no {name}"
+                raise ValueError(f"it holds {found}; expected shape {list(data.shape[1:])}")
+        oldest = int(tensors["added"]) % max(1, len(tensors["action"])) if "added" in tensors else 0
+        self.added = 0
+        self.add(**{name: np.roll(tensors[name].numpy(), -oldest, 0)[-self.capacity :] for name in self._data})
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`."""
         self.added = int(tensors["added"])

@@ -77,6 +77,12 @@ def test_the_ring_keeps_the_newest():
     other = ReplayBuffer(5, 1)
     other.load(ring.tensors())
     torch.testing.assert_close(other.sample(9, np.random.default_rng(1)).reward, ring.sample(9, np.random.default_rng(1)).reward)
+    for capacity, kept in ((3, [6, 7, 8]), (7, [4, 5, 6, 7, 8])):
+        taken = ReplayBuffer(capacity, 1)
+        taken.take(ring.tensors())
+        assert taken._data["action"][: len(taken)].tolist() == kept
+    with pytest.raises(ValueError, match=r"observation of shape \[1\]; expected shape \[2\]"):
+        ReplayBuffer(5, 2).take(ring.tensors())
     with pytest.raises(ValueError, match="learning_starts"):
         ReplayBuffer(5, 1).sample(1, np.random.default_rng(0))
 

@@ -197,6 +197,50 @@ def test_a_settings_file_of_rl_zoo3_is_read(tmp_path):
         load(ControlConfig, tmp_path / "kwargs.yml")
 
 
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("true", (True, True)),
+        ("false", (False, False)),
+        ("\"{'norm_obs': True, 'norm_reward': False}\"", (True, False)),
+        ("\"{'norm_obs': False}\"", (False, True)),
+        ("{norm_obs: true, norm_reward: false}", (True, False)),
+        ('"dict(norm_obs=True)"', None),
+        ("{clip_obs: 5}", None),
+    ],
+)
+def test_normalize_of_rl_zoo3_is_read_or_refused(written, found, tmp_path):
+    from psigrad.config import ControlConfig
+    from psigrad.config.load import load
+
+    (tmp_path / "ppo.yml").write_text(f"CartPole-v1:\n  policy: MlpPolicy\n  normalize: {written}\n")
+    if found is None:
+        with pytest.raises(UserError, match=r"ppo.yml: normalize is .*; expected true, false, or norm_obs"):
+            load(ControlConfig, tmp_path / "ppo.yml")
+    else:
+        made = load(ControlConfig, tmp_path / "ppo.yml")
+        assert (made.normalize_observations, made.normalize_rewards) == found
+
+
+def test_a_replay_buffer_is_saved_and_loaded_as_in_stable_baselines3(tmp_path):
+    settings = {"tuned": False, "learning_starts": 16, "train_freq": 4, "buffer_size": 100, "batch_size": 8}
+    agent = DQN(Chain, **settings)
+    agent.learn(64, CheckpointCallback(8, tmp_path / "logs", save_replay_buffer=True))
+    assert (tmp_path / "logs" / "rl_model_replay_buffer_64_steps.safetensors").is_file()
+    saved = agent.save_replay_buffer(tmp_path / "new" / "buffer.pkl")
+    assert saved == tmp_path / "new" / "buffer.safetensors"
+    other = DQN(Chain, **settings)
+    other.load_replay_buffer(tmp_path / "new" / "buffer")
+    ours, theirs = (a._trainer.replay.tensors() for a in (agent, other))
+    assert len(ours["action"]) == 64 and all((ours[name] == theirs[name]).all() for name in ours)
+    with pytest.raises(UserError, match="There is no file"):
+        other.load_replay_buffer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no replay buffer of this agent: it holds observation of shape \[4\]"):
+        DQN("MountainCar-v0", **settings).load_replay_buffer(saved)
+    with pytest.raises(AttributeError, match="only DQN has a replay buffer"):
+        PPO(Chain, **SMALL).save_replay_buffer(tmp_path / "x")
+
+
 def theirs(kind, *given, **more):
     from stable_baselines3.common import callbacks
 
@@ -243,7 +287,6 @@ def test_callbacks_of_stable_baselines3_are_answered_with_ours(make, said):
         (lambda: PPO("CartPole-v1", **SMALL).learn(float("nan")), "total_timesteps is nan"),
         (lambda: PPO("CartPole-v1", **SMALL).learn(64, log_interval=0), "log_interval is 0"),
         (lambda: EvalCallback(callback_after_eval=3), "of type int"),
-        (lambda: CheckpointCallback(9, "logs", save_replay_buffer=True), "save_replay_buffer is True"),
         (lambda: PPO("CartPole-v1", **SMALL).learn(64, callback=StopTrainingOnRewardThreshold(3)), "callback_on_new_best"),
         (lambda: Agent("Pendulum-v1", algorithm="sac"), "no algorithm 'sac'.*PPO, A2C and TRPO"),
         (lambda: PPO(env="CartPole-v1", algorithm="recurrent_ppo"), "FrameStackObservation"),
