@@ -206,7 +206,7 @@ INSTEAD = {
     "save_strategy": "checkpoints are asked for by save_steps and save_minutes; the last step is always kept",
     **dict.fromkeys(("optim", "optim_args"), "the optimiser is AdamW"),
     "warmup_ratio": "it is a share of max_steps, from 0 to 1; warmup_steps counts steps",
-    "args": "settings are given one by one; psigrad from-trl SCRIPT writes those of a configuration of TRL",
+    "args": "psigrad.train takes a configuration of TRL; in a file or as flags settings are given one by one",
     "overwrite_output_dir": "a run goes on from its newest checkpoint; for a fresh one give another output_dir",
     "resume_from_checkpoint": "the same command goes on from its newest checkpoint",
     "n_epochs": "passes over a batch are num_iterations",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
+from psigrad.config.trl_fields import METHODS
+from psigrad.config.trl_object import convert_object
 from psigrad.errors import UserError
 from psigrad.objective import PolicyGradient
 from psigrad.parallel import launch
@@ -49,12 +52,16 @@ def train(
     - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
     - `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name
       (**{"optim.learning_rate": 1e-5}); the defaults are the command's. TRL's names are taken too: `train_dataset`,
-      `processing_class`, `reward_funcs`, `per_device_train_batch_size`.
+      `processing_class`, `reward_funcs`, `per_device_train_batch_size`; and `args`, a configuration such as `GRPOConfig(…)`,
+      whose fields are converted as `psigrad from-trl` does. Settings that are given besides come first.
 
     Raises `UserError` on a mistake.
 
         psigrad.train("grpo", model="Qwen/Qwen3-0.6B", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
     """
+    given_by = settings.pop("args", None)
+    if given_by is not None:
+        method, settings = _of_trl(given_by, method, settings, held_out=eval_dataset is not None)
     declared = of_spec(method)
     processing = settings.pop("processing_class", None)
     if tokenizer is not None and processing is not None:
@@ -82,6 +89,25 @@ def train(
     else:
         given |= _in_memory(objects, named, of_spec(method).settings.__name__.removesuffix("Config").lower())
     return run(load(declared.settings, flags={**declared.defaults, **named, **given}), objects)
+
+
+def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
+    """The method and the settings of a configuration of TRL, with those that were given besides; what differs is a warning."""
+    found = convert_object(args)
+    asked = METHODS[type(args).__name__][0]
+    if method not in (asked, found.method):
+        raise UserError(
+            f"args is a {type(args).__name__}, which is for {asked}, and the method is {method!r}; give "
+            f'psigrad.train("{found.method}", …).'
+        )
+    for difference in found.differs:
+        warnings.warn(difference, stacklevel=3)
+    own = resolve_names(of_spec(found.method).settings, settings)
+    if held_out:  # TRL holds nothing out by itself, and the conversion says so
+        found.settings.pop("evaluation.eval_prompts", None)
+    rest = {name: value for name, value in found.settings.items() if name not in own}
+    parts = {name.partition(".")[2]: rest.pop(name) for name in list(rest) if name.startswith(("algorithm.", "loss."))}
+    return {"preset": found.method, **parts} if parts else found.method, {**rest, **settings}
 
 
 def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
