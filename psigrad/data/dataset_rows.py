@@ -13,7 +13,7 @@ import json
 import math
 import numbers
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 from psigrad.errors import UserError, nearest
@@ -126,6 +126,21 @@ def validate(raw: object, form: Form, source: str) -> Row:
     if raw.get("messages") is None and raw.get("text") is not None:
         return Row(source, completion=check.text(raw["text"], "text", "a string"), columns=columns)
     return Row(source, messages=check.messages(raw), columns=columns)
+
+
+def rows_of(raw: object, form: Form, source: str) -> list[Row]:
+    """The rows that one as read comes to: itself, checked, and of a pair where labelled answers are wanted both, as TRL does.
+
+    Raises `RowError`.
+    """
+    is_pair = isinstance(raw, Mapping) and raw.get("completion") is None and {"chosen", "rejected"} <= raw.keys()
+    if form != "unpaired-preference" or not is_pair:
+        return [validate(raw, form, source)]
+    pair = validate(raw, "preference", source)
+    return [
+        replace(pair, completion=answer, rejected=None, label=answer is pair.completion)
+        for answer in (pair.completion, pair.rejected)
+    ]
 
 
 def fitting(raw: object) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from psigrad.data import csv_rows, tasks
-from psigrad.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, fitting, show, validate
+from psigrad.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, fitting, rows_of, show
 from psigrad.data.network import stay_here_without_a_network
 from psigrad.errors import UserError, nearest
 
@@ -94,7 +94,7 @@ def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> LoadedR
             bad.append(record)
             continue
         try:
-            rows.append(validate(record.value, form, record.source))
+            rows += rows_of(record.value, form, record.source)
         except RowError as error:
             bad.append(error.bad)
             fits = fits if len(bad) > 1 else fitting(record.value)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from psigrad.data import preferences
 from psigrad.data.dataset_rows import validate
+from psigrad.data.sources import from_rows
 from psigrad.errors import UserError
 
 RATED = {"prompt": "p", "completions": ["a", "b", "c"], "ratings": [3, 9, 9], "tools": [{"name": "t"}]}
@@ -83,3 +86,22 @@ def test_a_bad_row_is_named(make, row, said):
 def test_a_negative_tie_is_refused():
     with pytest.raises(UserError, match="tie"):
         preferences.from_ratings([RATED], tie=-1)
+
+
+def test_pairs_are_labelled_answers_where_those_are_wanted():
+    talk = [{"role": "user", "content": "p"}]
+    said = [[{"role": "assistant", "content": text}] for text in "ab"]
+    rows = [
+        {"prompt": "p", "chosen": "a", "rejected": "b", "kept": 1},
+        {"prompt": talk, "chosen": said[0], "rejected": said[1]},
+        {"chosen": [*talk, *said[0]], "rejected": [*talk, *said[1]]},
+    ]
+    labelled = {"prompt": "q", "completion": "c", "label": False}
+    found = from_rows([*rows, labelled], "unpaired-preference").rows
+    apart = from_rows([*preferences.unpaired(rows), labelled], "unpaired-preference").rows
+    assert [replace(row, source="") for row in found] == [replace(row, source="") for row in apart] and len(found) == 7
+    assert [row.label for row in found] == [True, False] * 3 + [False] and {row.rejected for row in found} == {None}
+    with pytest.raises(UserError, match="rows:1: column 'rejected' is the same as chosen"):
+        from_rows([{**rows[0], "rejected": "a"}], "unpaired-preference")
+    with pytest.raises(UserError, match="column 'chosen' is missing"):  # negative control: only KTO's form takes them apart
+        from_rows([labelled], "preference")

@@ -194,7 +194,7 @@ def test_the_reference_is_computed_once_and_found_by_content(job, tmp_path, monk
     ("command", "said"),
     [
         (["dpo", "--model", "{base}", "--dataset", "{judged}"], "chosen"),
-        (["kto", "--model", "{base}", "--dataset", "{pairs}"], "completion"),
+        (["kto", "--model", "{base}", "--dataset", "{train}"], "completion"),
         (["dpo", "--model", "{base}", "--dataset", "{pairs}", "--max-length", "2"], "more than max_length 2"),
         (["simpo", "--model", "{base}", "--dataset", "{pairs}", "--reference", "{base}"], "uses none"),
         (["dpo", "--model", "{base}", "--dataset", "{pairs}", "loss.beta=0"], "above 0"),
