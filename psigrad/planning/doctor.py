@@ -81,7 +81,8 @@ def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = che
 def _package(name: str, advice: str, label: str = "") -> Check:
     try:
         importlib.import_module(name)
-        return Check(label or name, "ok", f"{name} {version(name)}")
+        # torch's own names the build, as +cu130, which that of its package need not
+        return Check(label or name, "ok", f"{name} {torch.__version__ if name == 'torch' else version(name)}")
     except PackageNotFoundError:
         return Check(label or name, "ok", name)
     except ImportError as error:
