@@ -13,7 +13,7 @@ from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.config.trl_fields import METHODS
 from psigrad.config.trl_object import convert_object
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 from psigrad.objective import PolicyGradient
 from psigrad.parallel import launch
 from psigrad.recipes import given_model
@@ -97,7 +97,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     asked = METHODS[type(args).__name__][0]
     if method not in (asked, found.method):
         raise UserError(
-            f"args is a {type(args).__name__}, which is for {asked}, and the method is {method!r}; give "
+            f"args is {kind_of(args)}, which is for {asked}, and the method is {method!r}; give "
             f'psigrad.train("{found.method}", …).'
         )
     for difference in found.differs:

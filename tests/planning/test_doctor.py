@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import tomllib
 from pathlib import Path
 
@@ -67,10 +68,15 @@ def test_too_little_memory_is_named_with_what_to_do():
 
 
 def test_free_memory_falls_when_some_is_taken():
-    before = hardware.available()
-    taken = torch.ones(300 << 20, dtype=torch.uint8)
-    assert 0 < hardware.available() < before - 100 * 2**20
-    assert len(taken)
+    def fell() -> bool:
+        before = hardware.available()
+        # pages of its own: an allocator may give what it kept of an earlier test, and other processes give memory back
+        with mmap.mmap(-1, 300 << 20) as taken:
+            for page in range(0, len(taken), mmap.PAGESIZE):
+                taken[page] = 1
+            return 0 < hardware.available() < before - 100 * 2**20
+
+    assert any(fell() for _ in range(5))
 
 
 def test_a_compiler_that_is_absent_or_does_not_run(monkeypatch):

@@ -43,6 +43,7 @@ WRONG = {
     "grad_norm": lambda s: {"grad_norm": 30.0 if s == BEGIN else 1.0},
     "longer": lambda s: {"completions/mean_length": 90.0, **({"eval/exact/mean": 0.3} if s % 3 == 0 else {})},
     "unscored": lambda s: {"unscored": 4},
+    "cut": lambda s: {"eval/episodes/cut": 3},
     "apart": lambda s: {"eval/exact/mean": 0.9 - 0.02 * (s - BEGIN), "eval/exact/low": 0.85 - 0.02 * (s - BEGIN)},
 }
 

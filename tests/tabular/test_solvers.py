@@ -35,6 +35,12 @@ def linear_program(mdp: MDP) -> np.ndarray:
     return found.x
 
 
+def dropped(mdp: MDP) -> float:
+    """By how much the linear program's V may be off because HiGHS takes coefficients below 1e-9 for 0."""
+    stacked = mdp.gamma * (mdp.transitions.toarray() if mdp.is_sparse else mdp.transitions)
+    return float(np.where(stacked < 1e-9, stacked, 0).sum(1).max() * np.abs(tabular.solve(mdp).value).max() / (1 - mdp.gamma))
+
+
 MOST_DISCOUNTS = st.floats(0, 0.95)
 
 
@@ -210,7 +216,7 @@ def test_taxi_ends_by_a_step_into_a_state_that_goes_on():
 def test_all_solvers_agree_and_satisfy_the_bellman_equation(mdp):
     exact = tabular.solve(mdp)
     assert tabular.bellman_residual(mdp, exact.value) < 1e-10
-    np.testing.assert_allclose(exact.value, linear_program(mdp), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(exact.value, linear_program(mdp), rtol=0, atol=1e-7 + dropped(mdp))
     for name, solver in SWEEPING.items():
         np.testing.assert_allclose(last(solver(mdp, epsilon=1e-10)).value, exact.value, rtol=0, atol=1e-9, err_msg=name)
     for method in ("value_iteration", "modified_policy_iteration"):
