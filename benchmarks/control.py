@@ -73,7 +73,7 @@ def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
         values |= {"optimizer": "rmsprop"}
     if algorithm == "dqn":
         values |= {"activation": "relu", "max_grad_norm": 10.0}
-    from psigrad.training.session import prepare_torch
+    from psigrad.runs.session import prepare_torch
 
     made = builder.settings(algorithm, "CartPole-v1", {**values, "seed": seed, "threads": 1})
     prepare_torch(made.run)  # as `psigrad control` does
@@ -147,8 +147,8 @@ def speed(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dic
 
 def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
     """Seconds and steps to the first evaluation of 475 or more."""
-    from psigrad.control import vector
-    from psigrad.control.collector import play
+    from psigrad.control.environments import vector
+    from psigrad.control.environments.collector import play
 
     envs, found = vector.make("CartPole-v1", 100), {"seconds": math.inf, "steps": math.inf}
     trained = since = 0.0
@@ -179,8 +179,8 @@ def agree(algorithm: str) -> float:
     named = method.network.towers.named()
     found: list[torch.Tensor] = []
     method.optimizer.step = lambda gradient, rate: found.append(gradient.clone()) or 0.0
-    from psigrad.control import vector
-    from psigrad.control.collector import Collector
+    from psigrad.control.environments import vector
+    from psigrad.control.environments.collector import Collector
 
     method.collector = Collector(vector.make("CartPole-v1", 8, "serial"), method.collector.normalizer)
     method.restart()

@@ -19,12 +19,12 @@ from typing import Any
 
 from workloads import WORKLOADS
 
-from psigrad.bench.inputs import build
-from psigrad.models import language_model
-from psigrad.models.language_model import LanguageModel
-from psigrad.parallel.fleet import Fleet
-from psigrad.rollout.ray_sampler import RaySampler, RolloutWorker
-from psigrad.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.language.models import language_model
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.ray_sampler import RaySampler, RolloutWorker
+from psigrad.language.rollout.types import Completion, Request, Sampler, SamplingParams
+from psigrad.preflight.bench.inputs import build
+from psigrad.processes.parallel.fleet import Fleet
 
 TOKENS = 64
 

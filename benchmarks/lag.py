@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.intervals import over_seeds
-from psigrad.recipes import demo, online
-from psigrad.training.provenance import provenance
+from psigrad.language.recipes import demo, online
+from psigrad.runs.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "lag.json"
 METRIC, WEIGHT = "eval/exact/mean", "sampling/importance_sampling_ratio/mean"

@@ -18,8 +18,8 @@ import goals
 import torch
 from workloads import WORKLOADS
 
-from psigrad.bench.side_by_side import PEERS, alone, beside, table
 from psigrad.errors import UserError
+from psigrad.preflight.bench.side_by_side import PEERS, alone, beside, table
 
 HERE = Path(__file__).parent
 

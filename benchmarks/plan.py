@@ -13,11 +13,11 @@ from typing import Any
 
 from workloads import WORKLOADS
 
-from psigrad import planning as plan
-from psigrad.bench.inputs import build
-from psigrad.bench.side_by_side import alone
-from psigrad.bench.workload import Workload
 from psigrad.config import Model, OnlineConfig, Run, Sampling
+from psigrad.preflight import plan
+from psigrad.preflight.bench.inputs import build
+from psigrad.preflight.bench.side_by_side import alone
+from psigrad.preflight.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "plan.json"
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from psigrad.sandbox import Limits, Program, executor_for, tier_of_this_machine
+from psigrad.processes.sandbox import Limits, Program, executor_for, tier_of_this_machine
 
 ROUNDS = 5
 

@@ -1,8 +1,8 @@
 """What the world of one process costs a step: `python benchmarks/world.py [W0] [--steps 100]`.
 
-One run, whose odd steps call the functions of `psigrad/parallel/world.py` and whose even ones call stubs in their place that do
-nothing but what one process needs. Printed are the ratio of the steps' times (median over pairs of neighbours, with the interval
-of a sign test), and the share of the odd steps' time that is spent inside the functions.
+One run, whose odd steps call the functions of `psigrad/processes/parallel/world.py` and whose even ones call stubs in their
+place that do nothing but what one process needs. Printed are the ratio of the steps' times (median over pairs of neighbours, with
+the interval of a sign test), and the share of the odd steps' time that is spent inside the functions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cluster import Placed, command
 from scipy.stats import binom
 from workloads import WORKLOADS
 
-from psigrad.bench.inputs import build
 from psigrad.cli import main as psigrad
-from psigrad.parallel import world
-from psigrad.training import online_rl
+from psigrad.language.training.online import online_rl
+from psigrad.preflight.bench.inputs import build
+from psigrad.processes.parallel import world
 
 STUBS: dict[str, Callable[..., Any]] = {
     "mine": lambda world, parts: [(part, 1.0) for part in parts],

@@ -22,7 +22,7 @@ from psigrad.config.load import load
 from psigrad.experiments.declarations import EXPERIMENTS
 from psigrad.experiments.trials import ClaimVerdict, Verdict
 from psigrad.intervals import Interval, over_seeds
-from psigrad.recipes import demo
+from psigrad.language.recipes import demo
 
 DOCS = Path(__file__).parent
 IMAGES = DOCS / "images" / "experiments"

@@ -127,7 +127,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from psigrad.report.plots import COLOURS
+    from psigrad.records.report.plots import COLOURS
 
     envs = list(dict.fromkeys(case["env"] for case in found))
     figure, axes = pyplot.subplots(1, len(envs), figsize=(4.6 * len(envs), 3.4), squeeze=False)

@@ -27,8 +27,8 @@ _BFLOAT16 = """
 import sys
 from pathlib import Path
 from psigrad.config import Run
-from psigrad.recipes import demo, online
-from psigrad.training import session
+from psigrad.language.recipes import demo, online
+from psigrad.language.training import session
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 session.prepare_torch(Run())
 files = demo.prepare(folder, seed, False)
@@ -85,7 +85,7 @@ def _picture(sets: dict[str, Sequence[Sequence[float]]], steps: Sequence[int], p
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from psigrad.report.plots import COLOURS
+    from psigrad.records.report.plots import COLOURS
 
     figure, axis = pyplot.subplots(figsize=(7, 3.4))
     for colour, (name, curves) in zip(COLOURS, sets.items(), strict=False):

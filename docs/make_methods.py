@@ -16,7 +16,7 @@ from typing import Any
 
 from psigrad.config import algorithms
 from psigrad.objective.catalog import METHODS
-from psigrad.objective.preference_catalog import METHODS as LOSSES
+from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
 DOCS = Path(__file__).parent
 
@@ -418,7 +418,7 @@ with rows of `{form}`. [Preferences](../preferences.md) has the forms and what i
 def measure_preferences(model: str, pairs: str, runs: str) -> None:
     """One run per preference loss, and the pictures."""
     import psigrad
-    from psigrad.data.preferences import unpaired
+    from psigrad.language.data.preferences import unpaired
 
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
     for name in LOSSES:

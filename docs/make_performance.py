@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from psigrad import planning as plan
-from psigrad.bench.inputs import build
-from psigrad.bench.side_by_side import alone
-from psigrad.bench.workload import Workload
 from psigrad.config import Model, OnlineConfig, Run, Sampling
+from psigrad.preflight import plan
+from psigrad.preflight.bench.inputs import build
+from psigrad.preflight.bench.side_by_side import alone
+from psigrad.preflight.bench.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

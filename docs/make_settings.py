@@ -10,20 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from psigrad.cli import flags
-from psigrad.config import (
-    ControlConfig,
-    EvalConfig,
-    OnlineConfig,
-    PreferenceConfig,
-    RewardConfig,
-    SampleConfig,
-    SFTConfig,
-    other_answers,
-    other_names,
-    trl_values,
-)
+from psigrad.compat import other_answers, other_names, trl_values
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.config.shortcuts import SHORTCUTS, leads_to
+from psigrad.control.settings import ControlConfig
 
 PAGE = Path(__file__).parent / "settings.md"
 RECIPES = {

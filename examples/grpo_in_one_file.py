@@ -3,7 +3,7 @@
     python examples/grpo_in_one_file.py MODEL PROMPTS.jsonl [STEPS]
 
 MODEL is a folder or hub name; each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 where the completion
-is the answer. `tests/training/test_one_file.py` holds `group_loss` against the library: same loss, same gradient.
+is the answer. `tests/language/training/test_one_file.py` holds `group_loss` against the library: same loss, same gradient.
 
 For one prompt with completions o_1 … o_G of reward r_1 … r_G (Shao et al. 2024, arXiv:2402.03300):
 

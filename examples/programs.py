@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import psigrad
-from psigrad.models import tiny
+from psigrad.language.models import tiny
 
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 HELD_OUT, WRONG = 200, 0.6

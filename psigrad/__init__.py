@@ -21,18 +21,18 @@ os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
     from psigrad.config.algorithms import explain
+    from psigrad.language.recipes.api import evaluate, score, train
     from psigrad.objective import PolicyGradient
-    from psigrad.recipes.api import evaluate, score, train
-    from psigrad.training.callbacks import Callback
+    from psigrad.runs.callbacks import Callback
 
 # public name -> the module it lives in
 _HOMES = {
     "PolicyGradient": "psigrad.objective",
     "explain": "psigrad.config.algorithms",
-    "train": "psigrad.recipes.api",
-    "Callback": "psigrad.training.callbacks",
-    "evaluate": "psigrad.recipes.api",
-    "score": "psigrad.recipes.api",
+    "train": "psigrad.language.recipes.api",
+    "Callback": "psigrad.runs.callbacks",
+    "evaluate": "psigrad.language.recipes.api",
+    "score": "psigrad.language.recipes.api",
 }
 
 __all__ = ["Callback", "PolicyGradient", "__version__", "evaluate", "explain", "score", "train"]

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from psigrad import seeds
 from psigrad.config import Sampling
-from psigrad.data.dataset_rows import Message, Row
-from psigrad.data.templates import decode, prompt_ids
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Message, Row
+from psigrad.language.data.templates import decode, prompt_ids
 from psigrad_studio.checkpoint_list import Checkpoint
 from psigrad_studio.model_cache import ModelCache, ModelTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from psigrad.models.language_model import LanguageModel
+    from psigrad.language.models.language_model import LanguageModel
 
 Say = Callable[[Mapping[str, Any]], None]
 Reason = Literal["stop", "length", "stopped"]
@@ -126,9 +126,9 @@ class _Writer:
     """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
-        from psigrad.recipes.setup import sampling_params
-        from psigrad.rollout.samplers import make as sampler_for
-        from psigrad.rollout.types import Request
+        from psigrad.language.recipes.setup import sampling_params
+        from psigrad.language.rollout.samplers.samplers import make as sampler_for
+        from psigrad.language.rollout.types import Request
 
         row = question.row(model.tokenizer)
         ids = tuple(prompt_ids(model.tokenizer, row))

@@ -18,7 +18,7 @@ from psigrad.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from psigrad.models.language_model import LanguageModel
+    from psigrad.language.models.language_model import LanguageModel
 
 DEEPEST = 4
 MOST = 2000
@@ -62,10 +62,10 @@ class Checkpoint:
         # torch and transformers are imported on demand, so that the studio starts without them
         import transformers
 
-        from psigrad.models.backbone import DTYPES
-        from psigrad.models.language_model import load
-        from psigrad.recipes.model_source import continued, located, lora_of
-        from psigrad.training.session import device
+        from psigrad.language.models.backbone import DTYPES
+        from psigrad.language.models.language_model import load
+        from psigrad.language.recipes.model_source import continued, located, lora_of
+        from psigrad.runs.session import device
 
         transformers.utils.logging.disable_progress_bar()
         where = device(Run())

@@ -14,7 +14,7 @@ from psigrad_studio.checkpoint_list import Checkpoint
 from psigrad_studio.security import Refused
 
 if TYPE_CHECKING:
-    from psigrad.models.language_model import LanguageModel
+    from psigrad.language.models.language_model import LanguageModel
 
 LONGEST_LINE = 8
 

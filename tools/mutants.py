@@ -42,11 +42,12 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 SUBJECTS = (
-    "psigrad/objective/*.py",
+    "psigrad/objective/**/*.py",
     "psigrad/tabular/*.py",
-    "psigrad/models/logprobs.py",
-    "psigrad/rollout/distribution.py",
-    *(f"psigrad/training/{name}.py" for name in ("adamw", "collate", "forward", "online_rl", "reference", "tally", "update")),
+    "psigrad/language/models/logprobs.py",
+    "psigrad/language/rollout/samplers/distribution.py",
+    *(f"psigrad/language/training/{name}.py" for name in ("adamw", "update")),
+    *(f"psigrad/language/training/online/{name}.py" for name in ("collate", "forward", "online_rl", "reference", "tally")),
 )
 TESTS = (
     "tests/objective",
@@ -55,12 +56,12 @@ TESTS = (
     *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
     *(f"tests/surface/test_{name}.py" for name in ("docs", "immutable", "methods")),
     *(
-        f"tests/models/test_{name}.py"
+        f"tests/language/models/test_{name}.py"
         for name in ("logprob_bounds", "logprobs", "packed_forward", "gradients", "recomputed_gradients")
     ),
-    *(f"tests/rollout/test_{name}.py" for name in ("distribution", "samplers", "episodes")),
+    *(f"tests/language/rollout/test_{name}.py" for name in ("distribution", "samplers", "episodes")),
     *(
-        f"tests/training/test_{name}.py"
+        f"tests/language/training/test_{name}.py"
         for name in (
             *("adamw", "bounds", "critic", "kept", "lag", "learn", "lessons", "old_log_probs", "overlap", "reference"),
             *("row_limits", "token_figures", "update"),

@@ -9,9 +9,10 @@
 import matplotlib.pyplot as plt
 import torch
 
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, aggregate, ratio
-from psigrad.objective.advantage import group_mean, leave_one_out, total_return
-from psigrad.objective.surrogate import score
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
+from psigrad.objective.parts import aggregate, ratio
+from psigrad.objective.parts.advantage import group_mean, leave_one_out, total_return
+from psigrad.objective.parts.surrogate import score
 
 # %% tags=["parameters"]
 groups = 20_000  # gradient estimates for each figure
@@ -239,7 +240,7 @@ for name, share in best.items():
 # %%
 from dataclasses import replace
 
-from psigrad.models import tiny
+from psigrad.language.models import tiny
 from psigrad.objective.catalog import RLOO
 
 model = tiny.model("qwen3", 9, hidden=32, layers=1)

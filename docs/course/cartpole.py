@@ -16,10 +16,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from psigrad.control import Agent, evaluate_policy, presets
+from psigrad.control import Agent, evaluate_policy
+from psigrad.control.methods import presets
 from psigrad.objective import Batch, PolicyOutputs
-from psigrad.objective.advantage import gae, leave_one_out, reward_to_go, whitened
-from psigrad.objective.surrogate import clip, unclipped
+from psigrad.objective.parts.advantage import gae, leave_one_out, reward_to_go, whitened
+from psigrad.objective.parts.surrogate import clip, unclipped
 
 # %% tags=["parameters"]
 seeds = 3
@@ -245,7 +246,7 @@ for part in ("psi", "ratio", "surrogate", "aggregate", "kl", "critic"):
 # leave-one-out advantage of chapter 2.
 
 # %%
-from psigrad.models import tiny
+from psigrad.language.models import tiny
 
 
 def many_passes(surrogate, count=12):
@@ -317,7 +318,7 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 # %% tags=["hide-cell"]
 # With one reward at the end all of it lies ahead of every step: G_t = R(τ) for all t.
 from psigrad.objective import terminal
-from psigrad.objective.advantage import total_return
+from psigrad.objective.parts.advantage import total_return
 
 three = torch.ones(1, 3, dtype=torch.bool)
 outcome = replace(
@@ -335,7 +336,7 @@ print(total_return()(episode)[0, :3].tolist(), reward_to_go()(episode)[0, :3].to
 
 # %% tags=["hide-cell"]
 # λ = 0: only the first residual counts.
-from psigrad.objective.advantage import td_residual
+from psigrad.objective.parts.advantage import td_residual
 
 print(bool((gae(0.95, 0.0)(episode) == td_residual(0.95)(episode)).all()))
 

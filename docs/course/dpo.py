@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 import psigrad
-from psigrad.data import tasks
-from psigrad.models import tiny
+from psigrad.language.data import tasks
+from psigrad.language.models import tiny
 from psigrad.objective.catalog import RLOO
-from psigrad.objective.preference_catalog import DPO, IPO
-from psigrad.objective.preference_loss import Pairs
+from psigrad.objective.preferences.preference_catalog import DPO, IPO
+from psigrad.objective.preferences.preference_loss import Pairs
 
 # %% tags=["parameters"]
 sft_steps = 300

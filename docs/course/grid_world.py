@@ -203,7 +203,7 @@ from itertools import product
 
 import torch
 
-from psigrad.models import tiny
+from psigrad.language.models import tiny
 
 letters = "abcd"
 start_token = len(letters)
@@ -248,7 +248,7 @@ for prefix in ("", "a", "ab", "b", "d"):
 
 # %%
 from psigrad.objective import Batch, terminal
-from psigrad.objective.advantage import td_residual
+from psigrad.objective.parts.advantage import td_residual
 
 texts = ["abd", "adb", "bcd"]
 states = [[number[text[:t]] for t in range(3)] for text in texts]

@@ -19,12 +19,13 @@ import torch
 from scipy.stats import binom
 
 import psigrad
-from psigrad.data import tasks
-from psigrad.models import tiny
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, ratio, terminal
-from psigrad.objective.advantage import group_mean, leave_one_out
-from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
-from psigrad.objective.surrogate import score
+from psigrad.language.data import tasks
+from psigrad.language.models import tiny
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.advantage import group_mean, leave_one_out
+from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
+from psigrad.objective.parts.surrogate import score
 
 # %% tags=["parameters"]
 completions = 20_000

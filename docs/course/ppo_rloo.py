@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 import psigrad
-from psigrad.data import tasks
-from psigrad.models import tiny
+from psigrad.language.data import tasks
+from psigrad.language.models import tiny
 from psigrad.objective import Batch, terminal
-from psigrad.objective.advantage import gae, leave_one_out, whitened
 from psigrad.objective.catalog import GRPO, PPO, RLOO
-from psigrad.objective.kl import KL
-from psigrad.planning.memory import by_weights
+from psigrad.objective.parts.advantage import gae, leave_one_out, whitened
+from psigrad.objective.parts.kl import KL
+from psigrad.preflight.plan.memory import by_weights
 
 # %% tags=["parameters"]
 sft_steps = 300

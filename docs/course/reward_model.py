@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 import psigrad
-from psigrad.data import tasks
-from psigrad.models import tiny
-from psigrad.objective.reward_model import BradleyTerry
-from psigrad.rewards.builtin import similarity
+from psigrad.language.data import tasks
+from psigrad.language.models import tiny
+from psigrad.language.rewards.builtin import similarity
+from psigrad.objective.preferences.reward_model import BradleyTerry
 
 # %% tags=["parameters"]
 comparisons = 4000

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 import psigrad
-from psigrad.data import tasks
-from psigrad.models import tiny
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, aggregate, ratio
-from psigrad.objective.advantage import ones
+from psigrad.language.data import tasks
+from psigrad.language.models import tiny
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective.catalog import GRPO
-from psigrad.objective.surrogate import score
+from psigrad.objective.parts import aggregate, ratio
+from psigrad.objective.parts.advantage import ones
+from psigrad.objective.parts.surrogate import score
 
 # %% tags=["parameters"]
 sft_steps = 600

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from psigrad import __version__
-from psigrad.cli import conversion, projects, worlds
 from psigrad.cli import language_models as language
+from psigrad.cli import projects, worlds
 from psigrad.cli.completion import completion
+from psigrad.compat import conversion
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
@@ -133,5 +134,5 @@ def _meant_for_people(error: ValueError) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(
-        ("psigrad.objective", "psigrad.rollout.types")
+        ("psigrad.objective", "psigrad.language.rollout.types")
     )

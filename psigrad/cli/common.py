@@ -20,7 +20,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 def finished(result: object) -> int:
     """Print what came of a run; exit status 0."""
-    from psigrad.report import terminal
+    from psigrad.records.report import terminal
 
     terminal.finished(result)
     return 0

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from psigrad.cli import other_flags
 from psigrad.cli.common import flag_of
-from psigrad.config import PlanConfig, shortcuts
-from psigrad.config.elsewhere import elsewhere
+from psigrad.compat import other_flags
+from psigrad.compat.elsewhere import elsewhere
+from psigrad.config import shortcuts
 from psigrad.config.load import load, read_value
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError, nearest
+from psigrad.preflight.settings import PlanConfig
 
 __all__ = ["divided", "flag_of", "listed", "names_and_output", "number", "parse", "plain", "planned", "whole_number"]
 

@@ -23,12 +23,12 @@ def train(name: str) -> Callable[[list[str]], int]:
         config = flags.parse(method.settings, name, arguments, defaults=method.defaults)
         for setting in {"algorithm", "loss"} & set(method.defaults):
             agree(name, getattr(config, setting), setting)
-        from psigrad.parallel import launch
+        from psigrad.processes.parallel import launch
 
         if config.placement.processes > 1 and not launch.started():
             return launch.run(config.placement.processes, [name, *arguments])
-        from psigrad.planning import plan as command
-        from psigrad.recipes import api
+        from psigrad.language.recipes import api
+        from psigrad.preflight.plan import plan as command
 
         if launch.first():
             command.warn(config)
@@ -50,7 +50,7 @@ def score(arguments: list[str]) -> int:
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     weights = [flags.number("--reward-weights", text) for text in listed["--reward-weights"]]
-    from psigrad.recipes import score_rows
+    from psigrad.language.recipes import score_rows
 
     scores = score_rows.score(
         listed["--reward"],
@@ -70,7 +70,7 @@ def _score_by_model(arguments: list[str]) -> int:
 
     given = flags.plain("score", arguments, {"model": "", "dataset": "", "split": "test", "output": "", "device": "auto"})
     output = given.pop("output")
-    from psigrad.recipes import reward
+    from psigrad.language.recipes import reward
 
     scores = reward.score(given.pop("model"), given.pop("dataset"), **given)
     _write("".join(f"{score:.6g}\n" for score in scores), output, len(scores))
@@ -91,7 +91,7 @@ def sample(arguments: list[str]) -> int:
     from psigrad.config import SampleConfig
 
     config = flags.parse(SampleConfig, "sample", arguments)
-    from psigrad.recipes import sample
+    from psigrad.language.recipes import sample
 
     written = sample.run(config)
     ties = [f"{written.ties} prompts whose rewards are all equal"] if written.ties else []
@@ -106,7 +106,7 @@ def pairs(arguments: list[str]) -> int:
     from psigrad.cli import flags
 
     given = flags.plain("pairs", arguments, {"dataset": "", "output": "", "scale": 10, "tie": 0.0})
-    from psigrad.recipes import sample
+    from psigrad.language.recipes import sample
 
     written, converted = sample.convert(given["dataset"], given["output"], scale=given["scale"], tie=given["tie"])
     print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
@@ -128,7 +128,7 @@ def push(arguments: list[str]) -> int:
     given = flags.plain("push", rest, {"private": False})
     if len(names) != 2 or len(listed["--revision"]) > 1:
         raise UserError(f"push got {' '.join(names) or 'nothing'} and takes a run folder and a repository; the usage is {usage}.")
-    from psigrad.training import hub
+    from psigrad.runs import hub
 
     print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))
     return 0
@@ -140,7 +140,7 @@ def check(arguments: list[str]) -> int:
     from psigrad.config import OnlineConfig
 
     config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
-    from psigrad.recipes import check
+    from psigrad.preflight.check import check
 
     found = check.run(config)
     print(check.report(found, as_json="--json" in arguments))
@@ -152,7 +152,7 @@ def plan(arguments: list[str]) -> int:
     from psigrad.cli import flags
 
     config, asked = flags.planned(arguments)
-    from psigrad.planning import plan as command
+    from psigrad.preflight.plan import plan as command
 
     print(command.run(config, asked))
     return 0
@@ -161,10 +161,10 @@ def plan(arguments: list[str]) -> int:
 def bench(arguments: list[str]) -> int:
     """Print what training steps take."""
     from psigrad.cli import flags
-    from psigrad.config import BenchConfig
+    from psigrad.preflight.settings import BenchConfig
 
     config = flags.parse(BenchConfig, "bench", arguments)
-    from psigrad.bench import timing as command
+    from psigrad.preflight.bench import timing as command
 
     print(command.run(config))
     return 0
@@ -180,7 +180,7 @@ def compare(arguments: list[str]) -> int:
         OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
     )
     from psigrad.experiments import comparison as compare
-    from psigrad.report import terminal
+    from psigrad.records.report import terminal
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
     page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
@@ -207,8 +207,8 @@ def evaluate(arguments: list[str]) -> int:
     from psigrad.config import EvalConfig
 
     config = flags.parse(EvalConfig, "eval", arguments)
-    from psigrad.recipes import evaluate
-    from psigrad.report import terminal
+    from psigrad.language.recipes import evaluate
+    from psigrad.records.report import terminal
 
     done = evaluate.run(config)
     terminal.figures(done.figures)
@@ -225,10 +225,10 @@ def lm_eval(arguments: list[str]) -> int:
 
     config = flags.parse(LmEvalConfig, "lm-eval", arguments)
     try:
-        from psigrad.recipes import harness
+        from psigrad.compat.lm_eval import harness
     except ImportError as error:
         raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
-    from psigrad.report import terminal
+    from psigrad.records.report import terminal
 
     terminal.compared(harness.run(config).metrics)
     return 0
@@ -239,6 +239,6 @@ def demo(arguments: list[str]) -> int:
     from psigrad.cli import flags
 
     settings = flags.plain("demo", arguments, {"output_dir": "runs/demo", "seed": 0, "progress": True})
-    from psigrad.recipes import demo
+    from psigrad.language.recipes import demo
 
     return finished(demo.run(**settings))

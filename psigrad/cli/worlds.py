@@ -43,7 +43,7 @@ def doctor(arguments: list[str]) -> int:
     from psigrad.cli import flags
 
     given = flags.plain("doctor", arguments, {"json": False})
-    from psigrad.planning import doctor
+    from psigrad.preflight import doctor
 
     print(doctor.report(as_json=given["json"]))
     return 0
@@ -60,7 +60,7 @@ def report(arguments: list[str]) -> int:
     folders, output = flags.names_and_output("report", arguments)
     if not folders:
         raise UserError(f"report got no run folder; the usage is {usage}.")
-    from psigrad import report
+    from psigrad.records import report
 
     print(f"report: {report.write(folders, output)}")
     return 0
@@ -138,7 +138,7 @@ def studio(arguments: list[str]) -> int:
 def control(arguments: list[str]) -> int:
     """Train on a Gymnasium environment."""
     from psigrad.cli import flags
-    from psigrad.config import ControlConfig
+    from psigrad.control.settings import ControlConfig
 
     # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
     first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}

@@ -5,26 +5,27 @@ A string under a field is its help text on the command line. Names are those of 
 
 from __future__ import annotations
 
-from psigrad.config.gymnasium import ControlConfig, Dqn, Network, Trpo
-from psigrad.config.language import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.language import (
+    EvalConfig,
+    LmEvalConfig,
+    OnlineConfig,
+    PreferenceConfig,
+    RewardConfig,
+    SampleConfig,
+    SFTConfig,
+)
 from psigrad.config.sections import Data, Evaluation, Hub, Model, Optim, Placement, Reward, Run, Sampling
-from psigrad.config.tooling import BenchConfig, LmEvalConfig, PlanConfig
 
 __all__ = [
-    "BenchConfig",
-    "ControlConfig",
     "Data",
-    "Dqn",
     "EvalConfig",
     "Evaluation",
     "Hub",
     "LmEvalConfig",
     "Model",
-    "Network",
     "OnlineConfig",
     "Optim",
     "Placement",
-    "PlanConfig",
     "PreferenceConfig",
     "Reward",
     "RewardConfig",
@@ -32,5 +33,4 @@ __all__ = [
     "SFTConfig",
     "SampleConfig",
     "Sampling",
-    "Trpo",
 ]

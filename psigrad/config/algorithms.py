@@ -12,26 +12,24 @@ from typing import Any, TypeVar
 from psigrad import objective
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported
-from psigrad.objective import (
-    PolicyGradient,
+from psigrad.objective import PolicyGradient, catalog
+from psigrad.objective.parts import (
     advantage,
     aggregate,
-    catalog,
     correction,
     critic,
     entropy,
     group_advantage,
     keep,
     kl,
-    online_preference,
     penalty,
-    preference_catalog,
     ratio,
     surrogate,
     trust_surrogate,
 )
-from psigrad.objective.online_preference import OnlinePreference
-from psigrad.objective.preference_loss import KahnemanTversky, Preference
+from psigrad.objective.preferences import online_preference, preference_catalog
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 
 T = TypeVar("T")
 Spec = str | Mapping[str, Any] | PolicyGradient
@@ -99,8 +97,8 @@ def changed(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyG
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     """The preference loss that a setting means: a preset's name, {"preset": name, field: value, …}, or the object itself.
 
-    `score` and `link` are names of `psigrad.objective.preference_loss`, "module:object", or {"part": name, parameter: value}.
-    Errors: `UserError` with the nearest name.
+    `score` and `link` are names of `objective/preferences/preference_loss.py`, "module:object", or {"part": name, parameter:
+    value}. Errors: `UserError` with the nearest name.
     """
     if isinstance(spec, Preference | KahnemanTversky):
         return spec

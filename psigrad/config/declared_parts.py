@@ -68,7 +68,7 @@ def _plain(name: str) -> DeclaredPart:
 @cache
 def _trees() -> dict[str, ast.Module]:
     names = (*_PARTS, "critic", "entropy", *_METHODS)
-    return {name: ast.parse((_OBJECTIVE / f"{name}.py").read_text(encoding="utf-8")) for name in names}
+    return {name: ast.parse(next(_OBJECTIVE.rglob(f"{name}.py")).read_text(encoding="utf-8")) for name in names}
 
 
 @cache

@@ -28,8 +28,8 @@ from psigrad.config.sections import (
 
 if TYPE_CHECKING:
     from psigrad.objective import PolicyGradient
-    from psigrad.objective.online_preference import OnlinePreference
-    from psigrad.objective.preference_loss import KahnemanTversky, Preference
+    from psigrad.objective.preferences.online_preference import OnlinePreference
+    from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 
     Algorithm = str | Mapping[str, Any] | PolicyGradient | OnlinePreference
     Loss = str | Mapping[str, Any] | Preference | KahnemanTversky
@@ -291,3 +291,42 @@ Scored = SFTConfig | OnlineConfig | PreferenceConfig | EvalConfig | SampleConfig
 """Settings with completions that are scored."""
 Played = OnlineConfig | EvalConfig | SampleConfig
 """Settings with episodes."""
+
+
+@dataclass(frozen=True)
+class LmEvalConfig:
+    """Tasks of EleutherAI's lm-eval on a model, computed by psigrad's packed forward pass and its sampler; with a baseline also
+    the difference of both, paired by document.
+    """
+
+    model: str = ""
+    """Folder or hub name of a model or of an adapter of peft, or a GGUF file."""
+    baseline: str = ""
+    """Another such model, such as the one that training started from: shows what training has broken."""
+    tasks: tuple[str, ...] = ()
+    """Names of lm-eval's tasks, YAML files of your own, or everyday: 110 facts and points of grammar that come with psigrad
+    and need no network."""
+    include_path: str = ""
+    """Folder with YAML files of tasks, which may then be named."""
+    num_fewshot: CountOrZero = 0
+    """Examples before each question; 0: as the task has it."""
+    limit: CountOrZero = 0
+    """Only the first so many documents of each task; 0: all."""
+    apply_chat_template: bool = False
+    """Ask in the form of a conversation."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights and of the forward pass."""
+    micro_batch_tokens: Count = 4096
+    """Tokens per forward pass."""
+    max_decode_batch: Count = 256
+    """Sequences decoded at once."""
+    seed: int = 0
+    """Of sampled answers and of the choice of examples."""
+    threads: CountOrZero = 0
+    """CPU threads; 0: OMP_NUM_THREADS where it is set, else one per core."""
+    device: str = "auto"
+    """auto: cuda where there is one, else cpu."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model, with all your rights."""
+    output: str = ""
+    """JSON file for the figures and every document's result."""

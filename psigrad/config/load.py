@@ -15,8 +15,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from psigrad.config import other_names, zoo_names
-from psigrad.config.elsewhere import elsewhere
+from psigrad.compat import other_names, zoo_names
+from psigrad.compat.elsewhere import elsewhere
 from psigrad.config.nested import Given, put
 from psigrad.errors import UserError, kind_of, nearest
 

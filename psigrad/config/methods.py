@@ -45,7 +45,7 @@ def declared() -> dict[str, Declaration]:
     """Every training method by name."""
     found = {"sft": Declaration("supervised fine-tuning on completions or conversations", SFTConfig, {})}
     for module, (settings, setting) in _DECLARED_IN.items():
-        source = (Path(__file__).parents[1] / "objective" / f"{module}.py").read_text(encoding="utf-8")
+        source = next((Path(__file__).parents[1] / "objective").rglob(f"{module}.py")).read_text(encoding="utf-8")
         for call in ast.walk(ast.parse(source)):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "declare":
                 name, summary = (ast.literal_eval(argument) for argument in call.args[:2])

@@ -15,7 +15,7 @@ from typing import Any
 
 from psigrad.control.agent_callbacks import CheckpointCallback, EvalCallback, StopTrainingOnRewardThreshold
 from psigrad.control.agents import A2C, DQN, PPO, REINFORCE, TRPO, Agent, evaluate_policy
-from psigrad.control.policies import ELSEWHERE
+from psigrad.control.networks.policies import ELSEWHERE
 
 __all__ = [
     "A2C",

@@ -19,18 +19,20 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from psigrad.config import ControlConfig
 from psigrad.config.load import to_dict
-from psigrad.control import builder, policies, vector
-from psigrad.control.distributions import Array
-from psigrad.control.dqn import DQNTrainer
+from psigrad.control import builder
+from psigrad.control.environments import vector
+from psigrad.control.methods.dqn import DQNTrainer
+from psigrad.control.methods.trainer import Trainer, generator
+from psigrad.control.networks import policies
+from psigrad.control.networks.distributions import Array
 from psigrad.control.run import played
+from psigrad.control.settings import ControlConfig
 from psigrad.control.tensorboard import Log, logging_to
-from psigrad.control.trainer import Trainer, generator
 from psigrad.errors import UserError, kind_of
 from psigrad.records import checkpoint
-from psigrad.training.progress import bar
-from psigrad.training.session import prepare_torch
+from psigrad.runs.progress import bar
+from psigrad.runs.session import prepare_torch
 
 # Called after every line of figures; False ends `learn`.
 Callback = Callable[["Agent", Mapping[str, float]], bool | None]

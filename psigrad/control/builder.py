@@ -11,25 +11,28 @@ from typing import Any
 
 import gymnasium as gym
 
-from psigrad.config import ControlConfig, Run
+from psigrad.config import Run
 from psigrad.config.load import load, to_dict
-from psigrad.control import hyperparameters, policies, vector
-from psigrad.control import presets as methods
-from psigrad.control.actor_critic import ActorCritic
-from psigrad.control.collector import Collector
-from psigrad.control.distributions import Categorical
-from psigrad.control.dqn import DQNTrainer
-from psigrad.control.normalizer import Normalizer
-from psigrad.control.on_policy import OnPolicyTrainer
-from psigrad.control.optimizers import FlatOptimizer
-from psigrad.control.serial import Absent
-from psigrad.control.spaces import from_json, to_json
-from psigrad.control.trainer import Trainer
-from psigrad.control.trpo import TRPOTrainer
-from psigrad.control.vector import Environments
+from psigrad.control import hyperparameters
+from psigrad.control.environments import vector
+from psigrad.control.environments.collector import Collector
+from psigrad.control.environments.normalizer import Normalizer
+from psigrad.control.environments.serial import Absent
+from psigrad.control.environments.spaces import from_json, to_json
+from psigrad.control.environments.vector import Environments
+from psigrad.control.methods import presets as methods
+from psigrad.control.methods.dqn import DQNTrainer
+from psigrad.control.methods.on_policy import OnPolicyTrainer
+from psigrad.control.methods.optimizers import FlatOptimizer
+from psigrad.control.methods.trainer import Trainer
+from psigrad.control.methods.trpo import TRPOTrainer
+from psigrad.control.networks import policies
+from psigrad.control.networks.actor_critic import ActorCritic
+from psigrad.control.networks.distributions import Categorical
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, nearest
 from psigrad.objective import PolicyGradient, catalog
-from psigrad.objective.advantage import needs_of
+from psigrad.objective.parts.advantage import needs_of
 
 MODEL_CONFIG = "config.json"
 

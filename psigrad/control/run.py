@@ -6,20 +6,21 @@ from dataclasses import fields
 
 import numpy as np
 
-from psigrad import report, seeds
-from psigrad.config import ControlConfig
-from psigrad.control import builder, vector
-from psigrad.control.collector import Played, play
-from psigrad.control.trainer import Trainer, generator
-from psigrad.control.vector import Environments
+from psigrad import seeds
+from psigrad.control import builder
+from psigrad.control.environments import vector
+from psigrad.control.environments.collector import Played, play
+from psigrad.control.environments.vector import Environments
+from psigrad.control.methods.trainer import Trainer, generator
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.records import checkpoint, pins, run_folder
-from psigrad.training import session
-from psigrad.training.journal import Journal
-from psigrad.training.progress import bar
-from psigrad.training.result import Result
-from psigrad.training.state import versions
+from psigrad.records import checkpoint, pins, report, run_folder
+from psigrad.runs import session
+from psigrad.runs.journal import Journal
+from psigrad.runs.progress import bar
+from psigrad.runs.result import Result
+from psigrad.runs.state import versions
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
 
@@ -35,7 +36,7 @@ def run(config: ControlConfig) -> Result:
     envs = evaluation_environments(config) if config.eval_episodes else None
     try:
         if config.video:
-            from psigrad.control import video
+            from psigrad.control.environments import video
 
             video.check(config)
         with session.open_run(config, "control") as journal:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from psigrad.training.trackers import open_trackers
+from psigrad.runs.trackers import open_trackers
 
 Log = Callable[[int, Mapping[str, float]], None]
 """Is told the steps so far and the figures of a line."""

@@ -21,10 +21,11 @@ from psigrad.experiments import drawing, problems
 from psigrad.experiments.declarations import BiasSettings
 from psigrad.experiments.drawing import BLUE, INK, RUST
 from psigrad.intervals import Interval, over_seeds
-from psigrad.objective import Batch, PolicyGradient, aggregate, ratio
-from psigrad.objective.advantage import gae, k_step
-from psigrad.objective.critic import value_loss
-from psigrad.objective.surrogate import score
+from psigrad.objective import Batch, PolicyGradient
+from psigrad.objective.parts import aggregate, ratio
+from psigrad.objective.parts.advantage import gae, k_step
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.surrogate import score
 from psigrad.tabular import (
     MDP,
     GridWorld,

@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
-from psigrad.data import tasks
 from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import TrialSettings
 from psigrad.experiments.trials import Trial, TrialResult
-from psigrad.recipes import demo, sample
+from psigrad.language.data import tasks
+from psigrad.language.recipes import demo, sample
 
 OFFLINE = {"DPO": "dpo", "IPO": "ipo", "SimPO": "simpo"}
 ONLINE = {"online DPO": "online_dpo", "RLOO": "rloo"}

@@ -14,7 +14,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.config import ControlConfig, Run
+from psigrad.config import Run
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import LambdaSettings

@@ -22,7 +22,7 @@ from psigrad.experiments import drawing, groups, remarks, trials
 from psigrad.experiments.declarations import LengthSettings
 from psigrad.experiments.trials import Arm, ClaimVerdict, Trial, Verdict
 from psigrad.intervals import Interval
-from psigrad.recipes import demo, sft
+from psigrad.language.recipes import demo, sft
 
 SUCCESS, GROUP = 0.3, 4
 """Of the tree: the chance of a right answer at the start, and the completions of a group."""

@@ -21,7 +21,7 @@ from psigrad.experiments import claim_dpo, drawing, trials
 from psigrad.experiments.declarations import LoopholeSettings
 from psigrad.experiments.trials import ClaimVerdict, Trial
 from psigrad.intervals import Interval, over_seeds, wilson
-from psigrad.recipes import reward
+from psigrad.language.recipes import reward
 
 FLAWS = {"length": "longer", "format": "form", "copy": "copied", "judge": "liked", "tests": "shallow"}
 LEARNED = "learned"

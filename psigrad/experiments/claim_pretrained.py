@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from psigrad.compat.lm_eval import likelihood
 from psigrad.config import (
     Data,
     EvalConfig,
@@ -35,9 +36,9 @@ from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import PretrainedSettings
 from psigrad.experiments.trials import ClaimVerdict, Trial
 from psigrad.intervals import Interval, mean_interval, over_seeds
-from psigrad.models.converted import plain_folder
-from psigrad.recipes import evaluate, likelihood, loading, sample, sums
-from psigrad.report.plots import COLOURS
+from psigrad.language.models.converted import plain_folder
+from psigrad.language.recipes import evaluate, loading, sample, sums
+from psigrad.records.report.plots import COLOURS
 
 NAME = "pretrained"
 START, RLVR, SFT, DPO, DISTILLED = "start", "RLVR", "SFT", "DPO", "distillation"

@@ -24,9 +24,9 @@ from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import SpaceSettings
 from psigrad.experiments.trials import ClaimVerdict, Trial
 from psigrad.intervals import Interval, over_seeds
-from psigrad.models.converted import plain_folder
-from psigrad.recipes import demo, evaluate
-from psigrad.report.plots import COLOURS
+from psigrad.language.models.converted import plain_folder
+from psigrad.language.recipes import demo, evaluate
+from psigrad.records.report.plots import COLOURS
 
 TOP = (1, 4, 16)
 PLACES = 6

@@ -20,9 +20,9 @@ from torch import Tensor
 from psigrad.experiments import drawing
 from psigrad.experiments.declarations import ClipSettings
 from psigrad.experiments.drawing import BLUE, INK, RUST
-from psigrad.objective import ratio
-from psigrad.objective.surrogate import Surrogate, clip, clip_fractions, dual_clip, truncated_weight, unclipped
-from psigrad.report.plots import GREY
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.surrogate import Surrogate, clip, clip_fractions, dual_clip, truncated_weight, unclipped
+from psigrad.records.report.plots import GREY
 from psigrad.tabular.mdp import FloatArray
 
 CASES = (0.5, 1.0, 2.0, 8.0)

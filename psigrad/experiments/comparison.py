@@ -20,13 +20,13 @@ from typing import Any
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
-from psigrad.data import preferences
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
-from psigrad.recipes import api, evaluate, online
-from psigrad.recipes.sample import read_jsonl, write_jsonl
-from psigrad.training import session
-from psigrad.training.progress import bar
+from psigrad.language.data import preferences
+from psigrad.language.recipes import api, evaluate, online
+from psigrad.language.recipes.sample import read_jsonl, write_jsonl
+from psigrad.runs import session
+from psigrad.runs.progress import bar
 
 UNPAIRED = "unpaired.jsonl"
 FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
@@ -61,7 +61,7 @@ def run(comparison: Comparison) -> Path:
             advance(note=f"{method} seed {seed}")
     measured = [json.loads(_record(folder, m, s).read_text()) for m, s in jobs]
     (folder / "compare.json").write_text(json.dumps({"runs": measured, "table": table(measured)}, indent=1) + "\n")
-    from psigrad.report import compare
+    from psigrad.records.report import compare
 
     return compare.write(folder)
 
@@ -187,7 +187,7 @@ def measured(model: Path, config: OnlineConfig) -> dict[str, float]:
 
 
 def _metric(config: OnlineConfig) -> str:
-    from psigrad.rewards import resolve
+    from psigrad.language.rewards import resolve
 
     if config.evaluation.metric:
         return resolve(config.evaluation.metric).name

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.intervals import Interval
-from psigrad.report.plots import COLOURS, GREY
+from psigrad.records.report.plots import COLOURS, GREY
 
 INK = "#333333"
 BLUE, RUST, GREEN, PINK = COLOURS[:4]

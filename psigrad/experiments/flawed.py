@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psigrad.rewards.builtin import exact
-from psigrad.rewards.outcomes import text_of
+from psigrad.language.rewards.builtin import exact
+from psigrad.language.rewards.outcomes import text_of
 
 
 def longer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:

@@ -14,9 +14,9 @@ import numpy as np
 
 from psigrad.experiments import problems
 from psigrad.objective import PolicyGradient
-from psigrad.objective.advantage import group_mean
-from psigrad.objective.aggregate import fixed_length, sequence_mean
 from psigrad.objective.catalog import DR_GRPO, GRPO
+from psigrad.objective.parts.advantage import group_mean
+from psigrad.objective.parts.aggregate import fixed_length, sequence_mean
 from psigrad.tabular import MDP, all_paths, softmax_policy
 from psigrad.tabular.mdp import FloatArray
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
-from psigrad.rewards.builtin import exact
-from psigrad.rewards.outcomes import text_of
+from psigrad.language.rewards.builtin import exact
+from psigrad.language.rewards.outcomes import text_of
 
 
 def half(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:

@@ -26,8 +26,9 @@ from psigrad.experiments.declarations import PsiSettings
 from psigrad.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
 from psigrad.experiments.problems import EXACT, ROUGH, Problem
 from psigrad.intervals import Interval, over_seeds
-from psigrad.objective import Batch, PolicyGradient, Prepared, aggregate, ratio
-from psigrad.objective.advantage import (
+from psigrad.objective import Batch, PolicyGradient, Prepared
+from psigrad.objective.parts import aggregate, ratio
+from psigrad.objective.parts.advantage import (
     Psi,
     StatefulPsi,
     action_advantage,
@@ -42,10 +43,10 @@ from psigrad.objective.advantage import (
     td_residual,
     total_return,
 )
-from psigrad.objective.critic import value_loss
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.surrogate import score
 from psigrad.objective.stats import group_sum
-from psigrad.objective.surrogate import score
-from psigrad.report.plots import GREY
+from psigrad.records.report.plots import GREY
 from psigrad.tabular import Paths, all_paths, sample_paths
 from psigrad.tabular.mdp import FloatArray
 

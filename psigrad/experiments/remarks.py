@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad import seeds
-from psigrad.rewards.builtin import exact
-from psigrad.rewards.outcomes import text_of
+from psigrad.language.rewards.builtin import exact
+from psigrad.language.rewards.outcomes import text_of
 
 GOES_ON = 0.75
 """Chance of another dot or dash in the demonstrations: 3 of them in the mean."""

@@ -19,19 +19,20 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.config import ControlConfig, Data, Evaluation, Model, OnlineConfig, Optim, Run, SampleConfig, SFTConfig
+from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SampleConfig, SFTConfig
 from psigrad.config.load import load, to_dict
 from psigrad.config.methods import declaration
 from psigrad.control import run as control
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.experiments.declarations import PretrainedSettings, TrialSettings
 from psigrad.intervals import Interval, over_seeds
-from psigrad.recipes import api, demo, sample, sft
+from psigrad.language.recipes import api, demo, sample, sft
 from psigrad.records.rows import figures
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Watch
-from psigrad.training.progress import bar
+from psigrad.runs.progress import bar
 
 TUNING_SEED = 1000
 """Learning rates are chosen on this seed, which no figure is of."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psigrad.objective import ratio
-from psigrad.objective.advantage import (
+from psigrad.objective.method import Catalog
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.advantage import (
     batch_mean,
     gae,
     group_mean,
@@ -22,22 +23,21 @@ from psigrad.objective.advantage import (
     total_return,
     whitened,
 )
-from psigrad.objective.aggregate import fixed_length, sequence_mean, sequence_sum, token_mean
-from psigrad.objective.critic import value_loss
-from psigrad.objective.group_advantage import (
+from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, sequence_sum, token_mean
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.group_advantage import (
     decoupled_group_mean,
     length_weighted_mean,
     over_group_mean,
     pass_at_k,
     process_group_mean,
 )
-from psigrad.objective.keep import clip_covariance, has_signal, not_truncated, top_entropy, top_k
-from psigrad.objective.kl import KL
-from psigrad.objective.method import Catalog
-from psigrad.objective.penalty import kl_penalty
+from psigrad.objective.parts.keep import clip_covariance, has_signal, not_truncated, top_entropy, top_k
+from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.penalty import kl_penalty
+from psigrad.objective.parts.surrogate import clip, score, truncated_weight
+from psigrad.objective.parts.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip, with_imitation
 from psigrad.objective.policy_gradient import PolicyGradient
-from psigrad.objective.surrogate import clip, score, truncated_weight
-from psigrad.objective.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip, with_imitation
 
 METHODS: Catalog[PolicyGradient] = Catalog()
 

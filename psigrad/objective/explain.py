@@ -7,9 +7,9 @@ import textwrap
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from psigrad.objective.online_preference import OnlinePreference
 from psigrad.objective.policy_gradient import PolicyGradient
-from psigrad.objective.preference_loss import KahnemanTversky, Preference
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 
 WIDTH = 100
 _MEANING = {

@@ -14,19 +14,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from psigrad.objective import aggregate as aggregates
-from psigrad.objective import kl as kls
-from psigrad.objective import penalty, ratio, stats
-from psigrad.objective.advantage import Psi, StatefulPsi, needs_of, no_reward, whitened
-from psigrad.objective.aggregate import Aggregate
+from psigrad.objective import stats
 from psigrad.objective.batch import Batch, PolicyOutputs, Totals, inside, zero_outside
-from psigrad.objective.correction import Correction
-from psigrad.objective.critic import value_loss
-from psigrad.objective.entropy import bonus
-from psigrad.objective.keep import Keep, has_signal
-from psigrad.objective.kl import KL
+from psigrad.objective.parts import aggregate as aggregates
+from psigrad.objective.parts import kl as kls
+from psigrad.objective.parts import penalty, ratio
+from psigrad.objective.parts.advantage import Psi, StatefulPsi, needs_of, no_reward, whitened
+from psigrad.objective.parts.aggregate import Aggregate
+from psigrad.objective.parts.correction import Correction
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.keep import Keep, has_signal
+from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.surrogate import Surrogate, clip_fractions, differentiates_ratio, score, silent_without_advantage
 from psigrad.objective.prepared import Loss, Prepared
-from psigrad.objective.surrogate import Surrogate, clip_fractions, differentiates_ratio, score, silent_without_advantage
 
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from psigrad.rollout.types import Trajectory
+from psigrad.language.rollout.types import Trajectory
 
 # Of run folders, rows and checkpoint manifests. It goes up when what is written today could be misread by yesterday's readers.
 FORMAT = 1

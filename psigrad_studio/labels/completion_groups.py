@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.data.dataset_rows import BadRow, RowError, show, validate
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import BadRow, RowError, show, validate
 
 ROLLOUTS = "rollouts.jsonl"
 """The file of a run folder that holds what was sampled."""

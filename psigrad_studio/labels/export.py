@@ -18,8 +18,8 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from psigrad.data import preferences as conversions
 from psigrad.errors import UserError
+from psigrad.language.data import preferences as conversions
 from psigrad_studio.labels import completion_groups, label_data, people
 from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.label_data import CurrentAnswer, LabelTexts, ProjectLabels

@@ -12,8 +12,9 @@ from gymnasium.wrappers import TimeLimit
 from PIL import Image
 
 from psigrad import cli
-from psigrad.control import PPO, REINFORCE, collector, evaluate_policy, vector
-from psigrad.control.vector import make
+from psigrad.control import PPO, REINFORCE, evaluate_policy
+from psigrad.control.environments import collector, vector
+from psigrad.control.environments.vector import make
 from psigrad.errors import UserError
 
 SMALL = {"tuned": False, "n_envs": 2, "n_steps": 16}

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from psigrad.control import networks
-from psigrad.control.actor_critic import ActorCritic
-from psigrad.control.distributions import Categorical, MultiCategorical, Noise, Normal
-from psigrad.control.networks import Towers
+from psigrad.control.networks.actor_critic import ActorCritic
+from psigrad.control.networks.distributions import Categorical, MultiCategorical, Noise, Normal
+from psigrad.control.networks.networks import Towers, networks
 
 
 def towers(activation: str, extra: int = 0) -> Towers:

@@ -11,13 +11,14 @@ import torch
 from control_worlds import Chain, Counter, Target
 from gymnasium import spaces
 
-from psigrad.config import ControlConfig, Run
+from psigrad.config import Run
 from psigrad.control import builder
-from psigrad.control import presets as control_catalog
-from psigrad.control.on_policy import as_tensors
+from psigrad.control.methods import presets as control_catalog
+from psigrad.control.methods.on_policy import as_tensors
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import PolicyOutputs, catalog
-from psigrad.objective.aggregate import sequence_mean, sequence_sum
+from psigrad.objective.parts.aggregate import sequence_mean, sequence_sum
 
 
 def method(algorithm, env=Chain, **given):
@@ -77,7 +78,7 @@ def test_advantages_are_stable_baselines():
     buffer.compute_returns_and_advantage(torch.from_numpy(last), starts[steps])
     # ours: each stretch between two starts is a row of its own
     from psigrad.objective import Batch
-    from psigrad.objective.advantage import gae
+    from psigrad.objective.parts.advantage import gae
 
     for e in range(count):
         bounds = [*np.flatnonzero(starts[:steps, e]).tolist(), steps]
@@ -234,7 +235,7 @@ def test_target_kl_stops_before_the_step_that_would_go_on_from_too_far():
 
 
 def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):
-    from psigrad.control import on_policy
+    from psigrad.control.methods import on_policy
 
     told, collected = [], []
     monkeypatch.setattr(on_policy, "adapted", lambda penalty, state, kl: told.append(kl) or dict(state))

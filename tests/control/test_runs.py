@@ -27,7 +27,7 @@ from psigrad.control import (
     evaluate_policy,
     run,
 )
-from psigrad.control.collector import Collector
+from psigrad.control.environments.collector import Collector
 from psigrad.errors import UserError
 from psigrad.objective import catalog
 from psigrad.records import run_folder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psigrad.control.optimizers import FlatOptimizer
-from psigrad.training.update import NonFiniteError
+from psigrad.control.methods.optimizers import FlatOptimizer
+from psigrad.language.training.update import NonFiniteError
 
 
 @pytest.mark.parametrize("kind", ["adam", "rmsprop"])

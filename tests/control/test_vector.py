@@ -9,11 +9,11 @@ from control_worlds import Counter, Target
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from psigrad.control import vector
-from psigrad.control.collector import Collector, play
-from psigrad.control.normalizer import Normalizer
-from psigrad.control.serial import Serial
-from psigrad.control.vector import Environments
+from psigrad.control.environments import vector
+from psigrad.control.environments.collector import Collector, play
+from psigrad.control.environments.normalizer import Normalizer
+from psigrad.control.environments.serial import Serial
+from psigrad.control.environments.vector import Environments
 from psigrad.errors import UserError
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]

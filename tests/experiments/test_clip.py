@@ -7,7 +7,7 @@ import pytest
 
 from psigrad.experiments import clip as clips
 from psigrad.experiments.clip import FlatRange, flat_ranges, pushes, surrogates
-from psigrad.objective.surrogate import clip, dual_clip, truncated_weight
+from psigrad.objective.parts.surrogate import clip, dual_clip, truncated_weight
 
 NAMED = {one.name: one.surrogate for one in surrogates()}
 DIFFERENTIABLE = [name for name in NAMED if name != "CISPO"]

@@ -8,12 +8,12 @@ import pytest
 
 import psigrad
 from psigrad import cli
-from psigrad.data.templates import CHATML
 from psigrad.errors import UserError
 from psigrad.experiments import claim_pretrained, trials
 from psigrad.experiments.declarations import PretrainedSettings
-from psigrad.models import tiny
-from psigrad.recipes import sums
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import tiny
+from psigrad.language.recipes import sums
 
 QUICK = ["--steps", "2", "--prompts", "8", "--generations", "8", "--held-out", "6", "--completions", "2", "--processes", "1"]
 

@@ -10,7 +10,7 @@ import pytest
 from psigrad.experiments import problems, psi
 from psigrad.experiments.psi import PsiForm
 from psigrad.intervals import over_seeds
-from psigrad.objective.advantage import batch_mean, leave_one_out, moving_average, reward_to_go
+from psigrad.objective.parts.advantage import batch_mean, leave_one_out, moving_average, reward_to_go
 from psigrad.tabular import all_paths, sample_paths
 
 FORMS = psi.forms(1.0)

@@ -9,15 +9,15 @@ import torch
 from in_memory import make
 
 from psigrad.config import Optim
-from psigrad.models import tiny
-from psigrad.models.language_model import prepare
-from psigrad.models.packing import Groups
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import Request, SamplingParams
-from psigrad.training.collection import collect
-from psigrad.training.online_rl import learn
-from psigrad.training.state import State
-from psigrad.training.update import Optimizer
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import prepare
+from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.language.training.online.collection import collect
+from psigrad.language.training.online.online_rl import learn
+from psigrad.language.training.update import Optimizer
+from psigrad.runs.state import State
 
 pytestmark = pytest.mark.gpu
 GROUPS = Groups(

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from psigrad import cli
-from psigrad.models import tiny
-from psigrad.recipes import harness
+from psigrad.compat.lm_eval import harness
+from psigrad.language.models import tiny
 
 # lm-eval reads ten thousand files to know that a name is none of its tasks
 pytestmark = [pytest.mark.lm_eval, pytest.mark.timeout(1800)]

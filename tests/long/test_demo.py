@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from psigrad.recipes import demo
+from psigrad.language.recipes import demo
 
 
 @pytest.mark.long

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import psigrad
-from psigrad.data.templates import CHATML
-from psigrad.models import tiny
-from psigrad.rollout.games import GAMES
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import tiny
+from psigrad.language.rollout.episodes.games import GAMES
 
 pytestmark = pytest.mark.long
 TURNS = {"guess": 8, "calculator": 3, "grid": 12}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.recipes import sums
+from psigrad.language.recipes import sums
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import sums as example

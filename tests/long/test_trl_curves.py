@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from psigrad.config import Data, Evaluation, Optim
-from psigrad.recipes import preference, reward
+from psigrad.language.recipes import preference, reward
 
 pytestmark = pytest.mark.long
 STEPS, BATCH, RATE, SEEDS = 100, 16, 1e-3, (0, 1, 2, 3, 4)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, PolicyGradient, aggregate, ratio
-from psigrad.objective.advantage import action_advantage, action_value, needs_of
-from psigrad.objective.critic import value_loss
-from psigrad.objective.surrogate import score
+from psigrad.objective import Batch, PolicyGradient
+from psigrad.objective.parts import aggregate, ratio
+from psigrad.objective.parts.advantage import action_advantage, action_value, needs_of
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.surrogate import score
 
 MASK = torch.tensor([[True, True, False], [True, False, True]])
 BATCH = Batch(

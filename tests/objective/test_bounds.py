@@ -9,20 +9,22 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve, resolve_loss
-from psigrad.objective import Batch, PolicyOutputs, Totals, ratio, stats
-from psigrad.objective.advantage import gae, k_step
+from psigrad.objective import Batch, PolicyOutputs, Totals, stats
 from psigrad.objective.catalog import GRPO, METHODS, PPO
-from psigrad.objective.correction import divergence_rejection
-from psigrad.objective.critic import value_loss
-from psigrad.objective.entropy import bonus
 from psigrad.objective.explain import explain
-from psigrad.objective.group_advantage import _choose_ratio, decoupled_group_mean, length_weighted_mean
-from psigrad.objective.kl import KL, adaptive
-from psigrad.objective.online_preference import ONLINE_DPO
-from psigrad.objective.penalty import measured_kl
-from psigrad.objective.preference_loss import KahnemanTversky, Labelled, Pairs, correct
-from psigrad.objective.returns import _holes, discounted_sum
-from psigrad.objective.reward_model import (
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.advantage import gae, k_step
+from psigrad.objective.parts.correction import divergence_rejection
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.group_advantage import _choose_ratio, decoupled_group_mean, length_weighted_mean
+from psigrad.objective.parts.kl import KL, adaptive
+from psigrad.objective.parts.penalty import measured_kl
+from psigrad.objective.parts.surrogate import clip, dual_clip
+from psigrad.objective.parts.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip
+from psigrad.objective.preferences.online_preference import ONLINE_DPO
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, correct
+from psigrad.objective.preferences.reward_model import (
     BradleyTerry,
     calibration,
     plackett_luce,
@@ -30,10 +32,9 @@ from psigrad.objective.reward_model import (
     process_squared_loss,
     ranking_loss,
 )
+from psigrad.objective.returns import _holes, discounted_sum
 from psigrad.objective.slopes import slopes
-from psigrad.objective.surrogate import clip, dual_clip
 from psigrad.objective.trust_region import step
-from psigrad.objective.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip
 
 DPO = resolve_loss("dpo")
 

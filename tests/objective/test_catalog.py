@@ -16,16 +16,16 @@ from psigrad.config import algorithms
 from psigrad.config.algorithms import SLOTS, explain, resolve
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective import catalog as presets
-from psigrad.objective.advantage import gae, group_mean, leave_one_out, moving_average, reward_to_go, whitened
-from psigrad.objective.aggregate import fixed_length, sequence_mean, token_mean
 from psigrad.objective.catalog import METHODS as PRESETS
-from psigrad.objective.correction import truncated_importance
-from psigrad.objective.critic import value_loss
-from psigrad.objective.entropy import bonus
-from psigrad.objective.keep import has_signal, not_truncated, top_k
-from psigrad.objective.kl import KL, adaptive
-from psigrad.objective.ratio import none, sequence, token
-from psigrad.objective.surrogate import clip, dual_clip, score
+from psigrad.objective.parts.advantage import gae, group_mean, leave_one_out, moving_average, reward_to_go, whitened
+from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
+from psigrad.objective.parts.correction import truncated_importance
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.keep import has_signal, not_truncated, top_k
+from psigrad.objective.parts.kl import KL, adaptive
+from psigrad.objective.parts.ratio import none, sequence, token
+from psigrad.objective.parts.surrogate import clip, dual_clip, score
 
 ROOT = Path(__file__).parents[2]
 

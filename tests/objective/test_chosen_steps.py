@@ -11,13 +11,13 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyOutputs, terminal
-from psigrad.objective.aggregate import token_mean
-from psigrad.objective.group_advantage import decoupled_group_mean, process_group_mean
-from psigrad.objective.keep import clip_covariance, not_truncated, top_entropy
-from psigrad.objective.kl import KL
+from psigrad.objective.parts.aggregate import token_mean
+from psigrad.objective.parts.group_advantage import decoupled_group_mean, process_group_mean
+from psigrad.objective.parts.keep import clip_covariance, not_truncated, top_entropy
+from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.surrogate import clip
+from psigrad.objective.parts.trust_surrogate import covariance_penalty, with_imitation
 from psigrad.objective.stats import scrambled
-from psigrad.objective.surrogate import clip
-from psigrad.objective.trust_surrogate import covariance_penalty, with_imitation
 
 
 def rows(seed: int = 0, n: int = 4, t: int = 6) -> Batch:

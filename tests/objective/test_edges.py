@@ -10,19 +10,19 @@ import torch
 
 from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.objective import Batch, PolicyOutputs, terminal
-from psigrad.objective.advantage import gae, length_gae, reward_to_go, whitened
-from psigrad.objective.correction import divergence_rejection, masked_importance, truncated_importance
-from psigrad.objective.critic import value_loss
-from psigrad.objective.group_advantage import group_mean_batch_std, pass_at_k
-from psigrad.objective.kl import KL, adaptive, estimate
-from psigrad.objective.penalty import adapted, kl_penalty, measured_kl
-from psigrad.objective.preference_loss import KahnemanTversky, Labelled, Pairs
-from psigrad.objective.ratio import MAX_LOG_RATIO, exp_ratio
-from psigrad.objective.reward_model import process_squared_loss
+from psigrad.objective.parts.advantage import gae, length_gae, reward_to_go, whitened
+from psigrad.objective.parts.correction import divergence_rejection, masked_importance, truncated_importance
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.group_advantage import group_mean_batch_std, pass_at_k
+from psigrad.objective.parts.kl import KL, adaptive, estimate
+from psigrad.objective.parts.penalty import adapted, kl_penalty, measured_kl
+from psigrad.objective.parts.ratio import MAX_LOG_RATIO, exp_ratio
+from psigrad.objective.parts.surrogate import clip, clip_fractions, truncated_weight, unclipped
+from psigrad.objective.parts.trust_surrogate import divergence_mask, geometric_clip, off_policy_mask, soft_clip
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
+from psigrad.objective.preferences.reward_model import process_squared_loss
 from psigrad.objective.slopes import slopes
-from psigrad.objective.surrogate import clip, clip_fractions, truncated_weight, unclipped
 from psigrad.objective.trust_region import conjugate_gradients
-from psigrad.objective.trust_surrogate import divergence_mask, geometric_clip, off_policy_mask, soft_clip
 
 
 def batch(reward, logp_old, dtype=torch.float32, group=None, **given) -> Batch:

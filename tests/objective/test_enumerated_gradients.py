@@ -17,18 +17,19 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, keep
-from psigrad.objective.advantage import best_of_group, gae, group_mean, k_step, length_gae, ones, reward_to_go, whitened
-from psigrad.objective.aggregate import sequence_sum
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective.batch import terminal
 from psigrad.objective.catalog import METHODS as PRESETS
-from psigrad.objective.critic import value_loss
-from psigrad.objective.entropy import bonus
-from psigrad.objective.group_advantage import pass_at_k
-from psigrad.objective.kl import KL
-from psigrad.objective.ratio import none
-from psigrad.objective.surrogate import clip, score
-from psigrad.objective.trust_surrogate import with_imitation
+from psigrad.objective.parts import keep
+from psigrad.objective.parts.advantage import best_of_group, gae, group_mean, k_step, length_gae, ones, reward_to_go, whitened
+from psigrad.objective.parts.aggregate import sequence_sum
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.group_advantage import pass_at_k
+from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.ratio import none
+from psigrad.objective.parts.surrogate import clip, score
+from psigrad.objective.parts.trust_surrogate import with_imitation
 
 EOS = 0
 TOLERANCE = 1e-10

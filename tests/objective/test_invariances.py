@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, ratio
-from psigrad.objective.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
-from psigrad.objective.aggregate import sequence_mean, token_mean
-from psigrad.objective.correction import masked_importance, truncated_importance
-from psigrad.objective.critic import value_loss
-from psigrad.objective.entropy import bonus
-from psigrad.objective.keep import clip_covariance, has_signal
-from psigrad.objective.kl import KL
-from psigrad.objective.penalty import kl_penalty
-from psigrad.objective.ratio import token
-from psigrad.objective.surrogate import clip, dual_clip, unclipped
-from psigrad.objective.trust_surrogate import covariance_penalty, with_imitation
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
+from psigrad.objective.parts.aggregate import sequence_mean, token_mean
+from psigrad.objective.parts.correction import masked_importance, truncated_importance
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.keep import clip_covariance, has_signal
+from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.penalty import kl_penalty
+from psigrad.objective.parts.ratio import token
+from psigrad.objective.parts.surrogate import clip, dual_clip, unclipped
+from psigrad.objective.parts.trust_surrogate import covariance_penalty, with_imitation
 
 GRPO = resolve("grpo")
 PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")

@@ -10,8 +10,8 @@ import torch
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs
-from psigrad.objective.kl import KL, adaptive, estimate
-from psigrad.objective.penalty import adapted, kl_penalty
+from psigrad.objective.parts.kl import KL, adaptive, estimate
+from psigrad.objective.parts.penalty import adapted, kl_penalty
 
 G = torch.Generator().manual_seed(0)
 THETA, REF, OLD = (torch.randn(5, generator=G, dtype=torch.float64) for _ in range(3))

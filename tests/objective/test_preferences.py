@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from psigrad.config.algorithms import resolve_loss
-from psigrad.objective.preference_catalog import METHODS as LOSSES
-from psigrad.objective.preference_loss import (
+from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
+from psigrad.objective.preferences.preference_loss import (
     KahnemanTversky,
     Labelled,
     Pairs,
@@ -23,7 +23,7 @@ from psigrad.objective.preference_loss import (
     mean_logp,
     robust,
 )
-from psigrad.objective.reward_model import BradleyTerry, calibration, plackett_luce, process_loss
+from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, plackett_luce, process_loss
 
 PREFERENCES = [name for name in LOSSES if name != "kto"]
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
-from psigrad.objective.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
-from psigrad.objective.aggregate import token_mean
-from psigrad.objective.critic import value_loss
-from psigrad.objective.keep import not_truncated
-from psigrad.objective.ratio import token
-from psigrad.objective.surrogate import clip
+from psigrad.objective.parts.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
+from psigrad.objective.parts.aggregate import token_mean
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.keep import not_truncated
+from psigrad.objective.parts.ratio import token
+from psigrad.objective.parts.surrogate import clip
 
 
 def random_batch(seed: int, n: int = 4, t: int = 7) -> Batch:

@@ -20,15 +20,15 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from psigrad.config.algorithms import resolve
-from psigrad.models.logprobs import TokenStatsRequest
+from psigrad.language.models.logprobs import TokenStatsRequest
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
-from psigrad.objective.aggregate import fixed_length, token_mean
-from psigrad.objective.correction import masked_importance, truncated_importance
-from psigrad.objective.entropy import bonus
-from psigrad.objective.keep import top_entropy
-from psigrad.objective.kl import KL
-from psigrad.objective.surrogate import clip, dual_clip, truncated_weight
-from psigrad.objective.trust_surrogate import off_policy_mask
+from psigrad.objective.parts.aggregate import fixed_length, token_mean
+from psigrad.objective.parts.correction import masked_importance, truncated_importance
+from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.keep import top_entropy
+from psigrad.objective.parts.kl import KL
+from psigrad.objective.parts.surrogate import clip, dual_clip, truncated_weight
+from psigrad.objective.parts.trust_surrogate import off_policy_mask
 
 N, T, GROUP_SIZE, MAX_LENGTH = 8, 6, 4, 9
 

@@ -10,10 +10,10 @@ from typing import NotRequired, get_origin, get_type_hints
 import pytest
 from run_folders import TOKENS, make_run, rollout
 
+from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.records.read import load
 from psigrad.records.rows import RolloutFigures, RolloutRow, figures, rollout_figures, rollout_row, stepped
 from psigrad.records.run_folder import to_line
-from psigrad.rollout.types import Completion, Trajectory
 
 NAN = math.nan
 ROWS = {

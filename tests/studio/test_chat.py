@@ -22,12 +22,12 @@ from live_studio import LiveStudio, live_studio
 from timing import PATIENCE, quickest, until
 
 from psigrad import seeds
-from psigrad.data.dataset_rows import Row
-from psigrad.data.templates import decode, prompt_ids
 from psigrad.errors import UserError
-from psigrad.models import language_model
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import Request, SamplingParams
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import decode, prompt_ids
+from psigrad.language.models import language_model
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad_studio import chat_answers, comparisons, serve
 from psigrad_studio.chat_answers import ChatAnswer, ChatQuestion, abilities, converse
 from psigrad_studio.checkpoint_list import find

@@ -339,7 +339,7 @@ def test_token_figures_are_what_their_names_say():
 
 
 def test_texts_of_tokens_join_to_the_text(tmp_path):
-    from psigrad.models import tiny
+    from psigrad.language.models import tiny
 
     tokenizer = tiny.tokenizer(["spell this word", "größe 日本 🙂"], 280)
     tokenizer.save_pretrained(tmp_path / "run" / "model")

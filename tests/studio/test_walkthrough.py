@@ -24,8 +24,8 @@ from playwright.sync_api import Page, expect
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad import cli
-from psigrad.models import tiny
-from psigrad.recipes import reward
+from psigrad.language.models import tiny
+from psigrad.language.recipes import reward
 
 PROJECT = "Which says it more often"
 BETA = 0.1

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from psigrad.data.templates import CHATML
-from psigrad.models import tiny
-from psigrad.models.language_model import load
-from psigrad.models.lora import Lora
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import load
+from psigrad.language.models.lora import Lora
 
 # a template that says nothing of system prompts
 SILENT = (

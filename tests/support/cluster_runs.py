@@ -11,8 +11,8 @@ import tiny_jobs
 
 from psigrad.config import Placement
 from psigrad.config.sections import Sampling
-from psigrad.parallel import fleet
-from psigrad.recipes import api
+from psigrad.language.recipes import api
+from psigrad.processes.parallel import fleet
 
 
 def main(job: str, out: str, given: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psigrad.rollout.embedded import EmbeddedSampler
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
 
 def reward(completions, **columns):

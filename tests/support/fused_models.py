@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from psigrad.models.language_model import Lora, prepare
-from psigrad.models.packing import Groups, Rows
+from psigrad.language.models.language_model import Lora, prepare
+from psigrad.language.models.packing import Groups, Rows
 
 COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 # Heads of 8, 12, 16 and 20 numbers: wider and narrower than a register.

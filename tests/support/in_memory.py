@@ -8,18 +8,18 @@ from tiny_rewards import early_letters
 
 from psigrad.config import OnlineConfig, Optim, Run
 from psigrad.config.algorithms import resolve_online
-from psigrad.data.dataset_rows import Row
-from psigrad.models import tiny
-from psigrad.models.language_model import prepare
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import prepare
+from psigrad.language.rewards import resolve as reward
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.update import Optimizer
 from psigrad.objective import PolicyGradient
-from psigrad.parallel.world import ALONE
-from psigrad.rewards import resolve as reward
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import SamplingParams
-from psigrad.training.journal import Clock
-from psigrad.training.ledger import Prompt
-from psigrad.training.online_run import Online
-from psigrad.training.update import Optimizer
+from psigrad.processes.parallel.world import ALONE
+from psigrad.runs.journal import Clock
 
 
 class Silent:

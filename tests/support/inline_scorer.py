@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from psigrad.rewards import Result, RewardSpec, Samples, Scoring
-from psigrad.rewards.outcomes import picked
-from psigrad.rewards.pool import Job, checked_weights, combine, taken, unique
-from psigrad.rewards.worker import Said, answer_of
+from psigrad.language.rewards import Result, RewardSpec, Samples, Scoring
+from psigrad.language.rewards.outcomes import picked
+from psigrad.language.rewards.pool import Job, checked_weights, combine, taken, unique
+from psigrad.language.rewards.worker import Said, answer_of
 
 
 class InlineScorer:

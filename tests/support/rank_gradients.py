@@ -16,27 +16,27 @@ from torch import nn
 
 from psigrad.config import OnlineConfig, Optim
 from psigrad.config.algorithms import resolve
-from psigrad.data.pairs import Answer, Judged, Pair
-from psigrad.data.templates import Example
-from psigrad.models import language_model, scalar_model, tiny
-from psigrad.models.backbone import Pretrained
-from psigrad.models.lora import Lora
-from psigrad.objective.preference_catalog import DPO, KTO
-from psigrad.objective.reward_model import BradleyTerry
-from psigrad.parallel import sharded
-from psigrad.parallel.world import World, mine
-from psigrad.rollout.types import Completion, SamplingParams, Trajectory
-from psigrad.training import online_rl
-from psigrad.training.collate import micro_batches, to_batch
-from psigrad.training.forward import log_probs, values
-from psigrad.training.online_run import ValueModel
-from psigrad.training.tally import Tally
-from psigrad.training.tasks import sft_task
-from psigrad.training.tasks.preference_task import KTOTask, PreferenceTask
-from psigrad.training.tasks.reward_task import RewardTask
-from psigrad.training.tasks.sft_task import SFTTask
-from psigrad.training.token_figures import TokenFigures
-from psigrad.training.update import Optimizer, add_up
+from psigrad.language.data.pairs import Answer, Judged, Pair
+from psigrad.language.data.templates import Example
+from psigrad.language.models import language_model, scalar_model, tiny
+from psigrad.language.models.backbone import Pretrained
+from psigrad.language.models.lora import Lora
+from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
+from psigrad.language.training.offline import sft_task
+from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask
+from psigrad.language.training.offline.reward_task import RewardTask
+from psigrad.language.training.offline.sft_task import SFTTask
+from psigrad.language.training.online import online_rl
+from psigrad.language.training.online.collate import micro_batches, to_batch
+from psigrad.language.training.online.forward import log_probs, values
+from psigrad.language.training.online.online_run import ValueModel
+from psigrad.language.training.online.tally import Tally
+from psigrad.language.training.online.token_figures import TokenFigures
+from psigrad.language.training.update import Optimizer, add_up
+from psigrad.objective.preferences.preference_catalog import DPO, KTO
+from psigrad.objective.preferences.reward_model import BradleyTerry
+from psigrad.processes.parallel import sharded
+from psigrad.processes.parallel.world import World, mine
 
 VOCABULARY, BUDGET = 300, 120
 

@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from psigrad.config import Model, Optim, Placement
 from psigrad.errors import UserError
-from psigrad.models.backbone import reshard
-from psigrad.models.language_model import LanguageModel
-from psigrad.parallel import sharded, shards
-from psigrad.parallel import world as worlds
-from psigrad.parallel.world import World
-from psigrad.recipes import api
-from psigrad.training import state
-from psigrad.training.callbacks import Callback
-from psigrad.training.state import Learner, State
-from psigrad.training.update import Optimizer
+from psigrad.language.models.backbone import reshard
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.recipes import api
+from psigrad.language.training.update import Optimizer
+from psigrad.processes.parallel import sharded, shards
+from psigrad.processes.parallel import world as worlds
+from psigrad.processes.parallel.world import World
+from psigrad.runs import state
+from psigrad.runs.callbacks import Callback
+from psigrad.runs.state import Learner, State
 
 CONFIGS = {
     "sft": tiny_jobs.sft_config,

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tiny_jobs import episodes_config, forked, online_config, ppo_config, preference_config, reward_config, sft_config
 
-from psigrad.models.language_model import LanguageModel
-from psigrad.models.scalar_model import ScalarModel
-from psigrad.recipes import online, preference, reward, sft
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.recipes import online, preference, reward, sft
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.training.update import Optimizer
 from psigrad.records import checkpoint
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.training.journal import Journal
-from psigrad.training.update import Optimizer
+from psigrad.runs.journal import Journal
 
 # Every one of these calls is an event at which the process may die, before or after the call.
 EVENTS = (

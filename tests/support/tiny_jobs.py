@@ -15,7 +15,7 @@ import torch
 from tiny_rewards import early_letters
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
-from psigrad.models import tiny
+from psigrad.language.models import tiny
 
 
 def make_job(folder: Path) -> Path:

@@ -14,14 +14,15 @@ from packaging.requirements import Requirement
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.config import ControlConfig, EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.algorithms import resolve, resolve_loss
 from psigrad.config.load import flat_names
 from psigrad.config.methods import declared
+from psigrad.control.settings import ControlConfig
+from psigrad.language.rewards import builtin
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.explain import label
-from psigrad.objective.preference_catalog import METHODS as LOSSES
-from psigrad.rewards import builtin
+from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
 ROOT = Path(__file__).parents[2]
 

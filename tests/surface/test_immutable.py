@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psigrad.objective.preference_loss import Labelled, Pairs
+from psigrad.objective.preferences.preference_loss import Labelled, Pairs
 from psigrad.tabular.mdp import MDP
 from psigrad.tabular.simulation import Episode
 from psigrad.tabular.sweeps import Sweep
@@ -46,8 +46,8 @@ def test_dataclasses_are_frozen_but_for_those_that_are_there_to_change():
     assert len(found) > 200
 
 
-ROOMS = [ROOT / room for room in ("objective", "tabular", "training")]
-PLACES = ["models/logprobs.py", *(str(p.relative_to(ROOT)) for room in ROOMS for p in sorted(room.glob("*.py")))]
+ROOMS = [ROOT / room for room in ("objective", "tabular", "language/training")]
+PLACES = ["language/models/logprobs.py", *(str(p.relative_to(ROOT)) for room in ROOMS for p in sorted(room.rglob("*.py")))]
 
 
 @pytest.mark.parametrize("place", PLACES)

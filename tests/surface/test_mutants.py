@@ -18,7 +18,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, "tools")
 import mutants
-file = "psigrad/objective/advantage.py"
+file = "psigrad/objective/parts/advantage.py"
 found = {}
 mutants.warm()
 for kind, (old, new) in json.loads(sys.argv[1]).items():
@@ -41,14 +41,14 @@ def test_a_planted_fault_is_noticed_and_none_is_not():
     }
     tests = ["tests.objective.test_catalog.test_a_mapping_changes_the_slots_it_names_and_no_other"]
     tests.append("tests.objective.test_golden.test_reinforce_gives_the_numbers_of_document_003")
-    before = (ROOT / "psigrad/objective/advantage.py").read_bytes()
+    before = (ROOT / "psigrad/objective/parts/advantage.py").read_bytes()
     done = subprocess.run(
         [sys.executable, "-c", PLANTED, json.dumps(changes), *tests],
         cwd=ROOT, env=mutants._environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"none": False, "wrong": True, "endless": True}
-    assert (ROOT / "psigrad/objective/advantage.py").read_bytes() == before
+    assert (ROOT / "psigrad/objective/parts/advantage.py").read_bytes() == before
 
 
 def test_annotations_messages_and_assertions_are_left_alone():

@@ -9,10 +9,11 @@ import importlib
 from pathlib import Path
 
 from psigrad import cli
-from psigrad.objective import catalog, online_preference, preference_catalog
+from psigrad.objective import catalog
+from psigrad.objective.preferences import online_preference, preference_catalog
 
 LIST = Path(__file__).with_name("public_names.txt")
-MODULES = ("psigrad", "psigrad.config", "psigrad.control", "psigrad.objective", "psigrad.rewards", "psigrad.tabular")
+MODULES = ("psigrad", "psigrad.config", "psigrad.control", "psigrad.objective", "psigrad.language.rewards", "psigrad.tabular")
 
 
 def public() -> str:

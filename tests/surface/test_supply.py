@@ -115,5 +115,8 @@ def test_the_wheel_works_outside_of_the_repository(wheel, tmp_path):
     assert all(path.startswith(str(home)) for path in where.split()), where
     assert run("psigrad", "--version").strip() == f"psigrad {PROJECT['version']}"
     assert "advantage" in run("psigrad", "explain", "grpo").lower()
-    assert run(python, "-c", "from psigrad.native.kernels import kernels; print(isinstance(kernels(), str))").strip() == "False"
+    assert (
+        run(python, "-c", "from psigrad.language.models.native.kernels import kernels; print(isinstance(kernels(), str))").strip()
+        == "False"
+    )
     assert "--port" in run("psigrad", "studio", "--help")

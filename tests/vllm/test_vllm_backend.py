@@ -21,14 +21,14 @@ from vllm_sabotage import switch
 
 from psigrad.config import Model, Sampling
 from psigrad.errors import UserError
-from psigrad.models import tiny
-from psigrad.models.language_model import LanguageModel, prepare
-from psigrad.models.lora import Lora
-from psigrad.recipes import online
-from psigrad.rollout import vllm_backend
-from psigrad.rollout.distribution import filtered
-from psigrad.rollout.types import Completion, Request, SamplingParams
-from psigrad.rollout.vllm_backend import VLLMSampler, fingerprint
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import LanguageModel, prepare
+from psigrad.language.models.lora import Lora
+from psigrad.language.recipes import online
+from psigrad.language.rollout.samplers import vllm_backend
+from psigrad.language.rollout.samplers.distribution import filtered
+from psigrad.language.rollout.samplers.vllm_backend import VLLMSampler, fingerprint
+from psigrad.language.rollout.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.vllm
 torch.set_num_threads(1)

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Run, SampleConfig, Sampling
-from psigrad.data.templates import CHATML
 from psigrad.errors import UserError
-from psigrad.models import language_model, tiny
-from psigrad.models.packing import Groups
-from psigrad.recipes import evaluate, sample
-from psigrad.rollout.embedded import EmbeddedSampler
-from psigrad.rollout.types import Request, SamplingParams
+from psigrad.language.data.templates import CHATML
+from psigrad.language.models import language_model, tiny
+from psigrad.language.models.packing import Groups
+from psigrad.language.recipes import evaluate, sample
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams
 
 pytestmark = pytest.mark.vllm
 TEXTS = ("hello", "world 1", "hello world 123 hello")

@@ -7,8 +7,8 @@ import json
 import pytest
 from sqlalchemy import func, select
 
-from psigrad.data.dataset_rows import RowError
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import RowError
 from psigrad.records.run_folder import RunFolder, to_line
 from psigrad_studio.labels import completion_groups, intake
 from psigrad_studio.labels.intake import Added, TaskOptions

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tiny_jobs import make_job, online_config, preference_config, reward_config
 
 from psigrad.config import Data
-from psigrad.recipes import online, preference, reward
+from psigrad.language.recipes import online, preference, reward
 from psigrad_studio.labels import assignments, export, intake
 
 

@@ -1,0 +1,1 @@
+"""Tasks of EleutherAI's lm-eval on psigrad's models."""

@@ -1,0 +1,89 @@
+"""How likely a model finds given texts, and the everyday questions that show what training has broken."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from psigrad.language import data
+from psigrad.language.data.templates import encode_after
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups, Ids
+
+EVERYDAY = Path(data.__file__).parent / "everyday.jsonl"
+"""110 beginnings of sentences with two or four ends, of which one is right: 60 facts that every child knows, and 50 points of
+English grammar. No item has to do with sums."""
+
+
+class Likelihood(NamedTuple):
+    """Of one continuation: log p(continuation | context) in nats, and whether greedy decoding writes it."""
+
+    logp: float
+    greedy: bool
+
+
+class Chosen(NamedTuple):
+    """Of one everyday item: whether the model's likeliest end is the right one, and log p of the right one in nats."""
+
+    right: bool
+    logp: float
+
+
+@torch.no_grad()
+def likelihoods(model: LanguageModel, asked: Sequence[tuple[Ids, Ids]], micro_batch_tokens: int = 4096) -> list[Likelihood]:
+    """The likelihood of each (context, continuation) of token ids, by the packed forward pass: a context that several share is
+    computed once. No context may be empty, for the first token follows something.
+    """
+    contexts: dict[tuple[int, ...], list[int]] = {}
+    for i, (context, _) in enumerate(asked):
+        contexts.setdefault(tuple(context), []).append(i)
+    found: list[Likelihood] = [Likelihood(0.0, True)] * len(asked)
+    part: list[tuple[tuple[int, ...], list[int]]] = []
+    size = 0
+    for context, places in [*contexts.items(), ((), [])]:
+        length = len(context) + sum(len(asked[i][1]) for i in places)
+        if part and (not places or size + length > micro_batch_tokens):
+            _fill(model, asked, part, found)
+            part, size = [], 0
+        part.append((context, places))
+        size += length
+    return found
+
+
+def _fill(
+    model: LanguageModel,
+    asked: Sequence[tuple[Ids, Ids]],
+    part: Sequence[tuple[tuple[int, ...], list[int]]],
+    found: list[Likelihood],
+) -> None:
+    groups = Groups([context for context, _ in part], [[asked[i][1] for i in places] for _, places in part])
+    stats, targets = model.stats(groups, accuracy=True)
+    assert stats.hit is not None
+    order = [i for _, places in part for i in places]
+    logps: list[list[float]] = [[] for _ in order]
+    hits = [True] * len(order)
+    for n, logp, hit in zip(targets.n.tolist(), stats.logp.tolist(), stats.hit.tolist(), strict=True):
+        logps[n].append(logp)
+        hits[n] = hits[n] and bool(hit)
+    for n, i in enumerate(order):
+        found[i] = Likelihood(math.fsum(logps[n]), hits[n])
+
+
+def everyday(model: LanguageModel) -> list[Chosen]:
+    """What the model makes of each item of `EVERYDAY`."""
+    items = [json.loads(line) for line in EVERYDAY.read_text().splitlines()]
+    asked = []
+    for item in items:
+        context = model.tokenizer(item["query"])["input_ids"]
+        asked += [(context, encode_after(model.tokenizer, item["query"], f" {choice}")) for choice in item["choices"]]
+    found = iter(likelihoods(model, asked))
+    chosen = []
+    for item in items:
+        logps = [next(found).logp for _ in item["choices"]]
+        chosen.append(Chosen(max(range(len(logps)), key=logps.__getitem__) == item["gold"], logps[item["gold"]]))
+    return chosen

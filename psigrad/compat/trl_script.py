@@ -1,0 +1,266 @@
+"""What a script for TRL, or a file for its command line, asks for: read from the source, without running it."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from psigrad.compat.other_names import is_known
+from psigrad.compat.trl_fields import DEFAULTS, METHODS, outcome
+from psigrad.compat.trl_values import REWARDS
+from psigrad.config.load import read_file
+from psigrad.errors import UserError, nearest
+from psigrad.importing import with_colon
+
+_SIGNS: dict[type[ast.operator], Any] = {
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+}
+_TRAINERS = {f"{name.removesuffix('Config')}Trainer": name for name in METHODS}
+_COMMANDS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "kto": "KTOConfig",
+             "reward": "RewardConfig", "ppo": "PPOConfig", "online_dpo": "OnlineDPOConfig", "orpo": "ORPOConfig",
+             "cpo": "CPOConfig", "distillation": "DistillationConfig"}  # fmt: skip
+
+
+class Unread(str):
+    """The source of an expression whose value only a run of the script would tell."""
+
+
+@dataclass
+class TrlScript:
+    """TRL's configuration class, its values and those of an adapter, what the trainer is given, and what could not be read."""
+
+    config: str
+    values: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    look_at: list[str] = field(default_factory=list)
+
+
+def read(path: str, trainer: str = "") -> TrlScript:
+    """A Python script, or a YAML file of TRL's command line; `trainer` ("grpo") says whose, where the file does not.
+
+    Raises `UserError` where nothing of TRL is found.
+    """
+    if trainer and trainer not in _COMMANDS:
+        raise UserError(f"There is no trainer {trainer!r}; expected one of {', '.join(_COMMANDS)}{nearest(trainer, _COMMANDS)}")
+    if Path(path).suffix != ".py":
+        return _of_file(path, _COMMANDS.get(trainer, ""))
+    try:
+        tree = ast.parse(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"The script {path!r} cannot be read: {error.strerror}.") from error
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"The script {path!r} is not Python: {error}.") from error
+    return _Script(path, tree).found(_COMMANDS.get(trainer, ""))
+
+
+def _of_file(path: str, config: str) -> TrlScript:
+    values = read_file(path)
+    if "compute_environment" in values or "distributed_type" in values:
+        processes = values.get("num_processes") or 1
+        shards = " --strategy fsdp" if str(values.get("distributed_type")) in ("FSDP", "DEEPSPEED") else ""
+        raise UserError(
+            f"{path} is a configuration of accelerate; give the script or the YAML file of TRL. psigrad starts its processes "
+            f"itself: --processes {processes}{shards}."
+        )
+    config = config or _told_by(values, path)
+    found = TrlScript(config)
+    if "datasets" in values:
+        mixed = values.pop("datasets")
+        if isinstance(mixed, list) and len(mixed) == 1 and isinstance(mixed[0], Mapping):
+            values |= {"dataset_name": mixed[0].get("path"), "dataset_config": mixed[0].get("name")}
+        else:
+            found.look_at.append(
+                f"datasets: {len(mixed)} datasets are mixed; put their files into one folder and name it as dataset."
+            )
+    adapter = {name: values.pop(name) for name in list(values) if name.startswith("lora_") or name in ("use_rslora", "use_dora")}
+    if values.pop("use_peft", False):
+        usual = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+        found.lora = {name.replace("lora_r", "r") if name == "lora_r" else name: v for name, v in {**usual, **adapter}.items()}
+        found.lora = {name.removeprefix("lora_") if "modules" in name else name: v for name, v in found.lora.items()}
+    elif adapter:
+        found.look_at.append(f"{', '.join(adapter)}: without use_peft TRL puts no adapter on the model.")
+    named = {"reward_funcs", "reward_model_name_or_path", "model_name_or_path", "teacher_model_name_or_path"}
+    found.trainer = {name: values.pop(name) for name in list(values) if name in named and name != "teacher_model_name_or_path"}
+    if functions := found.trainer.get("reward_funcs"):
+        found.trainer["reward_funcs"] = [_imported(name) for name in (functions if isinstance(functions, list) else [functions])]
+    found.values = values
+    return found
+
+
+def _imported(name: str) -> str | dict[str, Any]:
+    """A reward of TRL's command line: a function's path with dots, or one of TRL's own by its name."""
+    if name == "get_soft_overlong_punishment":
+        return {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256}
+    return f"trl.rewards:{name}" if name in REWARDS else with_colon(name)
+
+
+def _told_by(values: Mapping[str, Any], path: str) -> str:
+    """The configuration class whose fields a file names."""
+    own = {"GRPOConfig": ("epsilon", "scale_rewards", "importance_sampling_level"), "RLOOConfig": ("normalize_advantages",),
+           "SFTConfig": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"),
+           "RewardConfig": ("center_rewards_coefficient",), "KTOConfig": ("desirable_weight", "undesirable_weight"),
+           "DPOConfig": ("precompute_ref_log_probs", "f_divergence_type", "loss_weights")}  # fmt: skip
+    told = [name for name, fields in own.items() if any(f in values for f in fields)]
+    loss = values.get("loss_type")
+    told += ["GRPOConfig"] if not told and loss in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo") else []
+    if len(told) != 1:
+        raise UserError(f"{path} does not say which trainer it is for; add --trainer grpo, sft, dpo, reward, rloo or kto.")
+    return told[0]
+
+
+class _Script:
+    """The assignments and calls of a script."""
+
+    def __init__(self, path: str, tree: ast.Module) -> None:
+        self.path = path
+        self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        self.assigned: dict[str, ast.expr] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                self.assigned.setdefault(node.targets[0].id, node.value)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+                self.assigned.setdefault(node.target.id, node.value)
+        self.functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        self.imported = {
+            alias.asname or alias.name: f"{node.module}:{alias.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+
+    def found(self, config: str) -> TrlScript:
+        """What the trainer's call and its configuration say."""
+        trainers = [call for call in self.calls if _name(call) in _TRAINERS]
+        configs = [call for call in self.calls if _name(call) in METHODS]
+        if not (trainers or configs):
+            raise UserError(f"{self.path} makes none of TRL's trainers or configurations ({', '.join(METHODS)}).")
+        made = TrlScript(config or (_name(configs[0]) if configs else _TRAINERS[_name(trainers[0])]))
+        if len(configs) > 1 or len(trainers) > 1:
+            made.look_at.append("The script makes more than one trainer or configuration; the first is converted.")
+        if configs:
+            made.values = self._keywords(configs[0], made)
+        else:
+            made.look_at.append("The script's configuration comes from its command line; convert its YAML, or add what you type.")
+        for call in trainers[:1]:
+            made.trainer = {
+                word.arg: self._given(word.arg, word.value) for word in call.keywords if word.arg and word.arg != "args"
+            }
+            if call.args:
+                made.trainer.setdefault("model", self._given("model", call.args[0]))
+        adapters = [call for call in self.calls if _name(call) == "LoraConfig"]
+        if adapters:
+            made.lora = self._keywords(adapters[0], made)
+        made.trainer.pop("peft_config", None)
+        return made
+
+    def _keywords(self, call: ast.Call, made: TrlScript) -> dict[str, Any]:
+        values = {}
+        for word in call.keywords:
+            if word.arg is None:
+                made.look_at.append(f"{_name(call)}(**{ast.unparse(word.value)}): its settings stand elsewhere.")
+                continue
+            value = self._value(word.value)
+            if isinstance(value, Unread):
+                made.look_at.append(f"{word.arg} = {value}: only a run of the script would tell.")
+            else:
+                values[word.arg] = value
+        return values
+
+    def _value(self, node: ast.expr, depth: int = 0) -> Any:
+        """What an expression is worth, or its source."""
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError):
+            pass
+        if isinstance(node, ast.Name) and node.id in self.assigned and depth < 8:
+            return self._value(self.assigned[node.id], depth + 1)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
+            return node.attr
+        if isinstance(node, ast.List | ast.Tuple):
+            parts = [self._value(part, depth) for part in node.elts]
+            if not any(isinstance(part, Unread) for part in parts):
+                return parts
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Div | ast.Add | ast.Sub):
+            left, right = self._value(node.left, depth), self._value(node.right, depth)
+            if all(isinstance(side, int | float) for side in (left, right)):
+                return _SIGNS[type(node.op)](left, right)
+        if isinstance(node, ast.JoinedStr):
+            parts = [self._value(v.value if isinstance(v, ast.FormattedValue) else v, depth) for v in node.values]
+            if not any(isinstance(part, Unread) for part in parts):
+                return "".join(map(str, parts))
+        return Unread(ast.unparse(node))
+
+    def _given(self, name: str, node: ast.expr) -> Any:
+        """What a trainer is given: names of models and datasets, functions as module:function."""
+        if name == "reward_funcs":
+            several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+            return [self._function(part) for part in several]
+        if name in ("tools", "environment_factory"):
+            several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+            return [self._function(part) for part in several]
+        value = self._value(node)
+        if isinstance(value, Unread):
+            return self._loaded(node)
+        return value
+
+    def _function(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            if node.id in self.functions:
+                return f"{self.path}:{node.id}"
+            if node.id in self.imported:
+                return self.imported[node.id]
+        return self._value(node)
+
+    def _loaded(self, node: ast.expr) -> Any:
+        """from_pretrained("name", …) and load_dataset("name", "config", split="train") by what they load."""
+        for _ in range(8):
+            if isinstance(node, ast.Name) and node.id in self.assigned:
+                node = self.assigned[node.id]
+            elif isinstance(node, ast.Subscript) and isinstance(self._value(node.slice), str):
+                inner, which = self._loaded(node.value), self._value(node.slice)
+                of_it = "part" if isinstance(inner, dict) and "part" in inner else "split"
+                return {**inner, of_it: which} if isinstance(inner, dict) else Unread(ast.unparse(node))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "shuffle":
+                node = node.func.value  # rows are shuffled in every epoch
+            else:
+                break
+        if isinstance(node, ast.Call) and _name(node) == "from_pretrained" and node.args:
+            return self._value(node.args[0])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train_test_split":
+            inner = self._loaded(node.func.value)
+            return {**inner, "part": ""} if isinstance(inner, dict) else Unread(ast.unparse(node))
+        if isinstance(node, ast.Call) and _name(node) == "load_dataset" and node.args:
+            parts = [self._value(part) for part in node.args[:2]]
+            words = {word.arg: self._value(word.value) for word in node.keywords}
+            return {"dataset": parts[0], "config": parts[1] if len(parts) > 1 else words.get("name"), **words}
+        return Unread(ast.unparse(node))
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def complete(found: TrlScript) -> dict[str, Any]:
+    """The values with TRL's defaults beneath them.
+
+    A field that TRL 1.16 lacks is another version's: it goes on where psigrad knows its name, else to `look_at`. Raises
+    `UserError` where it is near a field that there is, and so a slip.
+    """
+    classes = (found.config, "ModelConfig", "ScriptArguments")
+    values = dict(found.values)
+    for name in found.values:
+        if any(outcome(config, name) for config in classes) or is_known(name):
+            continue
+        if hint := nearest(name, DEFAULTS[found.config]):
+            raise UserError(f"{found.config} has no field {name!r}{hint}")
+        found.look_at.append(f"{name}={values.pop(name)!r}: {found.config} of TRL 1.16 has no such field.")
+    return {**DEFAULTS[found.config], **values}

@@ -1,0 +1,1 @@
+"""Environments in step, what they return, and films of them."""

@@ -1,0 +1,250 @@
+"""Steps of a policy in several environments, cut into trajectories."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from psigrad.control.environments.normalizer import Normalizer
+from psigrad.control.environments.vector import MOST_STEPS, Environments, VectorStep
+from psigrad.control.networks.distributions import Array
+from psigrad.errors import UserError
+
+_GIVE_A_LIMIT = (
+    "Give the environment a time limit: gymnasium.wrappers.TimeLimit, or for an id env_kwargs={max_episode_steps: 1000}."
+)
+# Steps of an episode that whole episodes wait for, where no limit is declared.
+_NO_END = 100_000
+# Episodes that a mean is over, as Stable-Baselines3's stats_window_size.
+WINDOW = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """T steps of E environments, and the trajectories that they are: N rows of consecutive chosen steps.
+
+    Flat arrays hold the M chosen steps, row after row.
+    """
+
+    observation: Array
+    """[M, D]"""
+    action: Array
+    """[M] or [M, A]"""
+    reward: Array
+    """[M]"""
+    row: Array
+    """[M] the row of each step."""
+    column: Array
+    """[M] its place in the row, from 0."""
+    terminated: Array
+    """[N] bool: the row's episode ended for good."""
+    truncated: Array
+    """[N] bool: the row's episode was cut by its limit."""
+    after: Array
+    """[N, D] the observation behind each row's last step; of a terminated row it is worth nothing."""
+
+    @property
+    def lengths(self) -> Array:
+        """[N] steps of each row."""
+        return np.bincount(self.row, minlength=len(self.terminated))
+
+
+class EpisodeStatistics:
+    """Returns and lengths of the last `window` episodes of E environments, in the environment's own rewards."""
+
+    def __init__(self, count: int, window: int | None = WINDOW) -> None:
+        self.returns: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+        self.episodes = 0
+        self._return, self._length = np.zeros(count), np.zeros(count, np.int64)
+
+    def restart(self) -> None:
+        """New episodes begin in every environment."""
+        self._return[:], self._length[:] = 0, 0
+
+    def add(self, step: VectorStep, counted: Array) -> Array:
+        """Add one step of the environments that are `counted` [E]; [E] whether an episode ended with it."""
+        self._return += step.reward * counted
+        self._length += counted
+        ended: Array = (step.terminated | step.truncated) & counted
+        if ended.any():
+            self._note(ended)
+        return ended
+
+    def leave(self, limit: int) -> Array:
+        """Note the episodes of `limit` steps as they are; [E] which they are."""
+        lost: Array = self._length >= limit
+        if lost.any():
+            self._note(lost)
+        return lost
+
+    def _note(self, ended: Array) -> None:
+        self.returns.extend(self._return[ended].tolist())
+        self.lengths.extend(self._length[ended].tolist())
+        self.episodes += int(ended.sum())
+        self._return[ended], self._length[ended] = 0, 0
+
+    @property
+    def longest(self) -> int:
+        """Steps of the longest episode that goes on."""
+        return int(self._length.max())
+
+    def summary(self) -> dict[str, float]:
+        """Means under Stable-Baselines3's names; nothing where no episode has ended."""
+        if not self.returns:
+            return {}
+        return {
+            "rollout/ep_rew_mean": float(np.mean(self.returns)),
+            "rollout/ep_len_mean": float(np.mean(self.lengths)),
+            "rollout/episodes": self.episodes,
+        }
+
+    def numbers(self) -> dict[str, list[float]]:
+        """What must survive a stop."""
+        return {"returns": list(self.returns), "lengths": list(self.lengths), "episodes": [self.episodes]}
+
+    def restore(self, numbers: Mapping[str, list[float]]) -> None:
+        """The inverse of `numbers`."""
+        self.returns.extend(numbers["returns"])
+        self.lengths.extend(int(n) for n in numbers["lengths"])
+        self.episodes = int(numbers["episodes"][0])
+
+
+class Collector:
+    """Steps environments by a policy, and keeps where each of them stands."""
+
+    def __init__(self, envs: Environments, normalizer: Normalizer) -> None:
+        self.envs, self.normalizer, self.statistics = envs, normalizer, EpisodeStatistics(envs.count)
+        self.observation: Array = np.zeros((envs.count, envs.size), envs.dtype)
+
+    def restart(self, seed: int) -> None:
+        """New episodes everywhere, drawn from `seed`."""
+        self.observation = self.envs.reset(seed)
+        self.statistics.restart()
+        self.normalizer.restart()
+
+    def steps(self, act: Callable[[Array], Array], count: int) -> Rollout:
+        """`count` steps of every environment, going on where the last rollout ended."""
+        return self._collect(act, count, whole=0)
+
+    def episodes(self, act: Callable[[Array], Array], count: int, seed: int) -> Rollout:
+        """`count` whole episodes of every environment, from fresh starts.
+
+        Every environment gives the same number, and the first to be done wait for the last: to stop when enough episodes have
+        ended would favour short ones.
+        """
+        self.restart(seed)
+        return self._collect(act, 0, whole=count)
+
+    def _collect(self, act: Callable[[Array], Array], count: int, whole: int) -> Rollout:
+        seen: list[Array] = []
+        actions: list[Array] = []
+        rewards: list[Array] = []
+        chosen: list[Array] = []
+        ends: tuple[list[Array], list[Array]] = ([], [])
+        lasts: dict[tuple[int, int], Array] = {}
+        left = np.full(self.envs.count, whole)
+        t, see = 0, self.normalizer.see
+        while t < count or (whole and left.any()):
+            shown = see(self.observation)
+            action = act(shown)
+            step = self.envs.step(action)
+            counted = step.chosen & (left > 0) if whole else step.chosen
+            seen.append(self.observation)
+            actions.append(action)
+            rewards.append(step.reward)
+            chosen.append(counted)
+            ends[0].append(step.terminated)
+            ends[1].append(step.truncated)
+            lasts |= {(t, i): final for i, final in step.last.items()}
+            ended = self.statistics.add(step, counted)
+            if whole:
+                left = left - ended
+                if self.statistics.longest > _NO_END and not self.envs.ends:
+                    raise UserError(
+                        f"An episode has not ended after {_NO_END:,} steps, and this method learns from whole ones. "
+                        f"{_GIVE_A_LIMIT} Or choose ppo or a2c with n_steps, which learn without an end."
+                    )
+            self.observation = step.observation
+            t += 1
+        # np.array of equal arrays stacks them in a third of np.stack's time
+        return self._cut(np.array([*seen, self.observation]), np.array(actions), np.array(rewards), np.array(chosen), ends, lasts)
+
+    def _cut(
+        self,
+        raw: Array,
+        action: Array,
+        reward: Array,
+        chosen: Array,
+        ends: tuple[list[Array], list[Array]],
+        lasts: dict[tuple[int, int], Array],
+    ) -> Rollout:
+        """The trajectories, environment by environment."""
+        for name, values in (("reward", reward), ("observation", raw)):
+            if not np.isfinite(values).all():
+                raise UserError(f"The environment gave a {name} that is NaN or infinite; mend its step and reset.")
+        terminated, truncated = np.array(ends[0]), np.array(ends[1])
+        ended = (terminated | truncated) & chosen
+        self.normalizer.learn_rewards(reward, ended)
+        rewards = self.normalizer.scaled(reward)
+        first = chosen.copy()
+        first[1:] &= ~chosen[:-1] | ended[:-1]
+        e, t = chosen.T.nonzero()  # environment by environment, in time
+        starts = first[t, e]
+        row = starts.cumsum() - 1
+        opened = starts.nonzero()[0]
+        column = np.arange(len(t)) - opened[row]
+        final = np.append(opened[1:], len(t)) - 1
+        t_end, e_end = t[final], e[final]
+        after = raw[t_end + 1, e_end]
+        if lasts:
+            for i, place in enumerate(zip(t_end.tolist(), e_end.tolist(), strict=True)):
+                if place in lasts:
+                    after[i] = lasts[place]
+        see, cut = self.normalizer.see, truncated[t_end, e_end] & ~terminated[t_end, e_end]
+        rollout = Rollout(
+            observation=see(raw[t, e]),
+            action=action[t, e],
+            reward=rewards[t, e],
+            row=row,
+            column=column,
+            terminated=terminated[t_end, e_end],
+            truncated=cut,
+            after=see(after),
+        )
+        self.normalizer.learn_observations(raw[:-1][chosen])  # last: training sees what acting saw
+        return rollout
+
+
+class Played(NamedTuple):
+    """What came of evaluated episodes."""
+
+    returns: list[float]
+    lengths: list[int]
+    cut: int
+    """How many of them had not ended: they count as far as they went."""
+
+
+def play(
+    envs: Environments, act: Callable[[Array], Array], episodes: int, seed: int, see: Callable[[Array], Array] | None = None
+) -> Played:
+    """`episodes` whole episodes. Each environment has its share from the start: to take those that end first would favour short
+    ones. One that neither declares a limit nor can be given one is left after `MOST_STEPS` steps of an episode.
+    """
+    observation, left, cut = envs.reset(seed), (episodes + np.arange(envs.count)) // envs.count, 0
+    statistics = EpisodeStatistics(envs.count, window=None)
+    while left.any():
+        step = envs.step(act(observation if see is None else see(observation)))
+        ended = statistics.add(step, step.chosen & (left > 0))
+        if envs.cut_at and ended.any():
+            last = np.array(list(statistics.lengths)[-int(ended.sum()) :])
+            cut += int(((last >= envs.cut_at) & ~step.terminated[ended]).sum())
+        left = left - ended
+        if not envs.ends and (lost := statistics.leave(MOST_STEPS)).any():
+            left[lost], cut = 0, cut + int(lost.sum())
+        observation = step.observation
+    return Played(list(statistics.returns), list(statistics.lengths), cut)

@@ -1,0 +1,204 @@
+"""What Gymnasium's spaces mean to a policy: flat numbers for observations, distributions over actions; and spaces as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from psigrad.control.networks.convolutions import Image
+from psigrad.control.networks.distributions import Array, Categorical, Distribution, MultiCategorical, Normal
+from psigrad.errors import UserError
+
+Space = spaces.Space[Any]
+Spaces = tuple[Space, Space]
+"""Of one observation and of one action."""
+
+
+def actions(space: Space) -> tuple[Distribution, Callable[[Array], Array]]:
+    """The distribution over a space's actions, and what makes the environments' actions of a batch from it.
+
+    Raises `UserError` for a space that no distribution here covers.
+    """
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return Categorical(int(space.n)), (lambda a: a + start) if start else (lambda a: a)
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        choices, first = _choices(space)
+        shape, dtype = space.shape, space.dtype
+        return MultiCategorical(choices), lambda a: (a + first).reshape(-1, *shape).astype(dtype, copy=False)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        low, high, shape = space.low.reshape(-1), space.high.reshape(-1), space.shape
+        return Normal(len(low)), lambda a: np.clip(a, low, high).reshape(-1, *shape).astype(space.dtype, copy=False)
+    raise UserError(
+        f"The action space is {space}; expected Discrete, MultiDiscrete, MultiBinary or a Box of real numbers; give the "
+        "environment such actions by a gymnasium.ActionWrapper."
+    )
+
+
+def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
+    """D, and what makes [E, D] of E observations as a vector environment gives them. The order is that of
+    `gymnasium.spaces.flatten`.
+
+    Raises `UserError` for a space of which no such numbers can be made. What makes them raises `IndexError` for a choice outside
+    its space.
+    """
+    if isinstance(space, spaces.Discrete):
+        eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
+        return int(space.n), lambda o: _rows(eye, np.asarray(o) - start)
+    if isinstance(space, spaces.Box | spaces.MultiBinary) and len(space.shape) <= 3:
+        size, seen = math.prod(space.shape), image(space)
+        dtype = np.uint8 if seen is not None and seen.bytes else np.float32
+        return size, lambda o: np.ascontiguousarray(o, dtype=dtype).reshape(len(o), size)
+    if isinstance(space, spaces.MultiDiscrete):
+        choices, first = _choices(space)
+        eyes = [np.eye(n, dtype=np.float32) for n in choices]
+
+        def one_hot(o: Any) -> Array:
+            chosen = np.asarray(o).reshape(len(o), -1) - first
+            return np.concatenate([_rows(eye, chosen[:, k]) for k, eye in enumerate(eyes)], 1)
+
+        return sum(choices), one_hot
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        keys, parts = list(_parts(space)), list(_parts(space).values())
+        if sum(picture(part)[1] is not None for part in parts) > 1:
+            raise UserError(
+                f"The observation has several images, {space}; expected one, beside other parts or alone: choose parts by "
+                "gymnasium.wrappers.FilterObservation, or stack the images as channels of one."
+            )
+        flattened = [observations(part) for part in parts]
+        # bytes of an image are scaled here: beside other numbers they cannot stay bytes
+        makers = [(key, make) for key, (_, make) in zip(keys, flattened, strict=True)]
+        return sum(size for size, _ in flattened), lambda o: np.concatenate([_scaled(make(o[key])) for key, make in makers], 1)
+    raise UserError(
+        f"The observation space is {space}; expected Discrete, MultiDiscrete, MultiBinary, a Box of numbers or an image, or a "
+        "Dict or Tuple of such; wrap the environment, for example (wrappers=…) with gymnasium.wrappers.FlattenObservation or "
+        "minigrid.wrappers:ImgObsWrapper."
+    )
+
+
+def _rows(eye: Array, chosen: Array) -> Array:
+    """One-hot rows. Raises `IndexError` for choices outside 0 … n − 1, below 0 too, where numpy counts from the end."""
+    if chosen.size and chosen.min() < 0:
+        raise IndexError(f"{chosen.min()} is below 0")
+    found: Array = eye[chosen]
+    return found
+
+
+def image(space: Space) -> Image | None:
+    """The image that an observation is: a Box of three dimensions. The least of the outer two is that of the channels."""
+    if not (isinstance(space, spaces.Box) and len(space.shape) == 3):
+        return None
+    last = space.shape[2] <= space.shape[0]
+    channels, height, width = (space.shape[2], *space.shape[:2]) if last else space.shape
+    return Image(channels, height, width, last, space.dtype == np.uint8)
+
+
+def picture(space: Space) -> tuple[int, Image | None]:
+    """The image of an observation or of one of its parts, behind the number at which it begins in the flat vector."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return 0, image(space)
+    at = 0
+    for part in _parts(space).values():
+        inner, found = picture(part)
+        if found is not None:
+            return at + inner, found
+        at += observations(part)[0]
+    return 0, None
+
+
+def _scaled(part: Array) -> Array:
+    return part.astype(np.float32) / 255 if part.dtype == np.uint8 else part
+
+
+def stacked(space: Space, items: Sequence[Any]) -> Any:
+    """Observations one behind the other, as a vector environment gives them: of a Dict a dictionary of arrays."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        room: Any = create_empty_array(space, len(items))
+        return concatenate(space, items, room)
+    return np.stack(items)
+
+
+def batch_of(space: Space, observation: Any) -> tuple[Any, bool]:
+    """One observation as a batch of one (then True), or a batch as it is. Raises `UserError` for what is neither."""
+    shapes = list(_shapes(space, observation))
+    if all(found == shape for found, shape in shapes):
+        return stacked(space, [observation]), True
+    for found, shape in shapes:
+        if found[1:] != shape or len(found) != len(shape) + 1:
+            raise UserError(f"The observation has shape {found}; expected {shape}, or a batch of such.")
+    return observation, False
+
+
+def _shapes(space: Space, observation: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shape that each array of an observation has, and the one of its space. Raises `UserError` where parts are missing."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        yield np.shape(observation), space.shape or ()
+        return
+    parts = _parts(space)
+    keyed = isinstance(observation, Mapping) if isinstance(space, spaces.Dict) else isinstance(observation, tuple | list)
+    if not keyed or set(observation if isinstance(observation, Mapping) else range(len(observation))) != set(parts):
+        raise UserError(f"The observation is of type {type(observation).__name__}; expected the parts {list(parts)} of {space}.")
+    for key, part in parts.items():
+        yield from _shapes(part, observation[key])
+
+
+def to_json(space: Space) -> dict[str, Any]:
+    """A space that a policy here can have, as plain values; `from_json` is the inverse."""
+    kind: dict[str, Any] = {"type": type(space).__name__}
+    if isinstance(space, spaces.Dict):
+        return {"type": "Dict", "spaces": {key: to_json(part) for key, part in space.spaces.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"type": "Tuple", "spaces": [to_json(part) for part in space.spaces]}
+    if isinstance(space, spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
+    kind["dtype"] = np.dtype(space.dtype).name if space.dtype is not None else None
+    if isinstance(space, spaces.Discrete):
+        return {**kind, "type": "Discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {**kind, "type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+    assert isinstance(space, spaces.Box)
+    bounds = {"low": _bounds(space.low), "high": _bounds(space.high)}
+    return {**kind, "type": "Box", **bounds, "shape": list(space.shape)}
+
+
+def from_json(stored: Mapping[str, Any]) -> Space:
+    """The inverse of `to_json`."""
+    kind = stored["type"]
+    if kind == "Dict":
+        return spaces.Dict(OrderedDict((key, from_json(part)) for key, part in stored["spaces"].items()))
+    if kind == "Tuple":
+        return spaces.Tuple([from_json(part) for part in stored["spaces"]])
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(stored["n"])
+    dtype: Any = np.dtype(stored["dtype"])
+    if kind == "Discrete":
+        return spaces.Discrete(stored["n"], start=stored["start"], dtype=dtype.type)
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(np.array(stored["nvec"]), dtype=dtype.type, start=np.array(stored["start"]))
+    low, high = (np.broadcast_to(np.array(stored[side]).astype(dtype), stored["shape"]) for side in ("low", "high"))
+    return spaces.Box(low, high, dtype=dtype.type)
+
+
+def _bounds(values: Array) -> Any:
+    """One number where all are equal. Infinity, which JSON has no number for, is text that numpy reads."""
+    if values.size and (values == values.flat[0]).all():
+        values = values.reshape(-1)[0]
+    return values.tolist() if np.isfinite(values).all() else values.astype(str).tolist()
+
+
+def _choices(space: spaces.MultiDiscrete | spaces.MultiBinary) -> tuple[tuple[int, ...], Array]:
+    """The number of options of each choice, and the first option of each [K]."""
+    if isinstance(space, spaces.MultiBinary):
+        count = math.prod(space.shape)
+        return (2,) * count, np.zeros(count, np.int64)
+    return tuple(int(n) for n in space.nvec.reshape(-1)), space.start.reshape(-1)
+
+
+def _parts(space: spaces.Dict | spaces.Tuple[Any]) -> dict[Any, Space]:
+    return dict(space.spaces if isinstance(space, spaces.Dict) else enumerate(space.spaces))

@@ -1,0 +1,349 @@
+"""Gymnasium environments stepped together, with every way of starting an episode again told apart.
+
+When an episode of a vector environment ends, Gymnasium may start the next one in the following step, whose action counts for
+nothing (`NEXT_STEP`, its default since 1.0), in the same step (`SAME_STEP`), or not at all until it is told to (`DISABLED`).
+Here all three give the same `Step`: what followed the action, whether the episode ended and how, and whether the policy chose.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import TimeLimit
+
+from psigrad.control.environments import spaces as meanings
+from psigrad.control.environments.serial import RETURNS, Absent, Serial
+from psigrad.control.networks.distributions import Array
+from psigrad.errors import UserError, kind_of, nearest
+from psigrad.importing import imported_callable, imported_module
+from psigrad.processes.workers.child import reason_for
+
+# An evaluated episode is cut here where nothing else says when it ends: one without an end would be played for ever. Atari games
+# end after 27,000 steps.
+MOST_STEPS = 30_000
+# From this many copies on, one numpy program for all of them beats a Python loop over them.
+_WORTH_VECTORISING = 8
+
+
+@dataclass(frozen=True, eq=False)
+class VectorStep:
+    """What one step of E environments gave."""
+
+    observation: Array
+    """[E, D] what the policy sees next: of a new episode, where one has begun."""
+    reward: Array
+    """[E] float32."""
+    terminated: Array
+    """[E] bool: the episode ended for good; what follows is worth 0."""
+    truncated: Array
+    """[E] bool: the episode was cut, by a time limit say; what would have followed is worth V of the last observation."""
+    chosen: Array
+    """[E] bool: False where the step only began a new episode, whatever the action."""
+    last: dict[int, Array]
+    """The final observation [D] of each environment whose episode ended, where `observation` already shows the next one."""
+
+
+class Environments:
+    """E copies of an environment behind one interface: flat observations [E, D] in, float32 or the uint8 of an image, and actions
+    of the distribution out.
+    """
+
+    def __init__(self, vector: VectorEnv[Any, Any, Any] | Serial) -> None:
+        self._env = vector
+        self.count: int = vector.num_envs
+        self.mode = _mode(vector)
+        self.distribution, self.to_env = meanings.actions(vector.single_action_space)
+        self._space = vector.single_observation_space
+        self.size, self._flatten = meanings.observations(self._space)
+        self.image_at, self.image = meanings.picture(self._space)
+        # bytes stay bytes: a replay buffer of them takes a quarter of the room
+        self.dtype = np.uint8 if (seen := meanings.image(self._space)) and seen.bytes else np.float32
+        self._resting = np.zeros(self.count, bool)
+        self.cut_at = 0
+        """Steps after which an episode is cut here, not by the environment itself; 0: never."""
+        if isinstance(vector, VectorEnv) and type(vector.unwrapped.action_space) is spaces.MultiDiscrete:
+            vector.unwrapped.action_space = _Unchecked(vector.unwrapped.action_space)
+
+    def reset(self, seed: int) -> Array:
+        """New episodes everywhere; the observations [E, D]."""
+        self._resting[:] = False
+        # Gymnasium gives environment i the seed `seed + i`
+        try:
+            raw = self._env.reset(seed=seed % 2**31)[0]
+        except Exception as error:
+            raise self._fault("reset", error) from error
+        return self._flat(raw)
+
+    def step(self, actions: Array) -> VectorStep:
+        """Act in every environment."""
+        try:
+            raw, reward, terminated, truncated, infos = self._env.step(self.to_env(actions))
+        except Exception as error:
+            raise self._fault("step", error) from error
+        observation, chosen = self._flat(raw), ~self._resting
+        ended = terminated | truncated
+        last: dict[int, Array] = {}
+        if self.mode is AutoresetMode.NEXT_STEP:
+            self._resting = ended
+        elif ended.any():
+            where = ended.nonzero()[0]
+            if self.mode is AutoresetMode.SAME_STEP:
+                finals = self._flatten(meanings.stacked(self._space, [infos["final_obs"][i] for i in where]))
+                last = dict(zip(where.tolist(), finals, strict=True))
+            else:
+                last = {int(i): observation[i].copy() for i in where}
+                fresh = self._flatten(self._env.reset(options={"reset_mask": ended})[0])
+                observation = np.where(ended[:, None], fresh, observation)
+        return VectorStep(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
+
+    def flat(self, observation: Any) -> tuple[Array, bool]:
+        """[E, D] of one observation (then True) or a batch of them, as the environment gives them. Raises `UserError` for
+        others.
+        """
+        if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
+            raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give its first part alone.")
+        batch, single = meanings.batch_of(self._space, observation)
+        try:
+            return self._flatten(batch), single
+        except (IndexError, ValueError) as error:
+            raise UserError(f"The observation {observation!r} is not in the observation_space {self._space}.") from error
+
+    def _flat(self, raw: Any) -> Array:
+        if self._space.shape is not None and np.shape(raw)[1:] != self._space.shape:
+            raise UserError(
+                f"The environment gave an observation of shape {np.shape(raw)[1:]}, and its observation_space says "
+                f"{self._space.shape}; make them agree."
+            )
+        try:
+            return self._flatten(raw)
+        except IndexError as error:
+            raise UserError(
+                f"The environment gave an observation that is not in its observation_space, {self._space}; make them agree."
+            ) from error
+
+    def _fault(self, did: str, error: Exception) -> UserError:
+        if isinstance(error, UserError):
+            return error
+        hint = f" {RETURNS}" if "unpack" in str(error) else ""
+        return UserError(f"{reason_for(f'The environment, in {did},', error)}. Mend the environment.{hint}")
+
+    @property
+    def env(self) -> VectorEnv[Any, Any, Any] | Serial:
+        """The environments themselves."""
+        return self._env
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is known that every episode ends: here, or by a limit that the environment declares."""
+        return self.cut_at > 0 or _declared(self._env.envs[0] if isinstance(self._env, Serial) else self._env)
+
+    @property
+    def absent(self) -> bool:
+        """Whether these are spaces alone, of a policy that was loaded without an environment."""
+        return isinstance(self._env, Serial) and isinstance(self._env.envs[0], Absent)
+
+    @property
+    def spaces(self) -> meanings.Spaces:
+        """Of one observation and of one action."""
+        return self._space, self._env.single_action_space
+
+    def close(self) -> None:
+        """Give back what the environments hold."""
+        self._env.close()
+
+
+class _Unchecked(spaces.MultiDiscrete):
+    """A space that does not check the policy's own actions: Gymnasium's check took a twentieth of A2C's time."""
+
+    def __init__(self, space: spaces.MultiDiscrete) -> None:
+        super().__init__(space.nvec, dtype=space.dtype, start=space.start)
+
+    def contains(self, x: Any) -> bool:
+        """Always True."""
+        return True
+
+
+# Gymnasium's own "module:Name-v0": it imports the module, which registers the name.
+_VERSION = re.compile(r"-v\d+$")
+Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Serial | Callable[[], gym.Env[Any, Any]]
+
+
+def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any, Any]:
+    """One environment of a registered id in its wrappers, the first one innermost."""
+    made: gym.Env[Any, Any] = gym.make(registered(env), **kwargs)
+    for name in wrappers:
+        made = imported_callable(name, "wrapper")(made)
+        if not isinstance(made, gym.Env):
+            raise UserError(f"The wrapper {name!r} gave {kind_of(made)}; expected an environment of Gymnasium.")
+    return made
+
+
+def make(
+    env: Made, count: int = 1, vectorization: str = "auto", wrappers: Sequence[str] = (), limit: int | None = None, **kwargs: Any
+) -> Environments:
+    """`count` copies of an environment: a registered id, "file.py:Class" or "module:Class", a function that makes one, a single
+    environment, or a vector environment.
+
+    `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". `wrappers` are for an id.
+    `limit` is for evaluations: episodes are cut after so many steps; 0: after `MOST_STEPS` where the environment declares none.
+    Raises `UserError` for an unknown id, a package that is missing, or spaces that no policy here can handle.
+    """
+    if wrappers and not isinstance(env, str):
+        raise UserError(f"The wrappers {list(wrappers)} are for an environment's id; wrap the one that you give yourself.")
+    if isinstance(env, Serial) and limit is not None:
+        return _serial(env.envs, limit)
+    if isinstance(env, VectorEnv | Serial):
+        return Environments(env)
+    if isinstance(env, gym.Env):
+        if count != 1:
+            raise UserError(
+                f"One environment object was given and {count} are wanted; give a function that makes one, or n_envs=1."
+            )
+        return _serial([env], limit)
+    if callable(env):
+        return _serial([_called(env) for _ in range(count)], limit)
+    if not isinstance(env, str):
+        raise UserError(
+            f"The environment is of type {type(env).__name__}; expected an id such as CartPole-v1, an environment of Gymnasium, "
+            "a vector environment, or a function that makes one."
+        )
+    given, env = env, registered(env)
+    try:
+        spec = spec_of(env)
+        _check_keywords(given, spec, kwargs)
+        if vectorization == "auto":
+            whole = spec.vector_entry_point is not None and count >= _WORTH_VECTORISING and not (wrappers or limit)
+            vectorization = "vector_entry_point" if whole else "serial"
+        if vectorization == "serial":
+            return _serial([single(env, wrappers, **kwargs) for _ in range(count)], limit)
+        if wrappers and vectorization == "vector_entry_point":
+            raise UserError("An environment's own vector form takes no wrappers; set vectorization to serial, sync or async.")
+        around = [imported_callable(name, "wrapper") for name in wrappers]
+        steps = 0 if vectorization == "vector_entry_point" else _cut_at(limit, spec)
+        around += [partial(TimeLimit, max_episode_steps=steps)] if steps else []
+        made = Environments(gym.make_vec(env, count, vectorization_mode=vectorization, wrappers=around or None, **kwargs))
+        made.cut_at = steps
+        return made
+    except gym.error.DependencyNotInstalled as error:
+        raise UserError(
+            f"{given} needs a package that is not installed ({error}); run: pip install 'psigrad[control]'"
+        ) from error
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        message = str(error).strip().rstrip(".")
+        raise UserError(
+            f"The environment {given!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1, or "
+            "module:Name-v0 where a module registers it."
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{reason_for(f'The environment {given!r}', error)} when it was made. Mend the environment.") from error
+
+
+def _serial(envs: Sequence[gym.Env[Any, Any]], limit: int | None) -> Environments:
+    steps = _cut_at(limit, getattr(envs[0], "spec", None))
+    made = Environments(Serial([TimeLimit(env, steps) for env in envs] if steps else envs))
+    made.cut_at = steps
+    return made
+
+
+def _cut_at(limit: int | None, spec: gym.envs.registration.EnvSpec | None) -> int:
+    """Steps after which `make` cuts an episode; 0: never."""
+    return 0 if limit is None else limit or (0 if _declares(spec) else MOST_STEPS)
+
+
+def _declared(env: Any) -> bool:
+    return _declares(getattr(env, "spec", None))
+
+
+def _declares(spec: gym.envs.registration.EnvSpec | None) -> bool:
+    return spec is not None and (spec.max_episode_steps or 0) > 0
+
+
+def _called(make: Callable[[], Any]) -> gym.Env[Any, Any]:
+    """The environment that a function or class of the user's makes."""
+    try:
+        made = make()
+    except Exception as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        raise UserError(f"{reason_for(f'The environment {name}', error)} when it was made. Mend the environment.") from error
+    if not isinstance(made, gym.Env):
+        raise UserError(
+            f"The function of the environment returned a value of type {type(made).__name__}; expected one of Gymnasium's "
+            "environments."
+        )
+    return made
+
+
+def _check_keywords(given: str, spec: gym.envs.registration.EnvSpec, kwargs: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an argument that the environment's class or function has not."""
+    entry = spec.entry_point
+    made = gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    try:
+        parameters = inspect.signature(made).parameters if callable(made) else {}
+    except ValueError:  # what is written in C may not say
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = {*parameters, *inspect.signature(gym.make).parameters, "render_mode"}
+    for name in kwargs:
+        if name not in known:
+            own = ", ".join(parameters) or "none"
+            form = "; write them as {name: value}, with a blank" if ":" in name else nearest(name, parameters)
+            raise UserError(f"env_kwargs has {name!r}, which {given} does not take; it takes {own}{form or '.'}")
+
+
+def spec_of(env: str) -> gym.envs.registration.EnvSpec:
+    """What is registered under an id; "module:id" imports the module that registers it first, as `gymnasium.make` does."""
+    module, _, name = registered(env).rpartition(":")
+    if module:  # here and not by Gymnasium alone: a module in the current folder is found too
+        imported_module(module, "environment's module")
+    return gym.spec(name)
+
+
+def registered(env: str) -> str:
+    """The id of an environment. A class of the user's, "file.py:Class" or "module:Class", is registered under one."""
+    if ":" not in env or _VERSION.search(env):
+        return env
+    known = f"psigrad/{env.rpartition(':')[2]}-v0"
+    made = imported_callable(env, "environment")
+    if known not in gym.registry or gym.registry[known].entry_point is not made:
+        gym.registry.pop(known, None)
+        gym.register(known, made)
+    return known
+
+
+def source(env: Made) -> Any:
+    """The class or function behind an environment, whose code a run pins."""
+    if isinstance(env, str):
+        entry = spec_of(env).entry_point
+        return gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    return type(env.unwrapped) if isinstance(env, gym.Env) else env
+
+
+def check_spaces(given: Environments, held: Environments) -> None:
+    """Raises `UserError` where the spaces of the environments given are not those that a policy was made for."""
+    if given.spaces != held.spaces:
+        found, wanted = (f"observations {o} and actions {a}" for o, a in (given.spaces, held.spaces))
+        raise UserError(f"The environment has {found}; expected {wanted}, which this policy was made for.")
+
+
+def _mode(vector: Any) -> AutoresetMode:
+    mode = vector.metadata.get("autoreset_mode")
+    try:
+        # wrappers of Gymnasium's own may leave a plain string
+        return AutoresetMode(mode) if isinstance(mode, str) else AutoresetMode(mode.value)
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"The vector environment's metadata has autoreset_mode={mode!r}; expected one of Gymnasium's AutoresetMode: without "
+            "it psigrad cannot tell which steps the policy chose."
+        ) from error

@@ -1,0 +1,154 @@
+"""Deep Q-learning: act ε-greedily, learn from replayed transitions against a target network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad.control.environments.collector import Collector, Rollout
+from psigrad.control.methods.optimizers import FlatOptimizer
+from psigrad.control.methods.replay import ReplayBuffer
+from psigrad.control.methods.trainer import Trainer
+from psigrad.control.networks.actor_critic import ActorCritic
+from psigrad.control.networks.distributions import Array, Categorical
+from psigrad.control.settings import ControlConfig
+from psigrad.errors import UserError
+from psigrad.objective import q_learning
+from psigrad.records import checkpoint
+
+REPLAY = "replay.safetensors"
+
+
+class DQNTrainer(Trainer):
+    """Mnih et al. 2015, with the target network copied or moved by an average, and Double DQN on request.
+
+    The Q-network is an `ActorCritic` without critics: its outputs are Q(s, ·), and its greedy action is the likeliest one.
+    """
+
+    def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: FlatOptimizer, collector: Collector) -> None:
+        super().__init__(config, network, optimizer, collector)
+        _check(config, network)
+        self.updates = self.since_target = 0
+        self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size, collector.observation.dtype)
+        self.target = network.flat.detach().clone()
+
+    @property
+    def epsilon(self) -> float:
+        """Share of actions drawn by chance now."""
+        d = self.config.dqn
+        return q_learning.linear_epsilon(
+            self.progress, d.exploration_fraction, d.exploration_initial_eps, d.exploration_final_eps
+        )
+
+    @property
+    def most_steps(self) -> float:
+        """The most transitions that an iteration collects."""
+        return max(self.config.dqn.train_freq, self.collector.envs.count)
+
+    def iterate(self, metrics: bool = True) -> dict[str, float]:
+        """`train_freq` transitions and the updates that they bring; their figures where `metrics`."""
+        settings, count = self.config.dqn, self.collector.envs.count
+        rng = self.rng("act")
+        # between two collections epsilon falls by little
+        epsilon = self.epsilon
+        rollout = self.collector.steps(lambda o: self._act(o, epsilon, rng), max(1, settings.train_freq // count))
+        collected = len(rollout.row)
+        self._remember(rollout)
+        self.timesteps += collected
+        losses: list[Tensor] = []
+        rate = self.learning_rate
+        self._follow(collected)
+        if self.timesteps > settings.learning_starts:
+            steps = collected if settings.gradient_steps < 0 else settings.gradient_steps
+            losses = self._learn(steps, rate, rng, metrics)
+        self.iterations += 1
+        if not metrics:
+            return {}
+        figures = {"rollout/exploration_rate": epsilon, "learning_rate": rate, "n_updates": float(self.updates)}
+        return figures | ({"loss": float(torch.stack(losses).mean())} if losses else {})
+
+    def _act(self, observation: Array, epsilon: float, rng: np.random.Generator) -> Array:
+        chance = rng.random(len(observation)) < epsilon
+        drawn = rng.integers(self.network.distribution.outputs, size=len(observation))
+        return drawn if chance.all() else np.where(chance, drawn, self.network.act(observation))
+
+    def _remember(self, rollout: Rollout) -> None:
+        following = np.empty_like(rollout.observation)
+        following[:-1] = rollout.observation[1:]
+        final = np.flatnonzero(np.append(rollout.row[1:] != rollout.row[:-1], True))
+        following[final] = rollout.after
+        terminated = np.zeros(len(rollout.row), bool)
+        terminated[final] = rollout.terminated
+        self.replay.add(
+            observation=rollout.observation,
+            action=rollout.action,
+            reward=rollout.reward,
+            next_observation=following,
+            terminated=terminated,
+        )
+
+    def _follow(self, collected: int) -> None:
+        """The target network's update, when it is due."""
+        self.since_target += collected
+        if self.since_target >= self.config.dqn.target_update_interval:
+            self.since_target = 0
+            q_learning.polyak(self.target, self.network.flat.detach(), self.config.dqn.tau)
+
+    def _learn(self, steps: int, rate: float, rng: np.random.Generator, metrics: bool) -> list[Tensor]:
+        """`steps` minibatches; their losses where `metrics`. The target network stands still meanwhile, so it is asked once."""
+        if not steps:
+            return []
+        size, towers, config = self.config.batch_size, self.network.towers, self.config
+        double = config.dqn.double_q
+        drawn = self.replay.sample(steps * size, rng)
+        next_q = towers.with_flat(self.target, drawn.next_observation)[0]
+        worth = torch.split(q_learning.backed_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
+        shares = torch.split(q_learning.shares(drawn.action, next_q.shape[1], size), size)
+        shown = drawn.observation.view(steps, size, -1)
+        if double:  # the network that learns is asked of both states in one pass
+            shown = torch.cat([shown, drawn.next_observation.view(steps, size, -1)], 1)
+        losses = []
+        for i in range(steps):
+            tape = towers.record(shown[i])
+            q = tape.output[0]
+            target = q_learning.td_target(worth[i], q[size:] if double else None)
+            slope = q_learning.q_slope(q[:size], shares[i], target)
+            self.optimizer.step(tape.backward(slope[None]), rate)
+            if metrics:
+                losses.append(q_learning.q_loss(q[:size], drawn.action[i * size : (i + 1) * size], target))
+        self.updates += steps
+        return losses
+
+    def save(self, folder: Path, **more: Any) -> None:
+        """With the replay buffer and the target network."""
+        super().save(folder, updates=self.updates, since_target=self.since_target, **more)
+        checkpoint.save_tensors(folder / REPLAY, {**self.replay.tensors(), "target": self.target})
+
+    def restore(self, folder: Path) -> dict[str, Any]:
+        """Restore the target network and the replay buffer too; return the stored numbers."""
+        numbers = super().restore(folder)
+        stored = checkpoint.load_tensors(folder / REPLAY)
+        self.target.copy_(stored.pop("target"))
+        self.replay.load(stored)
+        self.updates, self.since_target = numbers["updates"], numbers["since_target"]
+        return numbers
+
+
+def _check(config: ControlConfig, network: ActorCritic) -> None:
+    """Refuse settings that cannot work. Raises `UserError`."""
+    if not isinstance(network.distribution, Categorical):
+        raise UserError(
+            "DQN needs discrete actions, one at a time, and this environment's are continuous or several at once; choose ppo, "
+            "a2c or trpo."
+        )
+    if config.batch_size < 1:
+        raise UserError("DQN needs a batch_size: transitions per minibatch; 64 is usual.")
+    if config.dqn.learning_starts >= config.total_timesteps:
+        raise UserError(
+            f"learning_starts is {config.dqn.learning_starts} and the run has {config.total_timesteps} steps: nothing would be "
+            "learned; set learning_starts lower."
+        )

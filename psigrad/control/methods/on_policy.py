@@ -1,0 +1,369 @@
+"""On-policy control: collect, advantages, passes over the rollout. The method is a `PolicyGradient`, the same that trains
+language models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad import seeds
+from psigrad.control.environments.collector import Collector, Rollout
+from psigrad.control.methods.optimizers import FlatOptimizer
+from psigrad.control.methods.trainer import Trainer
+from psigrad.control.networks.actor_critic import ActorCritic, ForwardPass, NetworkOutput
+from psigrad.control.settings import ControlConfig
+from psigrad.errors import UserError
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.advantage import needs_of
+from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
+from psigrad.objective.parts.penalty import adapted, kl_penalty, measured_kl
+from psigrad.objective.parts.surrogate import clip
+from psigrad.objective.returns import discounted_sum, td_errors
+from psigrad.objective.slopes import Slopes, has_slopes, slopes
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutTensors:
+    """A rollout as tensors: what the network is as_tensors, and where its M steps lie in the batch's [N, T]."""
+
+    observation: Tensor
+    """[M + R, D] the chosen steps', then those behind the last step of the R rows that are bootstrapped."""
+    action: Tensor
+    """[M]"""
+    row: Tensor
+    """[M]"""
+    column: Tensor
+    """[M]"""
+    bootstrapped: Tensor
+    """[R] rows whose episode goes on behind their last step."""
+    shape: tuple[int, int]
+    """N, T"""
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether every row has T steps: then the batch is the flat steps in another shape."""
+        return len(self.row) == self.shape[0] * self.shape[1]
+
+    @property
+    def steps(self) -> int:
+        """M."""
+        return len(self.row)
+
+    def wide(self, x_M: Tensor) -> Tensor:
+        """[N, T] with gradient; 0 where there is no step."""
+        if self.full:
+            return x_M.view(self.shape)
+        return x_M.new_zeros(math.prod(self.shape)).index_copy(0, self._places, x_M).view(self.shape)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """[M] of each step in the batch's rows, one behind the other."""
+        return self.row * self.shape[1] + self.column
+
+
+@dataclass(frozen=True, eq=False)
+class ActionEvaluation:
+    """The network's evaluation of the actions of m steps, with gradient where it learns from them."""
+
+    logp: Tensor
+    """[m]"""
+    entropy: Tensor | None
+    """[m]"""
+    learned: Tensor | None
+    """[C, m] each critic's V(s_t), or Q(s_t, a_t)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Minibatch:
+    """Steps that are trained on, with what the network is as_tensors; `seen` where the loss needs them as whole rows."""
+
+    prepared: Prepared
+    observation: Tensor
+    action: Tensor
+    seen: RolloutTensors | None
+
+    def shuffled(self, rng: np.random.Generator, count: int) -> list[Minibatch]:
+        """All steps in `count` nearly equal shares, each once."""
+        order = torch.from_numpy(rng.permutation(len(self.action)))
+        mixed = Minibatch(self.prepared.select(order), self.observation[order], self.action[order], None)
+        bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
+        cuts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        return [Minibatch(mixed.prepared.select(c), mixed.observation[c], mixed.action[c], None) for c in cuts]
+
+
+class OnPolicyTrainer(Trainer):
+    """A policy gradient on E environments: the loss is that of a `PolicyGradient`, over rollouts as a `Batch`."""
+
+    def __init__(
+        self,
+        config: ControlConfig,
+        algorithm: PolicyGradient,
+        network: ActorCritic,
+        optimizer: FlatOptimizer,
+        collector: Collector,
+    ) -> None:
+        super().__init__(config, network, optimizer, collector)
+        self.algorithm, self.state = algorithm, algorithm.initial_state()
+        self._per_step = _per_step(self.algorithm)
+        one_critic = self.network.n_critics <= 1 and not self.network.of_actions
+        self._differentiable = one_critic and has_slopes(self.algorithm)
+        _check(self.config, self.algorithm)
+
+    @property
+    def most_steps(self) -> float:
+        """The most steps that a rollout can have; whole episodes have no bound."""
+        return self.config.n_steps * self.collector.envs.count or math.inf
+
+    def iterate(self, metrics: bool = True) -> dict[str, float]:
+        """One rollout and its updates; their figures where `metrics`."""
+        rollout = self._collect()
+        self.timesteps += len(rollout.row)
+        figures = self._learn(rollout, metrics)
+        self.iterations += 1
+        return figures
+
+    def _collect(self) -> Rollout:
+        act = self.network.actor(self.rng("act"), self.collector.envs.count)
+        if self.config.n_steps:
+            return self.collector.steps(act, self.config.n_steps)
+        fresh = seeds.derive(self.config.run.seed, "episodes", self.iterations)
+        return self.collector.episodes(act, self.config.n_episodes, fresh)
+
+    def _learn(self, rollout: Rollout, metrics: bool) -> dict[str, float]:
+        seen, algorithm = as_tensors(rollout, self.algorithm.needs_critic), self._scheduled()
+        minibatches = max(1, round(seen.steps / self.config.batch_size)) if self.config.batch_size else 1
+        once = self._once(minibatches)
+        # steps that make up rows of unlike lengths have slopes one by one only
+        closed = self._differentiable and (seen.full or self._per_step or not once)
+        forward, now = self._pass(seen.observation, seen.action, closed, metrics)
+        prepared = self._prepared(algorithm, rollout, seen, forward.output, now, metrics)
+        totals = algorithm.totals(prepared)
+        rate = self.learning_rate
+        full = Minibatch(prepared, seen.observation, seen.action, seen)
+        whole = full if once and seen.full else self._parts(prepared, seen)
+        if once:  # this one forward pass both measures and learns
+            known = slopes(algorithm, whole.prepared, totals) if closed else None
+            terms = self._update(algorithm, whole, totals, (forward, now), rate, metrics, known)
+        else:
+            terms = self._passes(algorithm, whole, totals, minibatches, rate, metrics)
+        if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None:
+            self.state = adapted(algorithm.surrogate, self.state, self._moved_by(whole))
+        return {**prepared.metrics, **terms, "learning_rate": rate} if metrics else {}
+
+    def _moved_by(self, part: Minibatch) -> float:
+        """KL(old‖new) of these steps after the update."""
+        _, now = self._pass(part.observation, part.action, self._differentiable, False)
+        batch = part.prepared.batch
+        logp = now.logp[:, None] if part.seen is None else part.seen.wide(now.logp)
+        return measured_kl(logp, batch.logp_old, batch.mask & part.prepared.keep[:, None])
+
+    def _once(self, minibatches: int) -> bool:
+        """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""
+        return self.config.n_epochs * minibatches == 1 and not self.algorithm.keep
+
+    def _evaluate(self, output: NetworkOutput, action: Tensor, entropies: bool = True) -> ActionEvaluation:
+        """The network's evaluation of the first len(action) states."""
+        steps, network = len(action), self.network
+        policy = output.policy[:steps]
+        logp = network.distribution.log_prob(policy, output.rest, action)
+        wanted = entropies and self.algorithm.needs_entropy
+        entropy = network.distribution.entropy(policy, output.rest) if wanted else None
+        learned = None
+        if output.values is not None:
+            learned = output.values[:, :steps]
+            if network.of_actions:
+                learned = learned.gather(2, action[None, :, None].expand(len(learned), -1, 1))[..., 0]
+        return ActionEvaluation(logp, entropy, learned)
+
+    def _prepared(
+        self,
+        algorithm: PolicyGradient,
+        rollout: Rollout,
+        seen: RolloutTensors,
+        output: NetworkOutput,
+        now: ActionEvaluation,
+        metrics: bool,
+    ) -> Prepared:
+        """The rollout as a batch, with its advantages."""
+        n_rows, wide = seen.shape[0], seen.wide
+        value = last = action_value = None
+        if output.values is not None:
+            value_all = self.network.state_value(output).detach()
+            value = wide(value_all[: seen.steps])
+            last = value_all[seen.steps :]
+            if len(last) < n_rows:
+                last = last.new_zeros(n_rows).index_put((seen.bootstrapped,), last)
+            if self.network.of_actions and now.learned is not None:
+                action_value = wide(now.learned.detach().mean(0))
+        batch = Batch(
+            mask=wide(torch.ones(seen.steps, dtype=torch.bool)),
+            reward=wide(torch.from_numpy(rollout.reward)),
+            logp_old=wide(now.logp.detach()),
+            # all episodes start from the same distribution of states: one group
+            group=torch.zeros(n_rows, dtype=torch.int64),
+            value=value,
+            action_value=action_value,
+            last_value=last,
+            truncated=torch.from_numpy(rollout.truncated),
+        )
+        prepared = algorithm.prepare(batch, self.state, metrics=metrics)
+        self.state = prepared.state
+        if (
+            action_value is not None and value is not None
+        ):  # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
+            lam = 1.0 if self.config.gae_lambda is None else self.config.gae_lambda
+            ahead = discounted_sum(td_errors(batch, self.config.gamma), batch.mask, self.config.gamma * lam)
+            prepared = replace(prepared, returns=ahead + value)
+        return prepared
+
+    def _parts(self, prepared: Prepared, seen: RolloutTensors) -> Minibatch:
+        """The steps that are trained on, as the loss takes them."""
+        observation, action = seen.observation[: seen.steps], seen.action
+        if not self._per_step:
+            return Minibatch(prepared, observation, action, seen)
+        if self.algorithm.keep:
+            kept = prepared.keep[seen.row]
+            observation, action = observation[kept], action[kept]
+        return Minibatch(prepared.steps(), observation, action, None)
+
+    def _passes(
+        self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, rate: float, metrics: bool
+    ) -> dict[str, float]:
+        """The passes over the rollout, each in shuffled minibatches; the terms of the last update."""
+        config, terms = self.config, {}
+        known: Slopes | None = None
+        rng = self.rng("minibatch")
+        for epoch in range(config.n_epochs):
+            parts = [whole] if minibatches == 1 else whole.shuffled(rng, minibatches)
+            for i, part in enumerate(parts):
+                if minibatches > 1:
+                    totals = Totals(len(part.action), len(part.action), len(part.action))
+                last = epoch == config.n_epochs - 1 and i == len(parts) - 1
+                measured = config.target_kl is not None or (last and metrics)
+                if self._differentiable and (minibatches > 1 or known is None):
+                    known = slopes(algorithm, part.prepared, totals)
+                passed = self._pass(part.observation, part.action, known is not None, measured)
+                terms = self._update(algorithm, part, totals, passed, rate, measured, known)
+                if config.target_kl is not None and self._too_far(terms):
+                    return terms
+        return terms
+
+    def _too_far(self, terms: Mapping[str, float | Tensor]) -> bool:
+        """Whether the policy has left the trust region of `target_kl`, so that the step at hand is not taken."""
+        limit = self.config.target_kl
+        return limit is not None and float(terms.get("policy/approxkl_avg", 0.0)) > 1.5 * limit
+
+    def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> tuple[ForwardPass, ActionEvaluation]:
+        """A forward pass: `closed` for a gradient in closed form, which reads entropies for `metrics` alone, else for autograd
+        to differentiate.
+        """
+        forward = self.network.record_closed(observation) if closed else self.network.record(observation)
+        return forward, self._evaluate(forward.output, action, entropies=metrics or not closed)
+
+    def _update(
+        self,
+        algorithm: PolicyGradient,
+        part: Minibatch,
+        totals: Totals,
+        passed: tuple[ForwardPass, ActionEvaluation],
+        rate: float,
+        metrics: bool,
+        known: Slopes | None = None,
+    ) -> dict[str, float]:
+        """One optimiser step on these steps, counted by `totals`; where its `known` slopes are given, by them."""
+        forward, now = passed
+        mean = None
+        if now.learned is not None:
+            mean = now.learned.squeeze(0) if len(now.learned) == 1 else now.learned.mean(0)
+        wide = _column if part.seen is None else part.seen.wide
+        evaluation = PolicyOutputs(wide(now.logp), *(None if x is None else wide(x) for x in (now.entropy, mean)))
+        terms: dict[str, Tensor] = {}
+        if known is not None:
+            gradient = _closed(known, forward, evaluation, part.action)
+            if metrics:
+                terms = algorithm.loss(part.prepared, evaluation, totals, self.state).terms
+        else:
+            loss = algorithm.loss(part.prepared, evaluation, totals, self.state, metrics=metrics)
+            value, terms = loss.value, loss.terms
+            if algorithm.critic is not None and now.learned is not None and len(now.learned) > 1:
+                # Σ_k (V_k − R)² / C = (V̄ − R)² + Var_k(V_k): the loss above fits the mean, this makes each critic fit by itself
+                value = value + 0.5 * algorithm.critic.coefficient * now.learned.var(0, correction=0).sum() / max(
+                    totals.tokens, 1
+                )
+            gradient = forward.backward(value)
+        if self._too_far(terms):
+            return {name: float(term) for name, term in terms.items()}
+        norm = self.optimizer.step(gradient, rate)
+        return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
+
+    def _scheduled(self) -> PolicyGradient:
+        """The method as it is at this moment of the run."""
+        surrogate = self.algorithm.surrogate
+        if self.config.clip_range_schedule == "constant" or not isinstance(surrogate, clip):
+            return self.algorithm
+        left = 1 - self.progress
+        return replace(self.algorithm, surrogate=replace(surrogate, low=surrogate.low * left, high=surrogate.high * left))
+
+
+def as_tensors(rollout: Rollout, bootstrap: bool) -> RolloutTensors:
+    """A rollout as tensors. Without `bootstrap` nothing behind a row's last step is looked at."""
+    alive = np.flatnonzero(~rollout.terminated) if bootstrap else np.zeros(0, np.int64)
+    observation = np.concatenate([rollout.observation, rollout.after[alive]]) if len(alive) else rollout.observation
+    return RolloutTensors(
+        observation=torch.from_numpy(observation),
+        action=torch.from_numpy(rollout.action),
+        row=torch.from_numpy(rollout.row),
+        column=torch.from_numpy(rollout.column),
+        bootstrapped=torch.from_numpy(alive),
+        shape=(len(rollout.terminated), int(rollout.column.max()) + 1),
+    )
+
+
+def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
+    """Refuse settings that cannot work. Raises `UserError`."""
+    name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
+    minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
+    if config.n_steps and not reads & {"value", "action_value"}:
+        raise UserError(
+            f"{name} sums rewards to the end of the episode and n_steps is {config.n_steps}, which would cut episodes; set "
+            "n_steps=0 (whole episodes), or choose a method with a critic."
+        )
+    if minibatches and (algorithm.aggregate is not token_mean or not _per_step(algorithm)):
+        raise UserError(
+            f"batch_size is {config.batch_size} and {name} weighs whole episodes; set batch_size=0 (the whole rollout), or "
+            "choose a method whose aggregate is token_mean and whose ratio is none or token."
+        )
+    if config.n_epochs * (1 + minibatches) > 1 and algorithm.ratio is ratio.none:
+        raise UserError(f"{name} has no ratio, so it may see a rollout once; set n_epochs=1 and batch_size=0, or choose ppo.")
+    if isinstance(algorithm.surrogate, kl_penalty) and config.n_epochs * (1 + minibatches) == 1:
+        raise UserError(f"{name} adapts its penalty to how far several updates move the policy; set n_epochs above 1.")
+    if algorithm.min_group_size > config.n_envs * config.n_episodes:
+        raise UserError(f"{name} compares episodes of a rollout; set n_envs or n_episodes above 1.")
+    if "action_value" in reads and algorithm.critic is not None and algorithm.critic.clip is not None:
+        raise UserError(f"{name} has critics of actions and critic.clip is for values of states; set it to null.")
+
+
+def _per_step(algorithm: PolicyGradient) -> bool:
+    """Whether a step's share of the loss is the same on its own as within its episode."""
+    aggregate = algorithm.aggregate
+    fits = aggregate in (token_mean, sequence_sum) or isinstance(aggregate, fixed_length)
+    return fits and algorithm.ratio in (ratio.none, ratio.token)
+
+
+def _column(x: Tensor) -> Tensor:
+    return x[:, None]
+
+
+def _closed(known: Slopes, forward: ForwardPass, evaluation: PolicyOutputs, action: Tensor) -> Tensor:
+    """The gradient of the loss in closed form."""
+    values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
+    return forward.backward_closed(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

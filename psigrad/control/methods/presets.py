@@ -1,0 +1,105 @@
+"""The policy-gradient methods of control, each as one declaration: parts of the same algebra that trains language models.
+
+There is no frozen reference policy here, so no KL to it; a critic reads the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from psigrad.config.algorithms import changed
+from psigrad.config.algorithms import resolve as resolve_algorithm
+from psigrad.control.settings import ControlConfig
+from psigrad.errors import UserError
+from psigrad.objective import catalog
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.advantage import (
+    action_advantage,
+    action_value,
+    batch_mean,
+    gae,
+    reward_to_go,
+    td_residual,
+    total_return,
+    whitened,
+)
+from psigrad.objective.parts.aggregate import token_mean
+from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.entropy import bonus
+from psigrad.objective.parts.penalty import kl_penalty
+from psigrad.objective.parts.surrogate import clip, score
+from psigrad.objective.policy_gradient import PolicyGradient
+
+# The weight of a critic's squared error in Stable-Baselines3 is vf_coef, 0.5; value_loss has a half in front.
+_CRITIC = value_loss(1.0)
+
+# The three forms of REINFORCE: the return of the whole episode, what came after each step, and that less a learned baseline V(s).
+REINFORCE_TOTAL_RETURN = PolicyGradient(total_return(0.99), ratio.none, score, token_mean, name="reinforce_total_return")
+REINFORCE_REWARD_TO_GO = replace(REINFORCE_TOTAL_RETURN, psi=reward_to_go(0.99), name="reinforce_reward_to_go")
+REINFORCE = replace(REINFORCE_TOTAL_RETURN, psi=whitened(gae(0.99, 1.0)), critic=_CRITIC, name="reinforce")
+REINFORCE_BATCH_MEAN = replace(REINFORCE_TOTAL_RETURN, psi=batch_mean, name="reinforce_batch_mean")
+
+# Advantage actor-critic (Mnih et al. 2016, arXiv:1602.01783), and what else may stand for the advantage.
+A2C = PolicyGradient(gae(0.99, 1.0), ratio.none, score, token_mean, critic=_CRITIC, entropy=bonus(0.0), name="a2c")
+TD_ACTOR_CRITIC = replace(A2C, psi=td_residual(0.99), name="td_actor_critic")
+Q_ACTOR_CRITIC = replace(A2C, psi=action_value, name="q_actor_critic")
+ADVANTAGE_ACTOR_CRITIC = replace(A2C, psi=action_advantage, name="advantage_actor_critic")
+
+PPO = replace(catalog.PPO, psi=whitened(gae(0.99, 0.95)), kl=None, critic=_CRITIC, entropy=bonus(0.0), name="ppo")
+PPO_PENALTY = replace(PPO, surrogate=kl_penalty(1.0, 0.01), name="ppo_penalty")
+
+
+def names() -> list[str]:
+    """Names of the presets of control; every preset of a language model without a critic works too."""
+    return [value.name for value in globals().values() if isinstance(value, PolicyGradient)]
+
+
+def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
+    """The method that a specification means, control's presets before a language model's of that name.
+
+    A language model's preset loses its KL to a reference policy, which control has none of.
+    """
+    presets = {value.name: value for value in globals().values() if isinstance(value, PolicyGradient)}
+    if isinstance(spec, PolicyGradient):
+        return spec
+    if isinstance(spec, str):
+        return presets[spec] if spec in presets else replace(resolve_algorithm(spec), kl=None)
+    if isinstance(spec, Mapping) and spec.get("preset") in presets:
+        return changed(presets[spec["preset"]], {key: value for key, value in spec.items() if key != "preset"})
+    return replace(resolve_algorithm(spec), kl=None)
+
+
+def adjusted(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
+    """The method with the settings' numbers, named as in Stable-Baselines3, in the parts that have them; None leaves a part as it
+    is. Raises `UserError` for a number that no part of it reads.
+    """
+    normalize, clip_range = config.normalize_advantage, config.clip_range
+    ent_coef, vf_coef = config.ent_coef, config.vf_coef
+    inner = algorithm.psi.psi if isinstance(algorithm.psi, whitened) else algorithm.psi
+    whitens = isinstance(algorithm.psi, whitened) if normalize is None else normalize
+    inner = _with(inner, gamma=config.gamma, lam=config.gae_lambda)
+    psi = whitened(inner) if whitens else inner
+    surrogate, critic, entropy = algorithm.surrogate, algorithm.critic, algorithm.entropy
+    if clip_range is not None:
+        if not isinstance(surrogate, clip):
+            raise UserError(f"clip_range is {clip_range} and {algorithm.name} does not clip; leave it out, or choose ppo.")
+        surrogate = replace(surrogate, low=clip_range, high=clip_range)
+    if ent_coef is not None:
+        entropy = bonus(ent_coef) if ent_coef else None
+    elif entropy is not None and not entropy.coefficient:
+        entropy = None
+    if vf_coef is not None:
+        if critic is None:
+            raise UserError(f"vf_coef is {vf_coef} and {algorithm.name} has no critic; leave it out, or choose a2c or ppo.")
+        critic = replace(critic, coefficient=2 * vf_coef)
+    return replace(algorithm, psi=psi, surrogate=surrogate, critic=critic, entropy=entropy)
+
+
+def _with(part: Any, **values: float | None) -> Any:
+    """A part with those of the values that it has and that are given."""
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    own = {f.name for f in fields(part)}
+    return replace(part, **{name: value for name, value in values.items() if name in own and value is not None})

@@ -1,0 +1,1 @@
+"""Policies and critics of control: networks, distributions, their gradients."""

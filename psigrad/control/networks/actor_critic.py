@@ -1,0 +1,229 @@
+"""A policy with its critics for control: separate towers, a shared trunk, or an ensemble of critics; of states or of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from psigrad.control.networks.convolutions import ConvolvedTowers, Image, Kind, layers_for
+from psigrad.control.networks.distributions import Array, Distribution, Noise
+from psigrad.control.networks.networks import Activation, Tape, Towers
+from psigrad.errors import UserError
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkOutput:
+    """The network's outputs for M states."""
+
+    policy: Tensor
+    """[M, P] the distribution's parameters."""
+    rest: Tensor
+    """The parameters that are the same in every state."""
+    values: Tensor | None
+    """[C, M] V(s) of each critic, or [C, M, A] Q(s, ·) of critics of actions."""
+
+
+class ActorCritic:
+    """A policy π(a|s) and C critics on small towers.
+
+    `critic` "separate" gives each critic hidden layers of its own, "shared" puts the values beside the policy's outputs on one
+    trunk. `of_actions` makes them critics Q(s, a) of a discrete policy's actions; V(s) is then Σ_a π(a|s)·Q(s, a). An `image`
+    goes through the convolutions that `cnn` names first, which policy and critics share; it begins at number `at` of an
+    observation.
+    """
+
+    def __init__(
+        self,
+        observation: int,
+        distribution: Distribution,
+        hidden: Sequence[int] = (64, 64),
+        activation: Activation = "tanh",
+        critic: Literal["separate", "shared"] = "separate",
+        n_critics: int = 1,
+        of_actions: bool = False,
+        image: Image | None = None,
+        at: int = 0,
+        cnn: Kind = "auto",
+    ) -> None:
+        self.distribution, self.n_critics, self.of_actions = distribution, n_critics, of_actions
+        own = distribution.outputs
+        width = own if of_actions else 1
+        self.shared = critic == "shared" or n_critics == 0
+        outputs = (own + n_critics * width,) if self.shared else (own, *[width] * n_critics)
+        convolutions = layers_for(cnn, image)
+        if image is not None and convolutions:
+            beside = observation - image.channels * image.height * image.width
+            extra = distribution.extra
+            self.towers: Towers = ConvolvedTowers(image, convolutions, hidden, outputs, activation, extra, at, beside)
+        else:
+            self.towers = Towers(observation, hidden, outputs, activation, distribution.extra)
+
+    def initialise(self, seed: int, log_std: float = 0.0) -> None:
+        """Fresh orthogonal weights: a policy that is nearly the same everywhere (gain 0.01), values of gain 1."""
+        if self.shared:
+            self.towers.initialise(seed, [1.0])
+            with torch.no_grad():
+                weight, _ = self.towers.layers(self.towers.flat)[-1]
+                weight[0, :, : self.distribution.outputs] *= 0.01
+        else:
+            self.towers.initialise(seed, [0.01, *[1.0] * self.n_critics])
+        with torch.no_grad():
+            self.towers.rest(self.towers.flat).fill_(log_std)
+
+    @property
+    def flat(self) -> torch.nn.Parameter:
+        """Every parameter, as one vector."""
+        return self.towers.flat
+
+    @property
+    def rest(self) -> Tensor:
+        """Numbers of the distribution that no state changes, with gradient."""
+        return self.towers.rest(self.flat)
+
+    def __call__(self, observations: Tensor) -> NetworkOutput:
+        """Outputs for observations [M, D], without gradient."""
+        return self._split(self.towers(observations), self.rest.detach())
+
+    def record(self, observations: Tensor) -> ForwardPass:
+        """The same, as leaves of a graph, to be differentiated once by `ForwardPass.backward`."""
+        tape = self.towers.record(observations)
+        found = self._split(tape.output, self.rest)
+        values = None if found.values is None else found.values.detach().requires_grad_()
+        leaves = NetworkOutput(found.policy.detach().requires_grad_(), found.rest.detach().requires_grad_(), values)
+        return ForwardPass(self, tape, leaves)
+
+    def record_closed(self, observations: Tensor) -> ForwardPass:
+        """The same without a graph, to be differentiated once by `ForwardPass.backward_closed`."""
+        tape = self.towers.record(observations)
+        return ForwardPass(self, tape, self._split(tape.output, self.rest.detach()))
+
+    def plain(self, observations: Tensor, flat: Tensor | None = None) -> NetworkOutput:
+        """The same by PyTorch's own operations from a flat vector, differentiable any number of times."""
+        flat = self.flat if flat is None else flat
+        return self._split(self.towers.plain(observations, flat), self.towers.rest(flat))
+
+    def _split(self, out_KMO: Tensor, rest: Tensor) -> NetworkOutput:
+        """The towers' outputs by their meaning."""
+        own = self.distribution.outputs
+        policy = out_KMO[0].narrow(1, 0, own)
+        if not self.n_critics:
+            return NetworkOutput(policy, rest, None)
+        width = own if self.of_actions else 1
+        if self.shared:
+            joined = out_KMO[0, :, own : own + self.n_critics * width]
+            values = torch.unflatten(joined, 1, (self.n_critics, width)).transpose(0, 1)
+        else:
+            values = out_KMO[1:].narrow(2, 0, width)
+        return NetworkOutput(policy, rest, values if self.of_actions else values.select(2, 0))
+
+    def state_value(self, output: NetworkOutput) -> Tensor:
+        """[M] V(s): the mean over critics, for critics of actions in expectation under the policy."""
+        assert output.values is not None
+        mean = output.values[0] if self.n_critics == 1 else output.values.mean(0)
+        return (torch.softmax(output.policy, -1) * mean).sum(-1) if self.of_actions else mean
+
+    def act(self, observations: Array, noise: Array | None = None) -> Array:
+        """Actions for a few observations [E, D]: drawn by the distribution's `noise` [E, P], without it the likeliest."""
+        hidden, (weight, bias), rest = self._numpy
+        h = self._seen(observations)
+        for inner, shift in hidden:
+            h = h.dot(inner)
+            h += shift
+            h = np.tanh(h, out=h) if self.towers.activation == "tanh" else np.maximum(h, 0, out=h)
+        out = h.dot(weight)
+        out += bias
+        return self.distribution.mode(out) if noise is None else self.distribution.sample(out, rest, noise)
+
+    def _seen(self, observations: Array) -> Array:
+        """What the layers are given."""
+        if not self.towers.front:
+            return observations
+        with torch.no_grad():
+            found: Array = self.towers.seen(torch.from_numpy(observations), self.flat).numpy()
+            return found
+
+    def actor(self, rng: np.random.Generator | None, count: int) -> Callable[[Array], Array]:
+        """`act` in `count` states at a time, one step after another, by chance from `rng`."""
+        if rng is None:
+            return self.act
+        noise = Noise(self.distribution, rng, count)
+        return lambda observations: self.act(observations, noise.step())
+
+    @cached_property
+    def _numpy(self) -> tuple[list[tuple[Array, Array]], tuple[Array, Array], Array]:
+        # the views follow the parameters, which are only ever changed in place
+        *hidden, (weight, bias) = self.towers.as_numpy(0)
+        own = self.distribution.outputs
+        return hidden, (weight[:, :own], bias[:own]), self.towers.rest(self.flat.detach()).numpy()
+
+    def save(self, folder: Path) -> None:
+        """Weights as `model.safetensors`, named as a stack of `nn.Linear`s would be."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: x.contiguous() for name, x in self.towers.named().items()}, folder / WEIGHTS)
+
+    def load(self, folder: Path) -> None:
+        """The inverse of `save`, in place. Raises `UserError` if the weights belong to a different network."""
+        found, own = load_file(folder / WEIGHTS), self.towers.named()
+        # shapes too: a copy would broadcast unseen
+        if {name: x.shape for name, x in found.items()} != {name: x.shape for name, x in own.items()}:
+            raise UserError(
+                f"The weights in {folder} belong to a different network; give the environment and net_arch that they "
+                "were trained with."
+            )
+        with torch.no_grad():
+            for name, x in own.items():
+                x.copy_(found[name])
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """A forward pass whose gradient is in closed form through the network's layers: that of a loss, which autograd differentiates
+    down to `output`, or that which follows from the gradients of log-probabilities, entropies and values.
+    """
+
+    network: ActorCritic
+    tape: Tape
+    output: NetworkOutput
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """The gradient of `loss`, a function of `output`, with respect to the flat vector."""
+        network, output = self.network, self.output
+        leaves = [x for x in (output.policy, output.rest, output.values) if x is not None]
+        grads = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+        back = torch.zeros_like(self.tape.output)
+        views = network._split(back, output.rest)
+        d_policy, d_rest, d_values = next(grads), next(grads), next(grads, None)
+        if d_policy is not None:
+            views.policy.copy_(d_policy)
+        if d_values is not None and views.values is not None:
+            views.values.copy_(d_values)
+        out = self.tape.backward(back)
+        if d_rest is not None:
+            network.towers.rest(out).copy_(d_rest)
+        return out
+
+    def backward_closed(self, actions: Tensor, d_logp: Tensor, d_entropy: float, d_values: Tensor | None) -> Tensor:
+        """The gradient with respect to the flat vector, given those of the actions' log-probabilities [m], of each of their
+        entropies, and of the values [C, m]; of the states of this pass, the first m.
+        """
+        network, output, steps = self.network, self.output, len(actions)
+        back = torch.zeros_like(self.tape.output)
+        views = network._split(back, output.rest)
+        d_policy, d_rest = network.distribution.slope(output.policy[:steps], output.rest, actions, d_logp, d_entropy)
+        views.policy[:steps] = d_policy
+        if d_values is not None and views.values is not None:
+            views.values[:, :steps] = d_values
+        out = self.tape.backward(back)
+        if network.distribution.extra:
+            network.towers.rest(out).copy_(d_rest)
+        return out

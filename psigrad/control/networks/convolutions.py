@@ -1,0 +1,170 @@
+"""Convolutions in front of the towers, for observations that are images.
+
+All towers share them, as the features extractor of Stable-Baselines3 is shared. Their parameters lie in the same flat vector.
+
+Axes: `_M` states, `_C` channels, `_H`, `_W` rows and columns of an image, `_F` features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d
+
+from psigrad.control.networks.networks import Activation, Tape, Towers
+from psigrad.errors import UserError
+
+Kind = Literal["auto", "nature", "small", "none"]
+
+
+@dataclass(frozen=True)
+class Image:
+    """The shape of an image as the environment gives it, and which of its numbers are the channels."""
+
+    channels: int
+    height: int
+    width: int
+    channels_last: bool
+    """True: an observation is [H, W, C]."""
+    bytes: bool
+    """Its numbers are 0 to 255 in uint8."""
+
+
+class Convolution(NamedTuple):
+    """One layer, with a ReLU behind it."""
+
+    channels: int
+    kernel: int
+    stride: int
+
+
+# Mnih et al. 2015, Nature 518, whose last layer of 512 is the towers'; and three small ones for the symbols of MiniGrid's 7 × 7
+LAYERS: dict[str, tuple[Convolution, ...]] = {
+    "nature": (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)),
+    "small": (Convolution(16, 2, 1), Convolution(32, 2, 1), Convolution(64, 2, 1)),
+}
+
+
+def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
+    """The layers of a setting for an observation; none where it is no image. Raises `UserError` where they do not fit."""
+    if image is None:
+        if kind in ("nature", "small"):
+            raise UserError(
+                f"cnn is {kind!r}, and the observations are no images: expected a Box of three dimensions; set cnn=auto."
+            )
+        return ()
+    if kind == "none":
+        return ()
+    found = LAYERS["nature" if kind == "nature" or (kind == "auto" and min(image.height, image.width) >= 36) else "small"]
+    if min(_sizes(image, found)[-1]) < 1:
+        shown = f"{image.height} × {image.width}"
+        raise UserError(f"The images have {shown} pixels, too few for cnn={kind}; choose another cnn, or none for plain numbers.")
+    return found
+
+
+def _sizes(image: Image, layers: Sequence[Convolution]) -> list[tuple[int, int]]:
+    """Height and width in front of the first layer and behind each."""
+    found = [(image.height, image.width)]
+    for layer in layers:
+        h, w = found[-1]
+        found.append(((h - layer.kernel) // layer.stride + 1, (w - layer.kernel) // layer.stride + 1))
+    return found
+
+
+class ConvolvedTowers(Towers):
+    """`Towers` on the features of convolutions, which see an observation [M, D] as the image that it was.
+
+    Of D numbers the image's begin at `at`; the `beside` others join the features, as in Stable-Baselines3's CombinedExtractor.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        convolutions: Sequence[Convolution],
+        hidden: Sequence[int],
+        outputs: Sequence[int],
+        activation: Activation = "tanh",
+        extra: int = 0,
+        at: int = 0,
+        beside: int = 0,
+    ) -> None:
+        self.image, self.convolutions, self.at, self.beside = image, tuple(convolutions), at, beside
+        widths = [image.channels, *(c.channels for c in convolutions)]
+        self._kernels = [(c.channels, before, c.kernel, c.kernel) for before, c in zip(widths, convolutions, strict=False)]
+        height, width = _sizes(image, convolutions)[-1]
+        front = sum(math.prod(shape) + shape[0] for shape in self._kernels)
+        super().__init__(widths[-1] * height * width + beside, hidden, outputs, activation, extra, front)
+
+    def kernels(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Weights [out, in, k, k] and biases [out] of each convolution, as views of a flat vector."""
+        found, at = [], len(flat) - self.extra - self.front
+        for shape in self._kernels:
+            count = math.prod(shape)
+            found.append((flat[at : at + count].view(shape), flat[at + count : at + count + shape[0]]))
+            at += count + shape[0]
+        return found
+
+    def seen(self, x_MD: Tensor, flat: Tensor) -> Tensor:
+        """Features [M, F] of flat observations."""
+        image = self.image
+        end = self.at + image.channels * image.height * image.width
+        if image.channels_last:
+            h = x_MD[:, self.at : end].reshape(-1, image.height, image.width, image.channels).permute(0, 3, 1, 2)
+        else:
+            h = x_MD[:, self.at : end].reshape(-1, image.channels, image.height, image.width)
+        # a normaliser may have made other numbers of the bytes already
+        h = h.to(flat.dtype) / 255 if x_MD.dtype == torch.uint8 else h
+        for layer, (weight, bias) in zip(self.convolutions, self.kernels(flat), strict=True):
+            h = torch.relu(conv2d(h, weight, bias, stride=layer.stride))
+        return torch.cat([h.flatten(1), x_MD[:, : self.at], x_MD[:, end:]], 1) if self.beside else h.flatten(1)
+
+    def record(self, x_MD: Tensor) -> Tape:
+        """The same, ready to be differentiated once."""
+        leaf = self.flat.detach().requires_grad_()
+        with torch.enable_grad():
+            features = self.seen(x_MD, leaf)
+        return _ConvolvedTape(self, self._record(features.detach()), features, leaf)
+
+    @torch.no_grad()
+    def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
+        """Fresh weights; of the convolutions as of hidden layers."""
+        super().initialise(seed, gains)
+        generator = torch.Generator().manual_seed(seed + 1)
+        for weight, bias in self.kernels(self.flat):
+            if gains is None:
+                bound = 1 / math.sqrt(weight[0].numel())
+                weight.uniform_(-bound, bound, generator=generator)
+                bias.uniform_(-bound, bound, generator=generator)
+            else:
+                nn.init.orthogonal_(weight, math.sqrt(2), generator=generator)
+                bias.zero_()
+
+    def named(self) -> dict[str, Tensor]:
+        """With "cnn.layer.weight" [out, in, k, k] and "cnn.layer.bias" [out] as `nn.Conv2d`s have them."""
+        found = super().named()
+        for i, (weight, bias) in enumerate(self.kernels(self.flat.detach())):
+            found |= {f"cnn.{i}.weight": weight, f"cnn.{i}.bias": bias}
+        return found
+
+
+class _ConvolvedTape(Tape):
+    """A tape whose gradient goes on through the convolutions, where autograd costs little beside the products."""
+
+    def __init__(self, towers: ConvolvedTowers, parts: list[list[Tensor]], features: Tensor, leaf: Tensor) -> None:
+        super().__init__(towers, parts)
+        self._features, self._leaf = features, leaf
+
+    def backward(self, grad_KMO: Tensor) -> Tensor:
+        """The gradient with respect to `flat`, convolutions included."""
+        inputs: list[Tensor] = []
+        out = self._backward(grad_KMO, inputs)
+        slope = torch.cat(inputs)
+        (through,) = torch.autograd.grad(self._features[: len(slope)], self._leaf, slope)
+        front = slice(len(out) - self.towers.extra - self.towers.front, len(out) - self.towers.extra)
+        out[front] = through[front]
+        return out

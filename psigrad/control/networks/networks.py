@@ -1,0 +1,246 @@
+"""Small networks for control: K equal towers of a multilayer perceptron, evaluated as one batched product.
+
+A policy and its critics have the same hidden layers, so they are towers of one network: half the operations, which is what a
+small network's time goes into. All parameters lie in one flat vector, so that an optimiser step, a gradient norm, a copy and a
+step along a direction are one operation each.
+
+Axes: `_K` towers, `_M` states, `_D` numbers of an observation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from psigrad.language.models.native.kernels import kernels
+from psigrad.language.models.native.towers import TowerKernels
+
+Activation = Literal["tanh", "relu"]
+Layers = list[tuple[Tensor, Tensor]]
+# States that go through the layers together, so that what a layer computes is still in the core's cache when it is read again.
+_GROUPS = 2048
+
+
+class Towers(nn.Module):
+    """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
+
+    `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, behind them
+    `front` numbers of what stands in front of the layers, and `extra` numbers for whoever owns the network. Towers with fewer
+    outputs than the widest have columns that are not read.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        outputs: Sequence[int],
+        activation: Activation = "tanh",
+        extra: int = 0,
+        front: int = 0,
+    ) -> None:
+        super().__init__()
+        self.outputs, self.activation, self.towers = tuple(outputs), activation, len(outputs)
+        self.sizes = [inputs, *hidden, max(outputs)]
+        self.shapes = [(self.towers, a, b) for a, b in itertools.pairwise(self.sizes)]
+        count = sum(math.prod(shape) + shape[0] * shape[2] for shape in self.shapes)
+        self.extra, self.front = extra, front
+        self.flat = nn.Parameter(torch.zeros(count + front + extra))
+        self._viewed: tuple[int, Layers] | None = None
+        self._gradient: tuple[Tensor, Layers] | None = None
+
+    def layers(self, flat: Tensor) -> Layers:
+        """Weights [K, in, out] and biases [K, 1, out] of each layer, as views of a flat vector."""
+        found, at = [], 0
+        for k, a, b in self.shapes:
+            weight = flat[at : at + k * a * b].view(k, a, b)
+            at += k * a * b
+            found.append((weight, flat[at : at + k * b].view(k, 1, b)))
+            at += k * b
+        return found
+
+    def rest(self, flat: Tensor) -> Tensor:
+        """The `extra` numbers at the end of a flat vector."""
+        return flat[len(flat) - self.extra :]
+
+    def seen(self, x_MD: Tensor, flat: Tensor) -> Tensor:
+        """What the layers are given for observations: those themselves."""
+        return x_MD
+
+    def forward(self, x_MD: Tensor) -> Tensor:
+        """Outputs [K, M, widest], without gradient."""
+        with torch.no_grad():
+            return self._activations(self.seen(x_MD, self.flat))[-1]
+
+    def with_flat(self, flat: Tensor, x_MD: Tensor) -> Tensor:
+        """The same with other parameters."""
+        with torch.no_grad():
+            return self._activations(self.seen(x_MD, flat), self.layers(flat))[-1]
+
+    def record(self, x_MD: Tensor) -> Tape:
+        """The same, ready to be differentiated once."""
+        native = self._native(x_MD) if len(x_MD) <= _GROUPS else None
+        return Tape(self, self._record(x_MD)) if native is None else _NativeTape(self, native, x_MD)
+
+    def _native(self, x_MD: Tensor) -> TowerKernels | None:
+        """The kernels, for float32 layers with ReLUs on a CPU: half the time of PyTorch's operations where layers are small."""
+        found = kernels() if self.activation == "relu" and x_MD.device.type == "cpu" else "PyTorch's"
+        if isinstance(found, str) or not (x_MD.dtype == self.flat.dtype == torch.float32 and x_MD.is_contiguous()):
+            return None
+        return found.towers
+
+    def _shaped(self, given: Tensor, states: int) -> list[Tensor]:
+        """Views [K, M, out] of what the kernels give for all layers."""
+        widths = [self.towers * states * width for width in self.sizes[1:]]
+        return [h.view(self.towers, states, -1) for h in given.split(widths)]
+
+    @torch.no_grad()
+    def _record(self, x_MD: Tensor) -> list[list[Tensor]]:
+        layers = self._views()
+        parts = (x_MD,) if len(x_MD) <= _GROUPS else torch.split(x_MD, _GROUPS)
+        return [self._activations(x, layers) for x in parts]
+
+    def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
+        """The same by PyTorch's own operations, which can be differentiated any number of times."""
+        act = torch.tanh if self.activation == "tanh" else torch.relu
+        flat = self.flat if flat is None else flat
+        layers, x = self.layers(flat), self.seen(x_MD, flat)
+        h = x.expand(self.towers, *x.shape)
+        for i, (weight, bias) in enumerate(layers):
+            h = torch.baddbmm(bias, h, weight)
+            h = h if i == len(layers) - 1 else act(h)
+        return h
+
+    def _activations(self, x_MD: Tensor, layers: Layers | None = None) -> list[Tensor]:
+        """The input and every layer's output."""
+        act = torch.tanh_ if self.activation == "tanh" else torch.relu_
+        hs, layers = [x_MD.expand(self.towers, *x_MD.shape)], layers or self._views()
+        for i, (weight, bias) in enumerate(layers):
+            h = torch.baddbmm(bias, hs[-1], weight)
+            hs.append(h if i == len(layers) - 1 else act(h))
+        return hs
+
+    def _views(self) -> Layers:
+        # made once for a vector: it is only ever changed in place, and making them takes longer than a small layer
+        if self._viewed is None or self._viewed[0] != self.flat.data_ptr():
+            self._viewed = (self.flat.data_ptr(), self.layers(self.flat.detach()))
+        return self._viewed[1]
+
+    def _room(self) -> tuple[Tensor, Layers]:
+        """A vector for the gradient, with its views; the same every time, so the last gradient is gone when the next one is
+        made.
+        """
+        if self._gradient is None or self._gradient[0].device != self.flat.device:
+            out = torch.zeros_like(self.flat, requires_grad=False)
+            self._gradient = (out, self.layers(out))
+        if self.extra:
+            self.rest(self._gradient[0]).zero_()
+        return self._gradient
+
+    @torch.no_grad()
+    def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
+        """Fresh weights: orthogonal with gain √2 in hidden layers and `gains` [K] in the last (Andrychowicz et al. 2021,
+        arXiv:2006.05990), biases 0; without `gains` uniform within ±1/√in, which is `nn.Linear`'s start.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for i, (weight, bias) in enumerate(self.layers(self.flat)):
+            for k in range(self.towers):
+                if gains is None:
+                    bound = 1 / math.sqrt(weight.shape[1])
+                    weight[k].uniform_(-bound, bound, generator=generator)
+                    bias[k].uniform_(-bound, bound, generator=generator)
+                else:
+                    gain = gains[k] if i == len(self.shapes) - 1 else math.sqrt(2)
+                    nn.init.orthogonal_(weight[k].T, gain, generator=generator)
+                    bias[k].zero_()
+
+    def named(self) -> dict[str, Tensor]:
+        """Views of every parameter that counts, named as `nn.Linear`s would be: "tower.layer.weight" [out, in], "…bias" [out]."""
+        found = {}
+        for i, (weight, bias) in enumerate(self.layers(self.flat.detach())):
+            for k, outputs in enumerate(self.outputs):
+                width = outputs if i == len(self.shapes) - 1 else weight.shape[2]
+                found[f"{k}.{i}.weight"] = weight[k, :, :width].T
+                found[f"{k}.{i}.bias"] = bias[k, 0, :width]
+        if self.extra:
+            found["extra"] = self.rest(self.flat.detach())
+        return found
+
+    def as_numpy(self, tower: int = 0) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Weights [in, out] and biases [out] of one tower, sharing the parameters' memory: for acting on a few states, where
+        numpy takes a third of PyTorch's time. On another device than the CPU they are copies.
+        """
+        return [(w[tower].numpy(), b[tower, 0].numpy()) for w, b in self.layers(self.flat.detach().cpu())]
+
+
+class Tape:
+    """A forward pass and its gradient in closed form: a node of the autograd graph for each operation would cost more than the
+    operation. `Towers.plain` is its oracle.
+    """
+
+    def __init__(self, towers: Towers, parts: list[list[Tensor]]) -> None:
+        self.towers, self._parts = towers, parts
+        self.output = parts[0][-1] if len(parts) == 1 else torch.cat([hs[-1] for hs in parts], 1)
+        """[K, M, widest], without gradient."""
+
+    def backward(self, grad_KMO: Tensor) -> Tensor:
+        """The gradient with respect to `flat`, given that of the output for all states or for the first ones; 0 for the `extra`
+        numbers. Good until the next call.
+        """
+        return self._backward(grad_KMO)
+
+    @torch.no_grad()
+    def _backward(self, grad_KMO: Tensor, inputs: list[Tensor] | None = None) -> Tensor:
+        """Appends the gradient of what the layers were given, part by part, to `inputs`."""
+        towers = self.towers
+        out, grads = towers._room()
+        back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
+        layers = towers._views()
+        given = (grad_KMO,) if len(self._parts) == 1 else torch.split(grad_KMO, _GROUPS, 1)
+        for part, (hs, d) in enumerate(zip(self._parts, given, strict=False)):
+            states = d.shape[1]
+            for i in reversed(range(len(layers))):
+                weight, bias = grads[i]
+                h = hs[i] if hs[i].shape[1] == states else hs[i][:, :states]
+                if part:
+                    weight.baddbmm_(h.transpose(1, 2), d)
+                    bias.add_(d.sum(1, keepdim=True))
+                else:
+                    torch.bmm(h.transpose(1, 2), d, out=weight)
+                    torch.sum(d, 1, keepdim=True, out=bias)
+                if i:
+                    d = back(torch.bmm(d, layers[i][0].transpose(1, 2)), h)
+                elif inputs is not None:
+                    inputs.append(torch.bmm(d, layers[i][0].transpose(1, 2)).sum(0))
+        return out
+
+
+class _NativeTape(Tape):
+    """A tape of the kernels': the same numbers but for the order of sums, with one call forwards and one backwards."""
+
+    def __init__(self, towers: Towers, native: TowerKernels, x_MD: Tensor) -> None:
+        self._native, self._given = native, x_MD
+        self._hs = native.forward(towers.flat.detach(), x_MD, towers.towers, towers.sizes)
+        super().__init__(towers, [towers._shaped(self._hs, len(x_MD))])
+
+    def backward(self, grad_KMO: Tensor) -> Tensor:
+        """As `Tape.backward`."""
+        out, _ = self.towers._room()
+        flat, given = self.towers.flat.detach(), grad_KMO.contiguous()
+        self._native.backward(out, flat, self._given, self._hs, given, self.towers.sizes)
+        return out
+
+
+def _tanh_backward_(grad: Tensor, output: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=grad)
+    return found
+
+
+def _relu_backward(grad: Tensor, output: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten.threshold_backward(grad, output, 0)
+    return found

@@ -1,0 +1,248 @@
+"""Stable-Baselines3's way of naming a policy, in our settings, and its table of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gymnasium.spaces import Dict
+
+from psigrad.control.environments.vector import Environments
+from psigrad.control.methods.trainer import Trainer
+from psigrad.errors import UserError, nearest
+
+MLP, CNN, MULTI = "MlpPolicy", "CnnPolicy", "MultiInputPolicy"
+# What a policy's name sets, below what is given. CnnPolicy: Mnih et al. 2015, whose layers policy and critic share.
+SETTINGS: dict[str, dict[str, Any]] = {
+    MLP: {},
+    CNN: {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
+    MULTI: {},
+}
+_ACTIVATIONS = {"Tanh": "tanh", "ReLU": "relu"}
+
+
+def named(policy: Any, env: Any) -> str | None:
+    """The policy's name in `PPO("MlpPolicy", env)`; None for `PPO(env)`. Raises `UserError` for a policy there is not."""
+    if not (isinstance(policy, str) and policy.endswith("Policy")):
+        if env is not None:
+            raise UserError(
+                f"Two environments were given, {policy!r} and {env!r}; expected one, or a policy's name first: {MLP}."
+            )
+        return None
+    if policy not in SETTINGS:
+        raise UserError(f"There is no policy {policy!r}; expected {' or '.join(SETTINGS)}{nearest(policy, SETTINGS) or '.'}")
+    if env is None:
+        raise UserError(f'No environment was given beside {policy!r}; for example PPO("{policy}", "CartPole-v1").')
+    return policy
+
+
+def check(policy: str | None, envs: Environments) -> None:
+    """Raises `UserError` for a `CnnPolicy` on what is no image, and a `MultiInputPolicy` on what has no parts."""
+    if policy == CNN and envs.image is None:
+        raise UserError(f"{CNN} needs images, and an observation here is {envs.spaces[0]}; use {MLP}.")
+    if policy == MULTI and not isinstance(envs.spaces[0], Dict):
+        raise UserError(f"{MULTI} needs a Dict of observations, and an observation here is {envs.spaces[0]}; use {MLP}.")
+
+
+def translated(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings of Stable-Baselines3's `policy_kwargs`. Raises `UserError` for one that has no equal here."""
+    found: dict[str, Any] = {}
+    for name, value in policy_kwargs.items():
+        if name == "net_arch" and isinstance(value, list | tuple) and all(isinstance(n, int) for n in value):
+            found["network.net_arch"] = tuple(value)
+        elif name == "net_arch" and isinstance(value, Mapping) and value.get("pi") == value.get("vf"):
+            found["network.net_arch"] = tuple(value["pi"])
+        elif name == "activation_fn" and getattr(value, "__name__", "") in _ACTIVATIONS:
+            found["network.activation"] = _ACTIVATIONS[value.__name__]
+        elif name == "log_std_init":
+            found["network.log_std_init"] = float(value)
+        else:
+            raise UserError(
+                f"policy_kwargs has {name}={value!r}; expected net_arch (widths, the same for policy and critic), activation_fn "
+                "(torch.nn.Tanh or ReLU) or log_std_init."
+            )
+    return found
+
+
+# Stable-Baselines3's arguments that have no equal: the values that ask for nothing, and what to do about others.
+_WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_sde": ((False,), "there is no gSDE here; the noise is log_std_init's, and learned"),
+    "sde_sample_freq": ((-1,), "there is no gSDE here"),
+    "use_rms_prop": ((True,), "the optimiser is optimizer='adam' or 'rmsprop'"),
+    "clip_range_vf": ((None,), "the critic's loss is not clipped"),
+    "stats_window_size": ((100,), "figures are over the last 100 episodes"),
+    "optimize_memory_usage": ((False,), "bytes of images are kept as bytes already"),
+    "reward_threshold": ((None,), "compare the mean that is returned with it"),
+    "replay_buffer_class": ((None,), "DQN's buffer draws uniformly, and there is no HER"),
+    "replay_buffer_kwargs": ((None, {}), "DQN's buffer draws uniformly"),
+    "rollout_buffer_class": ((None,), "a rollout is kept in one way"),
+    "rollout_buffer_kwargs": ((None, {}), "a rollout is kept in one way"),
+    "monitor_wrapper": ((True, False), "returns and lengths of episodes are always counted"),
+    "_init_setup_model": ((True,), "an agent is always ready to learn"),
+    "reset_num_timesteps": ((False,), "steps are always counted on; for a fresh start make a new agent"),
+    "callback": ((None,), "return_episode_rewards=True gives every episode"),
+    "render": ((False,), "psigrad control --video draws an episode"),
+    "save_vecnormalize": ((True, False), "a saved policy holds what was normalised"),
+    "warn": ((True, False), ""),
+    "custom_objects": ((None,), "nothing in a saved policy is code"),
+    "print_system_info": ((False,), "psigrad doctor prints what the machine offers"),
+    "force_reset": ((True,), "episodes always begin anew"),
+}
+
+
+def without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without Stable-Baselines3's that have no equal here, where they ask for nothing; `device` where it names the
+    CPU, on which control always runs.
+
+    Raises `UserError` where they ask for something, and for a schedule that is a function.
+    """
+    rest = dict(settings)
+    if "rms_prop_eps" in rest:
+        rest["adam_epsilon"] = rest.pop("rms_prop_eps")
+    if isinstance(frequency := rest.get("train_freq"), tuple | list) and len(frequency) == 2:
+        if frequency[1] != "step":
+            raise UserError(f"train_freq is {frequency!r}; expected a number of steps, as 4 or (4, 'step').")
+        rest["train_freq"] = frequency[0]
+    for name, (idle, advice) in _WITHOUT_EQUAL.items():
+        if name in rest and (value := rest.pop(name)) not in idle:
+            raise UserError(f"{name} is {value!r}, which has no equal here: {advice}; leave it out.")
+    for name, schedule in (("learning_rate", "lr_scheduler_type"), ("clip_range", "clip_range_schedule")):
+        if callable(rest.get(name)):
+            raise UserError(f"{name} is a function; expected its first value, and {schedule}='linear' to let it fall to 0.")
+    asked = str(rest.pop("device", "auto"))
+    if asked not in ("auto", "cpu"):
+        raise UserError(
+            f"device is {asked!r}, and control runs on the CPU, which is faster for networks of this size; leave it out."
+        )
+    return rest
+
+
+def refuse(foreign: Mapping[str, Any], of: str, expected: Sequence[str]) -> None:
+    """Raises `UserError` for arguments that `of` does not have, but for those that ask for nothing."""
+    if unknown := without_foreign(foreign):
+        name = next(iter(unknown))
+        settings = ". Settings are given when the agent is made." if of == "learn" else "."
+        raise UserError(f"{of} has no argument {name!r}; expected {', '.join(expected)}{nearest(name, expected) or settings}")
+
+
+_CALLBACK = (
+    "a callback is a function of the agent and its figures, called after each line of figures, every log_interval-th rollout; "
+    "returning False ends training"
+)
+_COPIES = "n_envs=8 makes copies, and vectorization='async' gives each a process"
+_CONTINUOUS = "there is no off-policy method for real actions; PPO, A2C and TRPO take them"
+# What Stable-Baselines3, its contrib package and rl-zoo3 have and this package has not, and what to use.
+ELSEWHERE = {
+    **dict.fromkeys(("SAC", "TD3", "DDPG", "TQC", "CrossQ"), _CONTINUOUS),
+    "QRDQN": "the nearest is DQN(…, double_q=True)",
+    "RecurrentPPO": "policies have no memory; show PPO several observations, by gymnasium.wrappers.FrameStackObservation",
+    "MaskablePPO": "actions are not masked; let the environment ignore those that are not allowed, and use PPO",
+    "ARS": "every method here follows a gradient; use PPO or REINFORCE",
+    "HER": _CONTINUOUS,
+    "HerReplayBuffer": _CONTINUOUS,
+    "BaseCallback": _CALLBACK,
+    "CallbackList": "learn takes a list of callbacks",
+    "EveryNTimesteps": _CALLBACK,
+    "EventCallback": _CALLBACK,
+    "StopTrainingOnMaxEpisodes": "write callback=lambda agent, figures: figures.get('rollout/episodes', 0) < 1000",
+    "StopTrainingOnNoModelImprovement": "give EvalCallback a callback_after_eval, a function of the agent and its figures",
+    "ProgressBarCallback": "learn(…, progress_bar=True) shows one",
+    "VecNormalize": "normalize_observations=True and normalize_rewards=True do it",
+    "VecFrameStack": "gymnasium.wrappers.FrameStackObservation does it",
+    **dict.fromkeys(("make_vec_env", "DummyVecEnv", "SubprocVecEnv"), _COPIES),
+    **dict.fromkeys(("Monitor", "VecMonitor"), "returns and lengths of episodes are always counted"),
+    **dict.fromkeys(("make_atari_env", "AtariWrapper"), "gymnasium.wrappers.AtariPreprocessing and FrameStackObservation do it"),
+}
+
+
+def elsewhere(algorithm: str) -> str | None:
+    """What to use in place of an algorithm of Stable-Baselines3's that is not here."""
+    names = {name.lower(): advice for name, advice in ELSEWHERE.items()}
+    return names.get(algorithm.lower().replace("_", ""))
+
+
+def check_callback(call: Any) -> None:
+    """Raises `UserError` for a callback that cannot be called, those of Stable-Baselines3 among them."""
+    kind = type(call).__name__
+    if hasattr(call, "_on_step"):
+        own = f"import the {kind} of psigrad.control" if kind in _OWN_CALLBACKS else ELSEWHERE.get(kind, _CALLBACK)
+        raise UserError(
+            f"The callback {kind} has Stable-Baselines3's _on_step, which is for every single step, and steps are taken many at "
+            f"a time here: {own}."
+        )
+    if isinstance(call, type) or not callable(call):
+        raise UserError(f"The callback is of type {kind}; expected a function of the agent and its figures.")
+
+
+_OWN_CALLBACKS = ("EvalCallback", "CheckpointCallback", "StopTrainingOnRewardThreshold")
+# What an agent of Stable-Baselines3 has, and what does the same here.
+_ATTRIBUTES = {
+    "policy": "predict acts, and save writes the weights as model.safetensors",
+    "env": "get_env() gives the environments",
+    "logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
+    "set_logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
+    "device": "control always runs on the CPU",
+    "get_vec_normalize_env": "what was normalised is part of the agent, and saved with it",
+    "get_parameters": "save writes the weights as model.safetensors",
+    "set_parameters": "load reads what save wrote",
+    "set_random_seed": "the seed is a setting: seed=0",
+    **dict.fromkeys(("save_replay_buffer", "load_replay_buffer"), "only DQN has a replay buffer"),
+    **dict.fromkeys(("replay_buffer", "rollout_buffer"), "psigrad control keeps whole checkpoints and goes on from them"),
+    "ep_info_buffer": "the figures of episodes are rollout/ep_rew_mean and rollout/ep_len_mean of a callback",
+}
+
+
+def no_attribute(of: str, name: str, settings: Mapping[str, Any]) -> str:
+    """The sentence for an attribute that an agent has not."""
+    advice = f"it is a setting: agent.settings.{name}" if name in settings else _ATTRIBUTES.get(name, "")
+    return f"{of} has no attribute {name!r}{': ' if advice else '.'}{advice}"
+
+
+def tensors_file(path: str | Path) -> Path:
+    """The safetensors file of that name, or of Stable-Baselines3's, which has no ending or .pkl."""
+    file = Path(path)
+    return file.with_suffix(".safetensors") if file.suffix in ("", ".pkl") else file
+
+
+def without_zip(path: Path) -> Path:
+    """The folder of a policy that is asked for as Stable-Baselines3's file. Raises `UserError` for such a file."""
+    if path.is_file():
+        raise UserError(f"{path} is a file, and a policy of psigrad is a folder; one of Stable-Baselines3 can't be read here.")
+    return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
+
+
+class PrintedLines:
+    """Which lines of figures are printed: each `interval`-th, for DQN those after as many more episodes; None: all."""
+
+    def __init__(self, interval: int | None, trainer: Trainer) -> None:
+        if interval is not None and (not isinstance(interval, int) or interval < 1):
+            raise UserError(f"log_interval is {interval!r}; expected a whole number of 1 or more.")
+        self._interval, self._trainer = interval, trainer
+        self._last = self._now()
+
+    def _now(self) -> int:
+        dqn = self._trainer.config.algorithm == "dqn"
+        return self._trainer.collector.statistics.episodes if dqn else self._trainer.lines
+
+    def due(self) -> bool:
+        """Whether the line that was just made is one."""
+        if self._now() - self._last < (self._interval or 0):
+            return False
+        self._last = self._now()
+        return True
+
+
+def table(figures: Mapping[str, float]) -> str:
+    """Figures as aligned lines, grouped by what stands before the slash."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in figures.items():
+        group, _, leaf = name.rpartition("/")
+        groups.setdefault(group, {})[leaf] = value
+    width = max(len(leaf) for group in groups.values() for leaf in group) + 4
+    lines = []
+    for title, members in groups.items():
+        lines.append(f"| {title + '/':<{width}} |            |")
+        lines += [f"|    {leaf:<{width - 3}} | {value:<10.4g} |" for leaf, value in members.items()]
+    rule = "-" * len(lines[0])
+    return "\n".join([rule, *lines, rule])

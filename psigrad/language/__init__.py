@@ -1,0 +1,1 @@
+"""Post-training of language models: models, data, sampling, rewards, training, and whole runs."""

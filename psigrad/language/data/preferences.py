@@ -1,0 +1,227 @@
+"""From what people give (rankings, ratings, thumbs) to what is trained on (pairs), with what was left out counted.
+
+Columns are TRL's, plain or conversational; columns that are not used up stay with the rows. Every `UserError` names row and
+column.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import BadRow, RowError, show, validate
+
+Raw = Mapping[str, Any]
+
+# Columns that compare the two answers of a pair: they mean nothing beside one of them.
+_OF_PAIRS = ("margin", "score_chosen", "score_rejected")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Rows of another form, and what did not make it."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    ties: int = 0
+    """Pairs of equal rank or rating (within the tie threshold), or of equal texts."""
+    alone: int = 0
+    """Prompts with a single answer, or with labels of one kind, which nothing can be compared with."""
+
+
+def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
+    """Every ordered pair of rows with `prompt`, `completions` and `ranking`: a rank for each completion, 1 is best.
+
+    Equal ranks are a tie. Raises `UserError` naming row and column.
+    """
+    return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False, scores=False, tie=0.0)
+
+
+def from_ratings(
+    rows: Iterable[Raw],
+    source: str = "rows",
+    *,
+    scale: int = 10,
+    tie: float = 0.0,
+    margin: bool = True,
+    scores: bool = False,
+) -> Converted:
+    """Every ordered pair of rows with `prompt`, `completions` and `ratings` from 1 to `scale`, the higher rating chosen.
+
+    Ratings that differ by at most `tie` are a tie. With `margin` the difference stands in the column of that name, which the
+    reward model's loss reads; with `scores` the ratings themselves in `score_chosen` and `score_rejected`. Raises `UserError`
+    naming row and column.
+    """
+    if not scale > 1 or not 0 <= tie < math.inf:
+        raise UserError(f"The ratings have scale={scale} and tie={tie}; expected a scale above 1 and a tie of 0 or more.")
+
+    def better(a: float, b: float) -> float:
+        return a - b
+
+    return _pairs(_rated(rows, source, scale), source, "ratings", better, margin=margin, scores=scores, tie=tie)
+
+
+def from_scored_pairs(rows: Iterable[Raw], source: str = "rows", *, tie: float = 0.0) -> Converted:
+    """Preference rows with `score_chosen` and `score_rejected` (as UltraFeedback's), their difference in the column `margin`.
+
+    Scores that differ by at most `tie` are a tie. Raises `UserError` naming row and column, also where the chosen has the lower.
+    """
+    if not 0 <= tie < math.inf:
+        raise UserError(f"The scores have tie={tie}; expected a tie of 0 or more.")
+    made, ties = [], 0
+    for i, row in enumerate(rows, 1):
+        place = f"{source}:{i}"
+        for name in ("score_chosen", "score_rejected"):
+            _number(_column(row, name, place, "a number"), name, place)
+        lead = float(row["score_chosen"]) - float(row["score_rejected"])
+        if _tied(lead, tie) or (row.get("chosen") is not None and row["chosen"] == row.get("rejected")):
+            ties += 1
+            continue
+        if lead < 0:
+            _fail(place, "score_chosen", f"is {row['score_chosen']} and score_rejected {row['score_rejected']}; swap the answers")
+        validate(row, "preference", place)
+        made.append({**row, "margin": lead})
+    return Converted(made, ties)
+
+
+def grouped(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
+    """Rows with one `completion` and a number in `column` each, brought together by prompt; order of first appearance.
+
+    Of the other columns those stay that all rows of a prompt agree on, such as `tools`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for i, row in enumerate(rows, 1):
+        for name in ("prompt", "completion", column):
+            _column(row, name, f"{source}:{i}", f"as prompt, completion and {column} are")
+        rest = {key: value for key, value in row.items() if key not in ("prompt", "completion", column)}
+        start = {"prompt": row["prompt"], "completions": [], f"{column}s": [], **rest}
+        group = found.setdefault(_key(row["prompt"]), start)
+        for name in set(group) - {"prompt", "completions", f"{column}s"}:
+            if name not in rest or rest[name] != group[name]:
+                del group[name]
+        group["completions"].append(row["completion"])
+        group[f"{column}s"].append(row[column])
+    return list(found.values())
+
+
+def unpaired(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
+    """Each pair as two labelled rows: the form that KTO takes. A prompt that stands in both answers becomes a column.
+
+    Raises `UserError` naming row and column.
+    """
+    made = []
+    for i, raw in enumerate(rows, 1):
+        row = validate(raw, "preference", f"{source}:{i}")
+        own = {key: value for key, value in row.columns.items() if key not in _OF_PAIRS}
+        for answer, label in ((row.completion, True), (row.rejected, False)):
+            made.append({"prompt": row.prompt, **own, "completion": answer, "label": label})
+    return made
+
+
+def paired(rows: Iterable[Raw], source: str = "rows") -> Converted:
+    """Unpaired rows (`prompt`, `completion`, `label`) as pairs: every desirable answer of a prompt with every other one of it.
+
+    Prompts are in order of first appearance. Raises `UserError` naming row and column.
+    """
+    checked = ((raw, validate(raw, "unpaired-preference", f"{source}:{i}")) for i, raw in enumerate(rows, 1))
+    made: list[dict[str, Any]] = []
+    ties = alone = 0
+    for group in grouped(({**raw, "label": row.label} for raw, row in checked), "label", source):
+        answers, labels = group.pop("completions"), group.pop("labels")
+        good = [a for a, label in zip(answers, labels, strict=True) if label]
+        bad = [a for a, label in zip(answers, labels, strict=True) if not label]
+        alone += not good or not bad
+        for chosen, rejected in itertools.product(good, bad):
+            if chosen == rejected:
+                ties += 1
+            else:
+                made.append({**group, "chosen": chosen, "rejected": rejected})
+    return Converted(made, ties, alone)
+
+
+def _pairs(
+    rows: Iterable[Raw],
+    source: str,
+    column: str,
+    lead: Callable[[Any, Any], float],
+    *,
+    margin: bool,
+    scores: bool,
+    tie: float,
+) -> Converted:
+    made: list[dict[str, Any]] = []
+    ties = alone = 0
+    for i, row in enumerate(rows, 1):
+        completions, values = _checked(row, column, f"{source}:{i}")
+        own = {key: value for key, value in row.items() if key not in ("completions", column)}
+        alone += len(completions) < 2
+        for a, b in itertools.combinations(range(len(completions)), 2):
+            by = lead(values[a], values[b])
+            if _tied(by, tie) or completions[a] == completions[b]:
+                ties += 1
+                continue
+            best, worst = (a, b) if by > 0 else (b, a)
+            pair = {**own, "chosen": completions[best], "rejected": completions[worst]}
+            pair |= {"margin": float(abs(by))} if margin else {}
+            made.append(pair | ({"score_chosen": values[best], "score_rejected": values[worst]} if scores else {}))
+    return Converted(made, ties, alone)
+
+
+def _tied(lead: float, tie: float) -> bool:
+    return abs(lead) <= tie + 1e-9  # 1.3 − 1.2 is a little more than 0.1
+
+
+def _rated(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw]:
+    for i, row in enumerate(rows, 1):
+        _, ratings = _checked(row, "ratings", f"{source}:{i}")
+        for rating in ratings:
+            if not 1 <= rating <= scale:
+                _fail(f"{source}:{i}", "ratings", f"has {rating!r}; expected numbers from 1 to {scale}")
+        yield row
+
+
+def _checked(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Completions and their numbers, each completion one that the prompt can have."""
+    for name in ("prompt", "completions", column):
+        _column(row, name, place, f"as prompt, completions and {column} are")
+    completions, values = row["completions"], row[column]
+    if not isinstance(completions, list) or not isinstance(values, list) or len(completions) != len(values):
+        _fail(place, column, "must be a list with one number for each of the completions")
+    if not completions:
+        _fail(place, "completions", "is an empty list; it must hold the answers to compare")
+    for value in values:
+        _number(value, column, place)
+    own = {key: value for key, value in row.items() if key not in ("completions", column)}
+    for k, completion in enumerate(completions):
+        try:
+            validate({**own, "completion": completion}, "prompt-completion", place)
+        except RowError as error:
+            at = error.bad.column.replace("completion", f"completions[{k}]", 1)
+            raise RowError(BadRow(place, at, error.bad.reason)) from None
+    return completions, values
+
+
+def _column(row: Raw, name: str, place: str, expected: str) -> Any:
+    if not isinstance(row, Mapping):
+        _fail(place, "", f"is {show(row)}; a row must be an object with named columns")
+    if row.get(name) is None:
+        _fail(place, name, f"is missing; it must be there, {expected}")
+    return row[name]
+
+
+def _number(value: object, column: str, place: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        _fail(place, column, f"has {show(value)}; expected numbers")
+
+
+def _key(prompt: Any) -> str:
+    """What two equal prompts have in common, whatever the order of names in their messages."""
+    return json.dumps(prompt, sort_keys=True, default=repr)
+
+
+def _fail(place: str, column: str, reason: str) -> NoReturn:
+    raise RowError(BadRow(place, column, reason))

@@ -1,0 +1,205 @@
+"""Attention over packed sequences that share prefixes: who attends to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.native.kernels import Heads, Kernels, Slots, Spans
+
+_sdpa: Any = F.scaled_dot_product_attention
+
+
+class Attending(Protocol):
+    """What a layout needs to know of a fused layer. `window` is 0 where a token sees all before it."""
+
+    index: int
+    heads: Heads
+    window: int
+    native: Kernels
+
+
+class Layout(Protocol):
+    """Which token attends to which, inside transformers' modules."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D]."""
+
+
+class FusedLayout(Protocol):
+    """Which token attends to which, inside fused layers."""
+
+    @property
+    def packed_weights(self) -> PackedWeights | None:
+        """The layers' packed matrices, if this pass may use them."""
+
+    @property
+    def slots(self) -> Slots | None:
+        """Where a decoding step puts its new tokens; None in any other pass."""
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [S, H·D] and log-normaliser of the scores [S, H].
+
+        `rotated` holds queries and keys after the rotary embedding, [S, (H + H_kv)·D]; `qkv` the rows [q | k | v] before it.
+        """
+
+
+@cache
+def no_mask(device: torch.device) -> Tensor:
+    """A 4-D mask is handed on as it is, so that no [S, S] mask is ever built for a packed row. It stays on the device: no copy
+    can be made while a CUDA graph is recorded.
+    """
+    return torch.zeros(1, 1, 1, 1, device=device)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [S, ...] -> [len(index), ...], zeros where the index is -1."""
+    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).view(-1, *[1] * (x.dim() - 1)), 0.0)
+
+
+class _Take(torch.autograd.Function):
+    """`_rows(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
+
+    The backward is then `_rows(grad, inverse)`, a gather; autograd's own would be a slower scatter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _rows(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rows(grad, ctx.saved_tensors[0]), None, None
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, H_kv, L, D] -> [B, heads, L, D] for grouped-query attention."""
+    batch, kv_heads, length, dim = x.shape
+    if kv_heads == heads:
+        return x
+    return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, dim).reshape(batch, heads, length, dim)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """S tokens: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0).
+
+    `prefix_rows` [B, P] and `sequence_rows` [N, L] hold positions in the packed row, -1 where a row is shorter.
+    `sequence_prefix` [N] is the prefix that each sequence continues; `rows` = S.
+    """
+
+    prefix_rows: Tensor
+    sequence_rows: Tensor
+    sequence_prefix: Tensor
+    rows: int
+    packed_weights = slots = None
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[B·P + N·L] packed positions of the padded views, -1 at padding."""
+        return torch.cat([self.prefix_rows.flatten(), self.sequence_rows.flatten()])
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """[S] place of each packed token in `order`."""
+        inverse = torch.empty(self.rows, dtype=torch.long, device=self.order.device)
+        real = self.order >= 0
+        inverse[self.order[real]] = torch.arange(self.order.numel(), device=self.order.device)[real]
+        return inverse
+
+    def prefix_mask(self, window: int | None) -> Tensor | None:
+        """[P, P] for a sliding window that is shorter than the prefixes, else None (plainly causal)."""
+        length = self.prefix_rows.shape[1]
+        if window is None or window >= length:
+            return None
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        return ((distance >= 0) & (distance < window)).to(self.order.device)
+
+    def sequence_mask(self, window: int | None) -> Tensor:
+        """[N, 1, L, P + L]: a token sees its whole prefix, itself and what came before it in its own sequence."""
+        n, length = self.sequence_rows.shape
+        device = self.order.device
+        steps = torch.arange(length, device=device)
+        own = steps[:, None] >= steps[None, :]
+        if self.prefix_rows.shape[0] == 0:
+            mask = own.expand(n, 1, length, length)
+            return mask if window is None else mask & (steps[:, None] - steps[None, :] < window)
+        prefix_len = (self.prefix_rows >= 0).sum(1)[self.sequence_prefix]
+        places = torch.arange(self.prefix_rows.shape[1], device=device)
+        seen = (places[None, :] < prefix_len[:, None])[:, None, None, :].expand(n, 1, length, places.numel())
+        mask = torch.cat([seen, own.expand(n, 1, length, length)], dim=-1)
+        if window is not None:
+            query = prefix_len[:, None] + steps[None, :]
+            key = torch.cat([places.expand(n, -1), query], dim=1)
+            mask = mask & (query[:, None, :, None] - key[:, None, None, :] < window)
+        return mask
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """Prefixes attend to themselves, and each sequence to its prefix and itself. Shapes as in `Layout.attend`."""
+        heads = q.shape[1]
+        split = self.prefix_rows.numel()
+        q, k, v = (_Take.apply(x[0].transpose(0, 1), self.order, self.inverse) for x in (q, k, v))
+        parts = []
+        if split:
+            views = [repeat_heads(_view(x[:split], self.prefix_rows), heads) for x in (q, k, v)]
+            mask = self.prefix_mask(window)
+            out = _sdpa(*views, attn_mask=mask, is_causal=mask is None, scale=scale)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        if self.sequence_rows.numel():
+            views = [_view(x[split:], self.sequence_rows) for x in (q, k, v)]
+            if split:  # each sequence also sees the keys and values of its prefix
+                for i, x in ((1, k), (2, v)):
+                    shared = _view(x[:split], self.prefix_rows).index_select(0, self.sequence_prefix)
+                    views[i] = torch.cat([shared, views[i]], dim=2)
+            views = [repeat_heads(x, heads) for x in views]
+            if split or window is not None:
+                out = _sdpa(*views, attn_mask=self._mask(window), scale=scale)
+            else:
+                out = _sdpa(*views, is_causal=True, scale=scale)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        taken: Tensor = _Take.apply(torch.cat(parts), self.inverse, self.order)
+        return taken[None]
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """The same attention by the native kernel. Shapes as in `FusedLayout.mix`."""
+        return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The same for the kernels, which take a sequence without a prefix for a prefix that nothing continues."""
+        prefixes, sequences = _spans(self.prefix_rows), _spans(self.sequence_rows)
+        if not prefixes:
+            return Spans(sequences, [[] for _ in sequences])
+        members: list[list[tuple[int, int]]] = [[] for _ in prefixes]
+        for prefix, span in zip(self.sequence_prefix.tolist(), sequences, strict=True):
+            members[prefix].append(span)
+        return Spans(prefixes, members)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """`sequence_mask`, built once for all layers."""
+        if window not in self._masks:
+            self._masks[window] = self.sequence_mask(window)
+        return self._masks[window]
+
+    @cached_property
+    def _masks(self) -> dict[int | None, Tensor]:
+        return {}
+
+
+def _spans(rows: Tensor) -> list[tuple[int, int]]:
+    """(start, length) of each row of consecutive positions."""
+    if not rows.numel():
+        return [(0, 0)] * len(rows)
+    return list(zip(rows[:, 0].clamp(min=0).tolist(), (rows >= 0).sum(1).tolist(), strict=True))
+
+
+def _view(x: Tensor, rows: Tensor) -> Tensor:
+    """[B·L, H, D] -> [B, H, L, D]."""
+    return x.view(*rows.shape, *x.shape[1:]).transpose(1, 2)

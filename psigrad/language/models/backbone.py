@@ -1,0 +1,334 @@
+"""What every pretrained model of ours shares: its weights, the packed forward and whether it may be used, LoRA, saving."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from psigrad.errors import UserError, reason_of
+from psigrad.language.models import attention
+from psigrad.language.models.fused.activation_cache import ActivationCache, CacheHit
+from psigrad.language.models.fused.decoder import Decoder
+from psigrad.language.models.fused.layer import Unsupported
+from psigrad.language.models.fused.weights_only import WeightsOnly
+from psigrad.language.models.lora import Lora, merged, with_lora
+from psigrad.language.models.packing import ForwardInputs, Groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+R = TypeVar("R")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass
+class Pretrained(ABC):
+    """A pretrained model with its tokenizer.
+
+    - `network` holds the weights: transformers' modules, or `WeightsOnly` where the fused decoder computes (`as_transformers`
+      turns those into transformers' model). With LoRA it contains the adapters' layers.
+    - `adapter` is the peft wrapper that saves and merges the adapters. With `continued` it was trained before: without it the
+      model is not the one that training starts from.
+    - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
+    - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
+    - `flex`: packed attention runs by FlexAttention.
+    - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`processes/parallel/sharded.py`).
+    """
+
+    network: PreTrainedModel | WeightsOnly
+    tokenizer: PreTrainedTokenizerBase
+    adapter: nn.Module | None = None
+    continued: bool = False
+    why_padded: str = ""
+    train_mode: bool = False
+    decoder: Decoder | None = None
+    why_unfused: str = ""
+    flex: bool = False
+    root: nn.Module | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.network.device
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the model without its adapter is the one that training starts from."""
+        return self.adapter is not None and not self.continued
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of one sequence, prompt and completion together."""
+        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", 1 << 31))
+
+    def as_transformers(self) -> PreTrainedModel:
+        """transformers' model around the same parameters. The first call replaces `network` by it; `decoder` stays in use."""
+        if isinstance(self.network, WeightsOnly):
+            with torch.inference_mode(False):  # the first call may come from a sampler
+                hf = self.network.as_transformers()
+            mode = hf.training
+            switch_dropout_off(hf)
+            self.network, fused, self.decoder = hf, self.decoder, None
+            try:
+                self.why_padded = choose_attention(hf, self._probe)
+                if fused is not None and fused.recompute:
+                    recompute_activations(hf)
+            finally:
+                self.decoder = fused
+            hf.train(mode)
+        return self.network
+
+    def switch(self, training: bool) -> None:
+        """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
+        if self.network.training != training:
+            self.network.train(training)
+
+    @abstractmethod
+    def _probe(self, packed: bool) -> Tensor:
+        """Numbers on `PROBE`, to tell whether one way to compute them is as good as another."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: attention.Layout | attention.FusedLayout,
+        keep: ActivationCache | None = None,
+        cached: CacheHit | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, S, E] where `layout` says who attends to whom, or [M, E] of the tokens `wanted`, places in the B·S;
+        ids and positions are [B, S].
+
+        A fused decoder adds its activations to `keep`, or takes them from `cached`.
+        """
+        if self.decoder is not None:
+            fused: Any = layout
+            return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
+        if self.flex and isinstance(layout, attention.PackedLayout):
+            from psigrad.language.models.flex import FlexLayout  # imports the compiler
+
+            layout = FlexLayout(layout)
+        hidden: Tensor = (
+            self.as_transformers()
+            .base_model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention.no_mask(self.device),
+                use_cache=False,
+                layout=layout,
+            )
+            .last_hidden_state
+        )
+        return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
+
+    def target_hidden(self, inputs: ForwardInputs) -> Tensor:
+        """Hidden states [M, E] that predict the targets, packed or padded."""
+        wanted = inputs.targets.rows
+        if inputs.layout is not None:
+            return self.forward(inputs.input_ids, inputs.position_ids, inputs.layout, cached=inputs.cached, wanted=wanted)
+        hidden: Tensor = (
+            self.as_transformers()
+            .base_model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=inputs.attention_mask,
+                use_cache=False,
+            )
+            .last_hidden_state
+        )
+        return hidden.flatten(0, 1).index_select(0, wanted)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name, in the model's order."""
+        reshard(self)
+        return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+
+    def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool) -> Self:
+        """Choose the ways to compute, and add the adapter where one is wanted; `WeightsOnly` takes none.
+
+        The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
+        """
+        if isinstance(self.network, WeightsOnly) and lora is None:
+            self.decoder = Decoder(self.network, gradient_checkpointing)
+        else:
+            self._prepare(self.as_transformers(), task, lora, adapter, gradient_checkpointing)
+        self.train_mode = gradient_checkpointing or (lora is not None and lora.dropout > 0)
+        return self
+
+    def _prepare(self, hf: PreTrainedModel, task: str, lora: Lora | None, adapter: Path | None, recompute: bool) -> None:
+        switch_dropout_off(hf)
+        if not self.why_padded:
+            self.why_padded = choose_attention(hf, self._probe)
+        if lora is not None:
+            self.adapter = with_lora(hf, lora, adapter, task)
+        if recompute:
+            recompute_activations(hf)
+        if not self.why_padded:
+            self.decoder, self.why_unfused = fuse(self, recompute)
+
+    def attend_by_flex(self) -> None:
+        """Attend by FlexAttention where the model is packed, from now on. Raises `UserError` where it does not run, or does not
+        give the numbers and the gradient that the model has without it.
+        """
+        if self.decoder is not None or self.why_padded:
+            why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
+            raise UserError(f"attention is 'flex', and {why}; leave it at 'sdpa'.")
+        learns = [p for p in self.trainable().values() if p.requires_grad]
+        try:
+            own = self._probe_with_gradient(learns)
+            self.flex = True
+            gap = max(float((a - b).abs().max()) for a, b in zip(self._probe_with_gradient(learns), own, strict=True))
+        except (RuntimeError, ValueError) as error:
+            self.flex = False
+            reason = reason_of(error).rstrip(".")
+            raise UserError(
+                f"attention is 'flex', and it does not run on {self.device} ({reason}); leave it at 'sdpa'."
+            ) from error
+        if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
+            self.flex = False
+            raise UserError(f"attention is 'flex', and its numbers differ by {gap:.1g} from the model's own; leave it at 'sdpa'.")
+
+    def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
+        """The numbers on `PROBE`, and the direction of the gradient of their sum, parameter by parameter."""
+        with torch.enable_grad():
+            found = self._probe(packed=True)
+            slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True)
+        return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
+
+    def frozen_copy(self) -> Self:
+        """A copy that never learns: the reference of full fine-tuning."""
+        twin = copy.deepcopy(self.network)
+        twin.requires_grad_(False)
+        decoder = None if self.decoder is None else Decoder(twin)
+        own: dict[str, Any] = {"flex": self.flex, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
+        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, **own)
+
+    def save(self, folder: Path) -> None:
+        """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter (and a scalar head) only."""
+        write(self.adapter or self.network, self.tokenizer, folder)
+
+    def save_merged(self, folder: Path) -> None:
+        """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
+        write(merged(self.network, self.adapter), self.tokenizer, folder)
+
+
+def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
+    """What `compute` returns, run where it finds whole weights: by itself, or inside the forward pass of the model's `root`."""
+    if model.root is None:
+        return compute()
+    found: list[R] = []
+    model.root(compute, found)
+    return found[0]
+
+
+def reshard(model: Pretrained) -> None:
+    """Let go of the whole weights that a forward pass without gradient has left; `network` then holds tensors in shards."""
+    modules: Any = model.root.modules() if model.root is not None else ()
+    for module in modules:
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def switch_dropout_off(hf: PreTrainedModel) -> None:
+    """No dropout and evaluation mode."""
+    module: Any
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):  # a number where attention is a function
+            module.attention_dropout = 0.0
+    hf.eval()
+
+
+def recompute_activations(hf: PreTrainedModel) -> None:
+    """Gradient checkpointing. transformers recomputes only in training mode; without dropout that mode computes the same."""
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Weights and tokenizer in Hugging Face form."""
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.iterdir():  # safetensors leaves its files to their owner alone
+        path.chmod(0o666 & ~umask)
+
+
+# Two prompts of unlike length, with completions that share them: enough to tell a model that leaks between packed sequences.
+PROBE = Groups(prompts=((3, 1, 2), (2, 5, 4, 1, 3)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5))))
+
+
+@torch.no_grad()
+def choose_attention(hf: PreTrainedModel, run: Callable[[bool], Tensor]) -> str:
+    """Why the packed forward can't be used for this model: an empty string where it reproduces the model's own attention.
+
+    `run(packed)` gives the model's numbers on `PROBE`, without the decoder. Leaves the model with our attention where that works,
+    else with its own.
+    """
+    from psigrad.language.models.hf_attention import IMPLEMENTATION
+
+    own = hf.config._attn_implementation
+    oracle, failure = _probe(hf, run, own, packed=False)
+    if oracle is None:  # some models take SDPA for granted and refuse it when they run (softcapped attention)
+        own = "eager"
+        oracle, failure = _probe(hf, run, own, packed=False)
+    if oracle is None:
+        raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal model of transformers.")
+    packed, failure = _probe(hf, run, IMPLEMENTATION, packed=True)
+    if packed is not None:
+        gap = float((packed - oracle).abs().max())
+        # float32 agrees to about 1e-6; bfloat16 differs by its own rounding in either form
+        if gap < (1e-3 if hf.dtype in (torch.float32, torch.float64) else 0.25):
+            return ""
+        failure = f"its numbers differ by {gap:.1g} from the padded ones"
+    hf.set_attn_implementation(own)
+    return f"{type(hf).__name__} does not run packed: {failure}"
+
+
+def fuse(model: Pretrained, recompute: bool) -> tuple[Decoder | None, str]:
+    """The fused decoder where it reproduces the model's own modules, else None and why."""
+    hf = model.as_transformers()
+    try:
+        decoder = Decoder(hf, recompute)
+    except Unsupported as reason:
+        return None, str(reason)
+    with torch.no_grad(), _perturbed(decoder):
+        own = model._probe(packed=True)
+        model.decoder = decoder
+        gap = float((model._probe(packed=True) - own).abs().max())
+    if gap < (1e-3 if hf.dtype == torch.float32 else 0.25):
+        return decoder, ""
+    return None, f"the fused forward differs by {gap:.1g} from the model's own"
+
+
+@contextlib.contextmanager
+def _perturbed(decoder: Decoder) -> Iterator[None]:
+    """Fresh adapters add nothing, their B being 0: here they do, so that a probe sees them."""
+    fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
+    generator = torch.Generator().manual_seed(0)
+    for b in fresh:
+        b.normal_(std=0.02, generator=generator)
+    try:
+        yield
+    finally:
+        for b in fresh:
+            b.zero_()
+
+
+def _probe(hf: PreTrainedModel, run: Callable[[bool], Tensor], implementation: str, packed: bool) -> tuple[Tensor | None, str]:
+    """The numbers of `PROBE` under an attention implementation, or what went wrong."""
+    try:
+        hf.set_attn_implementation(implementation)
+        return run(packed), ""
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        return None, reason_of(error)

@@ -1,0 +1,201 @@
+"""A cache of activations: what sampling computed, kept for the backward pass over the same tokens.
+
+On policy, the sampler runs the same tokens through the same weights as training does. It has already computed the activations
+that the backward pass needs, and the log-probs of the tokens that it drew. With both in the cache, training skips its forward
+pass, which is a third of its arithmetic. Activations depend only on tokens and weights: they are looked up by token ids, and the
+cache empties itself once a weight has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad.language.models.fused.blocks import Block, Layers, RowLayout, native
+
+Ids = Sequence[int]
+Version = tuple[int, int]
+# The first tensor of a layer that is computed row by row from attention's output. See `Layer.kinds` for all of them.
+FIRST_PART_AFTER_ATTENTION = 4
+# Stands for log-probs of several heads or temperatures, which nobody can use.
+_MIXED = ((0, 0), float("nan"))
+# Rows of one block of memory. Single pieces would fragment the heap between what sampling allocates and frees: a gigabyte of
+# holes where the vocabulary is large. With blocks of 1024 rows, the last half-empty one wastes as much.
+SLAB = 256
+
+
+@dataclass(frozen=True)
+class CachedLogProbs:
+    """Log-probs [M] of tokens, the softmax temperature, and the version of the head that gave them."""
+
+    logps: Tensor
+    temperature: float
+    version: Version
+
+    def for_head(self, head: Tensor, temperature: float) -> Tensor | None:
+        """The log-probs if they are of this head, unchanged, at this temperature; else None."""
+        return self.logps if (self.version, self.temperature) == (version_of(head), temperature) else None
+
+
+@dataclass(frozen=True)
+class CachedCompletion:
+    """A completion: its ids [T], the cache's rows [T - 1] of all its tokens but the last, its log-probs [T]."""
+
+    ids: tuple[int, ...]
+    rows: np.ndarray
+    logps: np.ndarray
+
+
+class ActivationCache:
+    """Activations of sampled tokens, one row per token, up to `limit` bytes.
+
+    It empties itself, and takes nothing more, when the limit is passed or a weight has changed.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.rows = self.bytes = 0
+        self.slabs: list[Block] = []
+        self._taken: list[int] = []  # rows of each slab
+        self._prompts: dict[tuple[int, ...], np.ndarray] = {}
+        self._completions: dict[tuple[tuple[int, ...], tuple[int, ...]], CachedCompletion] = {}
+        self._versions: list[Version] = []
+        self._head = _MIXED
+
+    @property
+    def open(self) -> bool:
+        """Whether the limit has not been passed."""
+        return self.bytes <= self.limit
+
+    def next_row(self, count: int) -> int:
+        """The index of the first of the next `count` rows; the others follow it. They share a slab if they fit into one."""
+        for slab, taken in enumerate(self._taken):
+            if taken + count <= SLAB:
+                return slab * SLAB + taken
+        return len(self._taken) * SLAB
+
+    def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
+        """The slab and its row where the next `count` rows belong, for a kernel that writes them in place; call `add` afterwards.
+
+        None if they do not fit into a slab.
+        """
+        if count > SLAB:
+            return None
+        slab, place = divmod(self.next_row(count), SLAB)
+        return self._slab(slab, parts), place
+
+    def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
+        """Keep the next `count` rows: copied from `layers`, or already written where `reserve` said. `now` are the versions of
+        the weights that computed them.
+        """
+        self._versions = self._versions or now
+        self.bytes += count * parts.row_bytes
+        if not self.open or now != self._versions:
+            self.clear()
+            return
+        first, done = self.next_row(count), 0
+        while done < count:
+            slab, place = divmod(first + done, SLAB)
+            block, fits = self._slab(slab, parts), min(count - done, SLAB - place)
+            if layers is not None:
+                block.write(place, layers, done, fits)
+            self._taken[slab] = place + fits
+            done += fits
+        self.rows += count
+
+    def _slab(self, index: int, parts: RowLayout) -> Block:
+        if index == len(self.slabs):
+            self.slabs.append(Block(parts, SLAB))
+            self._taken.append(0)
+        return self.slabs[index]
+
+    def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
+        """File rows under their tokens: `prompt_rows` [P] of the prompt, and those of each completion of it."""
+        if self.slabs:
+            self._prompts[prompt] = prompt_rows
+            self._completions |= {(prompt, written.ids): written for written in completions}
+
+    def set_head(self, head: Tensor, temperature: float) -> None:
+        """Set the head and softmax temperature of the log-probs in the completions that are registered next."""
+        head_now = (version_of(head), temperature)
+        self._head = head_now if self._head == head_now or not self._completions else _MIXED
+
+    def clear(self) -> None:
+        """Free everything and keep nothing more: the caller's row indices count on the rows before."""
+        self.limit = -1.0
+        self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
+
+    def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[Tensor]) -> CacheHit | None:
+        """The cached activations of packed prompts and their completions; None unless all are there and no weight has changed."""
+        if not self.slabs:
+            return None
+        if versions(weights) != self._versions:
+            self.clear()
+            return None
+        keys = [(tuple(p), tuple(ids)) for p, group in zip(prompts, completions, strict=True) for ids in group if len(ids)]
+        before, written = [self._prompts.get(tuple(p)) for p in prompts], [self._completions.get(key) for key in keys]
+        rows = [x for x in before if x is not None] + [x.rows for x in written if x is not None]
+        if not rows or len(rows) < len(before) + len(written):
+            return None
+        logps = np.concatenate([_NOTHING, *(x.logps for x in written if x is not None)])
+        version, temperature = self._head
+        return CacheHit(
+            self.slabs, torch.from_numpy(np.concatenate(rows)), CachedLogProbs(torch.from_numpy(logps), temperature, version)
+        )
+
+
+_NOTHING = np.zeros(0, dtype=np.float32)
+
+
+class CacheHit:
+    """The cached activations and log-probs of one packed forward pass, in its order of rows.
+
+    Tensors are gathered when they are asked for, so that only one layer's copies exist beside the slabs.
+    """
+
+    def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
+        self.logps = logps
+        self.last = slabs[0].parts.layers - 1
+        self._rows, self._parts = rows, slabs[0].parts
+        self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
+
+    def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
+        """The layer's output [W, E] of the tokens `wanted` [W], or of all."""
+        return self._gathered([(index, 0, self._of(wanted))])[0]
+
+    def saved_for_backward(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
+        """What the layer's backward pass needs: its input (None for the first layer) and the tensors of `Layer.forward`.
+
+        Tensors that are computed from attention's output are those of the tokens `wanted` alone.
+        """
+        some, parts = self._of(wanted), range(1, len(self._parts.kinds))
+        asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
+        if index == 0:
+            return None, self._gathered(asked)
+        x, *own = self._gathered([(index - 1, 0, self._rows), *asked])
+        return x, own
+
+    def _gathered(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+        """The rows of each (layer, part, rows)."""
+        kinds = [self._parts.kinds[part] for _, part, _ in wanted]
+        out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(wanted, kinds, strict=True)]
+        layers, parts = zip(*((layer, part) for layer, part, _ in wanted), strict=True)
+        native().gather(out, self._where[layers, parts], [rows for *_, rows in wanted], SLAB)
+        return out
+
+    def _of(self, wanted: Tensor | None) -> Tensor:
+        return self._rows if wanted is None else self._rows.index_select(0, wanted)
+
+
+def versions(weights: Iterable[Tensor]) -> list[Version]:
+    """The versions of weights: equal as long as none has changed."""
+    return [version_of(p) for p in weights]
+
+
+def version_of(weight: Tensor) -> Version:
+    """A weight's address and version. An in-place change, such as an optimiser's step, counts the version up."""
+    return weight.data_ptr(), weight._version

@@ -1,0 +1,279 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large matrix products by PyTorch, everything else by our kernels.
+
+Tests compare it with transformers' own modules. Those also run what it can't: other architectures, other devices, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from psigrad.language.models import gradients
+from psigrad.language.models.attention import FusedLayout, PackedLayout
+from psigrad.language.models.fused.activation_cache import ActivationCache, CacheHit, Version, versions
+from psigrad.language.models.fused.blocks import Block, RowLayout
+from psigrad.language.models.fused.layer import Layer, RowSelection, Unsupported
+from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.fused.weights_only import Backbone, WeightsOnly
+from psigrad.language.models.native.kernels import Heads, Kernels, kernels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+
+
+_WHOLE = RowSelection()
+
+
+class _LayerFunction(torch.autograd.Function):
+    """A layer with a hand-written gradient.
+
+    With cached activations the forward pass is skipped, and the backward pass reads the cache. The output that goes to the next
+    layer is then NaN: autograd needs a tensor there, and nobody may compute with it. With `recompute` the backward pass runs the
+    layer again; torch's own checkpoint would import the compiler first, which takes two seconds and forty megabytes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: Layer,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: PackedLayout,
+        adapted: bool,
+        selection: RowSelection,
+        cached: CacheHit | None,
+        recompute: bool,
+        *weights: Tensor,
+    ) -> Tensor:
+        if cached is None:
+            y, parts = layer.forward(x, angles, layout, adapted, selection)
+            parts = () if recompute else parts
+        elif layer.index == cached.last:
+            y, parts = cached.output(layer.index, selection.output_rows), ()
+        else:
+            y, parts = x.new_full((1,), torch.nan).expand(layout.rows, x.shape[1]), ()
+        ctx.layer, ctx.angles, ctx.layout, ctx.adapted, ctx.selection, ctx.cached = (
+            layer,
+            angles,
+            layout,
+            adapted,
+            selection,
+            cached,
+        )
+        ctx.recompute, ctx.parts = recompute and cached is None, len(parts)
+        ctx.save_for_backward(x, *parts, *weights)  # the weights only so that autograd notices an in-place change
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
+        if ctx.cached is not None:
+            own, parts = ctx.cached.saved_for_backward(ctx.layer.index, ctx.selection.output_rows)
+            x = x if own is None else own
+        elif ctx.recompute:
+            parts = list(ctx.layer.forward(x, ctx.angles, ctx.layout, ctx.adapted, ctx.selection)[1])
+        learns, given = ctx.needs_input_grad[8:], (ctx.angles, ctx.layout, ctx.adapted)
+        # tensors that autograd saved may be asked for again: only our own copies may be overwritten
+        overwrite = ctx.cached is not None or ctx.recompute
+        dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, *given, learns, ctx.selection, overwrite)
+        return None, dx, None, None, None, None, None, None, *dweights
+
+
+class _Norm(torch.autograd.Function):
+    """The last norm."""
+
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.native, ctx.eps = native, eps
+        ctx.save_for_backward(x, weight)
+        return native.rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), ctx.eps)
+        return None, dx, dw, None
+
+
+class Decoder:
+    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is not one of `KINDS`.
+
+    `recompute` is gradient checkpointing: a layer keeps only its input, and runs forward again in the backward pass.
+    """
+
+    def __init__(self, network: PreTrainedModel | WeightsOnly, recompute: bool = False) -> None:
+        native = kernels()
+        if isinstance(native, str):
+            raise Unsupported(native)
+        base: Any = network.base_model
+        config = network.config.get_text_config()
+        if not isinstance(base, Backbone) and type(base).__name__ not in KINDS:
+            raise Unsupported(f"{type(base).__name__} is none of {', '.join(KINDS)}")
+        if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
+            raise Unsupported(f"it is in {network.dtype} on {network.device}")
+        if config.hidden_act != "silu":
+            raise Unsupported(f"its activation is {config.hidden_act}")
+        first = base.layers[0].self_attn
+        dim = int(first.head_dim)
+        heads = Heads(
+            queries=first.q_proj.weight.shape[0] // dim if hasattr(first.q_proj, "weight") else 0,
+            keys=first.k_proj.weight.shape[0] // dim if hasattr(first.k_proj, "weight") else 0,
+            dim=dim,
+            eps=float(config.rms_norm_eps),
+            scale=float(first.scaling),
+        )
+        self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
+        self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
+        self.heads, self.dtype = heads, self.layers[0].weights.dtype
+        self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
+        self.eps = float(base.norm.variance_epsilon)
+        self.parameters: list[nn.Parameter] = list(base.parameters())
+        self.in_shards = False
+        """Whether the weights are kept in shards: a layer's are whole only inside its module's forward pass."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: FusedLayout,
+        keep: ActivationCache | None = None,
+        cached: CacheHit | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, S, E], or [M, E] of the tokens `wanted` [M]; ids and positions are [B, S].
+
+        Without gradient, the layers' activations are added to `keep`. With `cached` activations the layers are not run.
+        """
+        ids, inputs = input_ids.flatten(), None
+        if isinstance(layout, PackedLayout):  # a decoding step has too few rows to gain by it
+            distinct, places = ids.unique(return_inverse=True)
+            if 2 * len(distinct) <= len(ids):
+                ids, inputs = distinct, places
+        # a cached row must hold every token's output
+        outputs, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
+        selection = [_WHOLE] * len(self.layers)
+        if inputs is not None:
+            selection[0] = replace(selection[0], input_rows=inputs)
+        if outputs is not None:
+            selection[-1] = replace(selection[-1], output_rows=outputs)
+        x = self._embedded(ids).to(self.dtype)
+        cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
+        angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
+        adapted = self.adapted
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
+            assert isinstance(layout, PackedLayout)
+            for layer, at in zip(self.layers, selection, strict=True):
+
+                def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
+                    given = (layer, x, angles, layout, adapted, at, cached, self.recompute)
+                    y: Tensor = _LayerFunction.apply(*given, *layer.weights.given)
+                    return y
+
+                x = self._with_weights(layer, run, x)
+            x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
+        else:
+            x = self._run(x, angles, layout, adapted, selection, keep) if cached is None else cached.output(cached.last, outputs)
+            x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
+        x = x.to(self.stored)
+        if back is not None:
+            return x.index_select(0, back)
+        return x.view(*input_ids.shape, -1) if wanted is None else x.index_select(0, wanted)
+
+    def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What `run` makes of x while the layer's weights are there."""
+        if not self.in_shards:
+            return run(x)
+
+        def reread(x: Tensor) -> Tensor:
+            layer.reread()
+            return run(x)
+
+        y: Tensor = self.base.layers[layer.index](x, reread)
+        return y
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        table = self.base.embed_tokens
+        plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
+        # for a small table the dense gradient is faster
+        sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
+        if sums is not None:
+            return gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
+        rows: Tensor = table(input_ids)
+        return rows
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are active. A LoRA model with its adapters off is the model that it started from."""
+        return any(layer.adapted for layer in self.layers)
+
+    def _run(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: FusedLayout,
+        adapted: bool,
+        selection: Sequence[RowSelection],
+        keep: ActivationCache | None,
+    ) -> Tensor:
+        """The last layer's output, without gradient."""
+        now = versions(self.parameters) if keep is not None or layout.packed_weights is not None else []
+        y = None if self.in_shards else self._stepped(x, angles, layout, adapted, keep, now)
+        if y is not None:
+            return y
+        layers = []
+        for layer, at in zip(self.layers, selection, strict=True):
+
+            def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
+                y, parts = layer.forward(x, angles, layout, adapted, at)
+                if keep is not None:
+                    layers.append((y, *parts))
+                return y
+
+            x = self._with_weights(layer, run, x)
+        if keep is not None:
+            keep.add(len(x), self.parts, now, layers)
+        return x
+
+    def _stepped(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layout: FusedLayout,
+        adapted: bool,
+        keep: ActivationCache | None,
+        now: list[Version],
+    ) -> Tensor | None:
+        """One decoding step through all layers in a single kernel call, which writes what is kept straight into the cache.
+
+        None if this is not a decoding step, or if there are adapters, biases, or matrices that are not packed.
+        """
+        packed_weights, slots, rows = layout.packed_weights, layout.slots, len(x)
+        if packed_weights is None or slots is None or adapted or any(layer.biased for layer in self.layers):
+            return None
+        weights = packed_weights.table(now, lambda: self._addresses(packed_weights, rows))
+        if weights is None:
+            return None
+        room = None if keep is None else keep.reserve(rows, self.parts)
+        # without a cache all layers share one layer's memory
+        block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
+        made = block.addresses(start).expand(len(self.layers), -1).contiguous()
+        self.native.decode_layers(x, weights, made, self.parts.kinds[-1][0] // 2, slots, angles, self.heads, self.eps)
+        if keep is not None:
+            keep.add(rows, self.parts, now, None if room is not None else block.layers())
+        return block.part(block.parts.layers - 1, 0, start, rows)
+
+    def _addresses(self, packed_weights: PackedWeights, rows: int) -> Tensor | None:
+        """The weights' addresses as `Kernels.decode_layers` takes them; None if a matrix can't be packed."""
+        found = [layer.addresses(packed_weights, rows) for layer in self.layers]
+        packed = [row for row in found if row is not None]
+        return torch.tensor(packed) if len(packed) == len(found) else None

@@ -1,0 +1,354 @@
+"""One layer of the fused decoder, forward and backward.
+
+The forward pass keeps what the backward pass can't recompute row by row: the residual stream at both norms, the projections,
+attention's output and log-normaliser. LoRA's product is computed beside the layer's own: switching an adapter off then gives
+the original model exactly, and rounding to half precision does not swallow what the adapter has learned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from psigrad.errors import kind_of
+from psigrad.language.models.attention import FusedLayout, PackedLayout
+from psigrad.language.models.fused.activation_cache import Version, version_of
+from psigrad.language.models.fused.packed_weights import PackedWeights
+from psigrad.language.models.native.kernels import Heads, Kernels
+from psigrad.language.models.native.processor import fast_bfloat16
+from psigrad.language.models.native.products import PackedMatrix
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+# The seven matrices, grouped by their input. The outputs of a group lie side by side.
+_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
+_QKV, _OUT, _GATE_UP, _DOWN = range(4)
+
+
+class Unsupported(Exception):
+    """Why the fused decoder can't run a model."""
+
+
+def compute_dtype(stored: torch.dtype) -> torch.dtype:
+    """The type to compute in: bfloat16 for bfloat16 weights where the processor is faster at it, else float32."""
+    return torch.bfloat16 if stored == torch.bfloat16 and fast_bfloat16() else torch.float32
+
+
+class Weights:
+    """Tensors in the type to compute in. One that is stored in another type is cast again whenever it has changed."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.given = list(given)
+        self.dtype = compute_dtype(self.given[0].dtype)
+        self._versions: list[Version | None] = [None] * len(self.given)
+        self._cast: list[Tensor] = [p.detach() for p in self.given]
+
+    def now(self) -> list[Tensor]:
+        """The tensors with their present values, in the order given."""
+        if all(p.dtype == self.dtype for p in self.given):
+            return self.given
+        for i, p in enumerate(self.given):
+            if self._versions[i] != (version := version_of(p)):
+                self._versions[i], self._cast[i] = version, p.detach().to(self.dtype)
+        return self._cast
+
+
+@dataclass(frozen=True)
+class LoraDelta:
+    """What LoRA adds to a linear layer: s·x·Aᵀ·Bᵀ with A [r, in] and B [out, r] (Hu et al. 2021, arXiv:2106.09685)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """y ← y + s·x·Aᵀ·Bᵀ."""
+        y.addmm_(x @ self.a.t(), self.b.t(), alpha=self.scale)
+
+    def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
+        """dx ← dx + s·dy·B·A."""
+        dx.addmm_(dy @ self.b, self.a, alpha=self.scale)
+
+    def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of A and B."""
+        return ((dy @ self.b).t() @ x).mul_(self.scale), (dy.t() @ (x @ self.a.t())).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """Which rows a layer reads and writes, where that is not one row for each of the S tokens.
+
+    `input_rows` [S] is each token's row of x: before the first layer equal tokens share a row. `output_rows` [W] lists the tokens
+    whose output is needed, each once: after the last layer only those that predict a target. The others need only keys and
+    values there. None means one row per token.
+    """
+
+    input_rows: Tensor | None = None
+    output_rows: Tensor | None = None
+
+    def gather_inputs(self, x: Tensor) -> Tensor:
+        """[rows, …] -> [S, …]: a row for every token."""
+        return x if self.input_rows is None else x.index_select(0, self.input_rows)
+
+    def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
+        """The gradient of the `count` input rows from that of the tokens [S, …]."""
+        return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
+
+    def gather_outputs(self, x: Tensor) -> Tensor:
+        """[S, …] -> [W, …]: the tokens whose output is needed."""
+        return x if self.output_rows is None else x.index_select(0, self.output_rows)
+
+    def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
+        """The gradient of all tokens [S, …] from that of the output rows [W, …]; it may be the same tensor."""
+        return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer's weights in the type to compute in, with the LoRA of each of its seven matrices, if any."""
+
+    matrices: list[Tensor]
+    norms: list[Tensor]
+    head_norms: tuple[Tensor, Tensor] | None
+    biases: list[Tensor | None]
+    lora: list[LoraDelta | None]
+    native: Kernels
+    packed: list[PackedMatrix] | None = None
+    """The same matrices packed, one for each group of `_GROUPS`."""
+
+    def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """out ← the products of x with a group's matrices, side by side, plus biases, LoRA and the residual stream."""
+        members = _GROUPS[group]
+        if self.packed is not None:
+            self.native.products.multiply_packed(x, self.packed[group], out, residual)
+            if self.plain:
+                return out
+        parts = out.split([len(self.matrices[i]) for i in members], dim=1)
+        for i, part in zip(members, parts, strict=True):
+            bias, delta = self.biases[i], self.lora[i]
+            if self.packed is None:
+                self.native.products.linear(x, self.matrices[i], part, bias if residual is None else residual)
+            if bias is not None and (residual is not None or self.packed is not None):
+                part += bias
+            if delta is not None:
+                delta.add(part, x)
+        return out
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are neither biases nor LoRA."""
+        return not any(x is not None for x in (*self.biases, *self.lora))
+
+    def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
+        """dx, plus the gradient through the LoRA of matrix i."""
+        if (delta := self.lora[i]) is not None:
+            delta.add_input_grad(dx, dy)
+        return dx
+
+
+class Layer:
+    """One decoder layer over rows [S, E]."""
+
+    def __init__(self, index: int, module: Any, heads: Heads, native: Kernels) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        modules = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
+        linear, adapters = zip(*map(_split_adapter, modules), strict=True)
+        if any(child.bias is not None for child in linear[4:]):
+            raise Unsupported("its feed-forward layers have biases")
+        self.index, self.heads, self.native = index, heads, native
+        # Mistral reads its window from the configuration, Qwen keeps one per layer, and Llama has none, whatever its file says
+        windowed = attention.config if type(attention).__name__ == "MistralAttention" else attention
+        self.window = int(getattr(windowed, "sliding_window", None) or 0)
+        norms = [module.input_layernorm, module.post_attention_layernorm]
+        self.has_head_norms = hasattr(attention, "q_norm")
+        if self.has_head_norms:
+            norms += [attention.q_norm, attention.k_norm]
+        self.biased = [i for i, child in enumerate(linear[:4]) if child.bias is not None]
+        self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
+        self._linear, self._norms = linear, norms
+        self.weights = Weights(self._stored())
+        self.eps = float(norms[0].variance_epsilon)
+
+    def _stored(self) -> list[Tensor]:
+        given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms]
+        given += [self._linear[i].bias for i in self.biased]
+        return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
+
+    def reread(self) -> None:
+        """Take the modules' parameters of this moment: where they are kept in shards, the whole ones are other tensors, whose
+        values change while their versions stay.
+        """
+        self.weights = Weights(self._stored())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that it computes in."""
+        return self.weights.dtype
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has adapters and they are on. Raises `ValueError` if they are no longer those of its construction."""
+        for adapter in self.adapters.values():
+            if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
+                raise ValueError(
+                    f"The adapter {adapter.name!r} has been merged into the weights or another was made active, which the fused "
+                    "decoder does not follow; undo it, or set model.decoder = None."
+                )
+        return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
+
+    def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None, rows: int = 0) -> LayerWeights:
+        """The present weights, with LoRA if `adapted`; packed too if `packed_weights` has or makes them for so many rows."""
+        now = iter(self.weights.now())
+        matrices, norms = [next(now) for _ in range(7)], [next(now), next(now)]
+        head_norms = (next(now), next(now)) if self.has_head_norms else None
+        biases: list[Tensor | None] = [None] * 7
+        for i in self.biased:
+            biases[i] = next(now)
+        lora: list[LoraDelta | None] = [None] * 7
+        if adapted:
+            for i, adapter in self.adapters.items():
+                lora[i] = LoraDelta(next(now), next(now), float(adapter.module.scaling[adapter.name]))
+        packed = None
+        if packed_weights is not None:
+            groups = [[matrices[i] for i in group] for group in _GROUPS]
+            packed = packed_weights.of(self.index, rows, self.weights.given[:7], groups, self.native.products)
+        return LayerWeights(matrices, norms, head_norms, biases, lora, self.native, packed)
+
+    def addresses(self, packed_weights: PackedWeights, rows: int) -> list[int] | None:
+        """The addresses of its weights, without adapters, as `Kernels.decode_layers` takes them. None if they are not packed."""
+        weights = self.current_weights(False, packed_weights, rows)
+        if weights.packed is None:
+            return None
+        heads = [0, 0] if weights.head_norms is None else [x.data_ptr() for x in weights.head_norms]
+        return [*(x.data_ptr() for x in weights.norms), *heads, *(x.panels.data_ptr() for x in weights.packed), self.window]
+
+    @property
+    def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Width and type of the tensors of a row: the output, then those that `forward` returns for `backward`."""
+        heads, width, inner = self.heads, self.weights.given[3].shape[0], self.weights.given[4].shape[0]
+        own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
+        return (*own[:3], (heads.queries, torch.float32), *own[3:])
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], layout: FusedLayout, adapted: bool, selection: RowSelection
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The layer's output [W, E], and what `backward` needs besides x: [q|k|v], attention's output and log-normaliser of every
+        token [S, …]; the stream after attention and [gate|up] of the output rows [W, …].
+        """
+        weights = self.current_weights(adapted, layout.packed_weights, len(x))
+        normed = self.native.rms_norm(x, weights.norms[0], self.eps)
+        qkv = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
+        rotated = self.native.rotary(qkv, weights.head_norms, *angles, self.heads)
+        mixed, normaliser = layout.mix(self, rotated, qkv)
+        stream = selection.gather_outputs(selection.gather_inputs(x))
+        middle = weights.apply(_OUT, selection.gather_outputs(mixed), torch.empty_like(stream), residual=stream)
+        normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
+        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * len(weights.matrices[4])))
+        y = weights.apply(_DOWN, self.native.swiglu(both), torch.empty_like(middle), residual=middle)
+        return y, (qkv, mixed, normaliser, middle, both)
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        kept: list[Tensor],
+        angles: tuple[Tensor, Tensor],
+        layout: PackedLayout,
+        adapted: bool,
+        learns: Sequence[bool],
+        selection: RowSelection,
+        overwrite: bool,
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of x and of the weights that learn.
+
+        The list `kept` is emptied, so that each tensor is freed after its last use; with `overwrite` they are also written to.
+        """
+        weights, multiply = self.current_weights(adapted), self.native.products.of
+        (q, k, v, o, gate, up, down), norms, head_norms = weights.matrices, weights.norms, weights.head_norms
+        qkv, mixed, normaliser, middle, both = kept
+        kept.clear()
+        matrices: list[Tensor | None] = [None] * 7
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 7
+
+        def learn(i: int, dy: Tensor, x: Tensor) -> None:
+            matrices[i] = multiply(dy.t(), x) if learns[i] else None
+            if (delta := weights.lora[i]) is not None:
+                pairs[i] = delta.gradients(dy, x)
+
+        dboth, gated = self.native.gradients.swiglu(both, weights.add_input_grad(6, dy, multiply(dy, down)), in_place=overwrite)
+        del both
+        normed = self.native.rms_norm(middle, norms[1], self.eps)
+        dgate_up = (dboth[:, : len(gate)], dboth[:, len(gate) :])
+        learn(4, dgate_up[0], normed)
+        learn(5, dgate_up[1], normed)
+        learn(6, dy, gated)
+        del gated
+        dnormed = self._summed(dgate_up, (gate, up))
+        dnormed = weights.add_input_grad(5, dgate_up[1], weights.add_input_grad(4, dgate_up[0], dnormed))
+        del dboth, dgate_up, normed
+        dx = dy.clone()
+        small: list[Tensor | None] = [None, self.native.gradients.rms_norm(dx, middle, norms[1], dnormed, self.eps)]
+        learn(3, dx, selection.gather_outputs(mixed))
+        dbias = [dx.sum(0)] if weights.biases[3] is not None else []
+        rotated = self.native.rotary(qkv, head_norms, *angles, self.heads)
+        dmixed = selection.scatter_output_grads(weights.add_input_grad(3, dx, multiply(dx, o)), len(qkv))
+        dqkv = self.native.gradients.attention(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
+        dheads = self.native.gradients.rotary(dqkv, qkv, head_norms, *angles, self.heads)
+        parts = self._parts(selection.sum_input_grads(dqkv, len(x)))
+        dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(qkv)), len(x))
+        normed = self.native.rms_norm(x, norms[0], self.eps)
+        dnormed = self._summed(parts, (q, k, v))
+        for i, part in enumerate(parts):
+            learn(i, part, normed)
+            weights.add_input_grad(i, part, dnormed)
+        small[0] = self.native.gradients.rms_norm(dx, x, norms[0], dnormed, self.eps)
+        heads = list(dheads) if self.has_head_norms else []
+        first = [parts[i].sum(0) for i in self.biased if i < 3]
+        return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
+
+    def _summed(self, parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+        """Σᵢ partsᵢ · matricesᵢ."""
+        multiply = self.native.products.of
+        total = multiply(parts[0], matrices[0])
+        for part, matrix in zip(parts[1:], matrices[1:], strict=True):
+            multiply(part, matrix, total, base=total)
+        return total
+
+    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        wide, narrow = self.heads.queries * self.heads.dim, self.heads.keys * self.heads.dim
+        parts: tuple[Tensor, ...] = qkv.split([wide, narrow, narrow], dim=1)
+        return parts
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA of a linear layer: peft's module, the adapter's name in it, its A and B."""
+
+    module: Any
+    name: str
+    weights: tuple[nn.Parameter, nn.Parameter]
+
+
+def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
+    """A linear layer and its adapter. Raises `Unsupported` unless the module is a plain linear layer or plain LoRA."""
+    if type(child) is nn.Linear:
+        return child, None
+    kind = f"{type(child).__module__}.{type(child).__name__}"
+    if kind != "peft.tuners.lora.layer.Linear":  # by name, so that peft is imported only with an adapter
+        raise Unsupported(f"{kind_of(child)} stands where a linear layer was expected")
+    if type(child.base_layer) is not nn.Linear or child.fan_in_fan_out:
+        raise Unsupported(f"LoRA is on {kind_of(child.base_layer)}")
+    if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
+        raise Unsupported("it has more adapters than one, or one that is merged or not at work")
+    (name,) = child.active_adapters
+    a, b = child.lora_A[name], child.lora_B[name]
+    if name in child.lora_variant or b.bias is not None:
+        raise Unsupported("its adapter is a variant of LoRA")
+    if type(child.lora_dropout[name]) is not nn.Identity:
+        raise Unsupported("its adapter has dropout")
+    return child.base_layer, Adapter(child, name, (a.weight, b.weight))

@@ -1,0 +1,269 @@
+"""A Hugging Face causal language model, its tokenizer, and what training and sampling need of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from psigrad.errors import UserError, reason_of
+from psigrad.language.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
+from psigrad.language.models.fused import weights_only
+from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.fused.weights_only import WeightsOnly
+from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, token_stats
+from psigrad.language.models.lora import Lora, without
+from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, laid_out
+from psigrad.objective import PolicyOutputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# The file of the value head in a checkpoint, and the prefix of its parameters' names.
+VALUE_HEAD = "value_head"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What `LanguageModel.evaluate` measures besides: how far the policy is from `model`, exactly, summed over the vocabulary."""
+
+    model: LanguageModel
+    """The reference or teacher. A LoRA model may be its own: the adapter is then off."""
+    kind: str = "exact"
+    """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
+    mixture: float = 0.5
+    """With "exact_js": the share of the reference in the mixture."""
+    inputs: Groups | None = None
+    """What the reference reads where it is not what the policy reads: the same completions behind other prompts."""
+
+
+@dataclass
+class LanguageModel(Pretrained):
+    """A causal language model under its tokenizer.
+
+    `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
+    """
+
+    value_head: nn.Linear | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """V: how many token ids the LM head scores."""
+        return int(self.network.config.get_text_config().vocab_size)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a completion: the generation config's and the tokenizer's."""
+        ids = self.network.generation_config.eos_token_id if self.network.generation_config else None
+        known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
+        return tuple(sorted(known))
+
+    def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
+        """`cache` where the fused decoder computes what trains: not with the adapter switched off, nor by other code."""
+        return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name, in the model's order; the value head's come last."""
+        head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
+        return super().trainable() | head
+
+    def _probe(self, packed: bool) -> Tensor:
+        """Log-probs on `PROBE`."""
+        return self.evaluate(PROBE, packed=packed).logp
+
+    def add_value_head(self, folder: Path | None = None) -> None:
+        """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""
+        head = nn.Linear(self.network.get_output_embeddings().in_features, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        if folder is not None:
+            head.load_state_dict(load_file(folder / f"{VALUE_HEAD}.safetensors"))
+        self.value_head = head.to(self.device)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [B, V] of hidden states [B, E]."""
+        output = self.network.get_output_embeddings()
+        plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
+        if self.decoder is not None and plain:
+            return self.decoder.native.products.linear(hidden, output.weight, hidden.new_empty(len(hidden), len(output.weight)))
+        logits: Tensor = output(hidden)
+        return logits
+
+    def evaluate(
+        self,
+        inputs: Groups | Rows,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        kl_to: LanguageModel | Divergence | None = None,
+        value: bool = False,
+        packed: bool | None = None,
+        cache: ActivationCache | None = None,
+    ) -> PolicyOutputs:
+        """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy, the exact KL to `kl_to` (or
+        another `Divergence`) and the value head's V.
+
+        Gradients flow unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`: the adapter is then off.
+        `packed=False` asks for the padded oracle. What `cache` holds of these tokens is not computed again.
+        """
+        stats, targets = self.stats(
+            inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
+        )
+        return PolicyOutputs(
+            logp=targets.unpack(stats.logp),
+            entropy=None if stats.entropy is None else targets.unpack(stats.entropy),
+            value=None if stats.value is None else targets.unpack(stats.value),
+            kl=None if stats.kl is None else targets.unpack(stats.kl),
+        )
+
+    def stats(
+        self,
+        inputs: Groups | Rows,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        accuracy: bool = False,
+        kl_to: LanguageModel | Divergence | None = None,
+        value: bool = False,
+        packed: bool | None = None,
+        cache: ActivationCache | None = None,
+    ) -> tuple[TokenStats, Targets]:
+        """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs."""
+        self.switch(self.train_mode and torch.is_grad_enabled())
+        forward = laid_out(inputs, self.device, packed if packed is not None else not self.why_padded)
+        cache = self.usable(cache)
+        if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
+            forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
+        stats = with_whole_weights(self, lambda: self._stats(inputs, forward, temperature, entropy, accuracy, kl_to, value))
+        return stats, forward.targets
+
+    def _stats(
+        self,
+        inputs: Groups | Rows,
+        forward: ForwardInputs,
+        temperature: float,
+        entropy: bool,
+        accuracy: bool,
+        kl_to: LanguageModel | Divergence | None,
+        value: bool,
+    ) -> TokenStats:
+        """See `stats`; the weights are whole."""
+        values = None
+        if value:
+            hidden, head, values = self._with_values(forward)
+        else:
+            hidden, head = self._target_hidden(forward)
+        reference_hidden, reference_head = None, None
+        asked = Divergence(kl_to) if isinstance(kl_to, LanguageModel) else kl_to
+        if asked is not None:
+            other, theirs = asked.model, replace(forward, cached=None)
+            if asked.inputs is not None or other.why_padded != self.why_padded:
+                theirs = laid_out(asked.inputs or inputs, other.device, not other.why_padded)
+            alone = self.without_adapter() if other is self else contextlib.nullcontext()
+            with torch.no_grad(), alone:
+                of = lambda: other._target_hidden(theirs)  # noqa: E731
+                reference_hidden, reference_head = of() if other is self else with_whole_weights(other, of)
+            if other is self:  # it is asked later, when the adapter is on again
+                reference_head = without(reference_head)
+        kind, mixture = ("exact", 0.5) if asked is None else (asked.kind, asked.mixture)
+        wanted = TokenStatsRequest(temperature, entropy, accuracy, reference_head, kind, mixture)
+        cached = None if forward.cached is None else forward.cached.logps
+        stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
+        return replace(stats, value=values)
+
+    def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
+        """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""
+        if self.value_head is None:
+            raise ValueError("This model has no value head; call add_value_head() first.")
+        hidden = self.target_hidden(inputs)
+        values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+        if inputs.layout is not None:
+            return hidden, self.network.get_output_embeddings(), values
+        return (*self._target_hidden(inputs), values)
+
+    def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What predicts each target [M, …], and the head that makes logits of it: hidden states, or where padded the logits
+        themselves.
+        """
+        if inputs.layout is not None:
+            return self.target_hidden(inputs), self.network.get_output_embeddings()
+        out = self.as_transformers()(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.attention_mask,
+            use_cache=False,
+        )
+        return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows), nn.Identity()
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a LoRA model is the model it started from: its reference costs no memory."""
+        if self.adapter is None:
+            raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
+        adapter: Any = self.adapter
+        off: contextlib.AbstractContextManager[Any] = adapter.disable_adapter()
+        return off
+
+    def save(self, folder: Path) -> None:
+        """Weights and tokenizer in Hugging Face form, and the value head beside; a LoRA model saves its adapter only."""
+        if self.value_head is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(self.value_head.state_dict(), folder / f"{VALUE_HEAD}.safetensors")
+        super().save(folder)
+
+
+def load(
+    path: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    lora: Lora | None = None,
+    adapter: Path | None = None,
+    tokenizer: str | PreTrainedTokenizerBase = "",
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    for_shards: bool = False,
+) -> LanguageModel:
+    """The model at `path` (a folder or a hub name), ready to train and to sample.
+
+    `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's, or
+    that tokenizer.
+    `trust_remote_code` runs the Python code that comes with the model. `for_shards` leaves the weights in the host's memory, on
+    their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. Raises `UserError` if
+    nothing loads from `path`.
+    """
+    plain = lora is None and device == "cpu"
+    try:
+        found = weights_only.load(path, DTYPES[dtype], mapped=for_shards) if plain else None
+        network: Any = found[0] if found is not None else None
+        if network is None:
+            network = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+        if isinstance(tokenizer, str):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"No causal language model could be loaded from {path!r} ({reason_of(error)}); give a folder or a hub name."
+        ) from error
+    network = network.to("cpu" if for_shards else device)
+    return prepare(network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+
+
+def prepare(
+    network: PreTrainedModel | WeightsOnly,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    lora: Lora | None = None,
+    adapter: Path | None = None,
+    gradient_checkpointing: bool = False,
+) -> LanguageModel:
+    """A `LanguageModel` around a transformers model that is already in memory, or around `WeightsOnly`."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
+    return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing)

@@ -1,0 +1,289 @@
+"""Log-probabilities of chosen tokens from hidden states, in chunks, so that no [tokens, vocabulary] tensor outlives its chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from psigrad.language.models import gradients
+from psigrad.language.models.fused.activation_cache import CachedLogProbs
+from psigrad.language.models.native.kernels import multiply
+
+# Logits of one chunk: 2^24 floats are 64 MiB.
+CHUNK_ELEMENTS = 1 << 24
+# Logits of one tile of the closed form, and the most states in it.
+TILE_ELEMENTS = 1 << 20
+TILE_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Per token, each [M]: log pi(a|s); on request the entropy of pi(.|s), KL(pi||ref) over the whole vocabulary (both in
+    nats), whether a is the most probable token, and the critic's V(s).
+    """
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+    hit: Tensor | None = None
+    value: Tensor | None = None
+
+    def detach(self) -> TokenStats:
+        """Without gradient."""
+        columns = (self.logp, self.entropy, self.kl, self.hit, self.value)
+        kept: list[Any] = [x if x is None else x.detach() for x in columns]
+        return TokenStats(*kept)
+
+
+def upcast(logits: Tensor) -> Tensor:
+    """Half precision to float32; float32 and float64 as they are."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+@dataclass(frozen=True)
+class TokenStatsRequest:
+    """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact divergence: KL(π‖ref)
+    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js").
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+    accuracy: bool = False
+    reference_head: Callable[[Tensor], Tensor] | None = None
+    divergence: str = "exact"
+    mixture: float = 0.5
+
+    @property
+    def nothing_else(self) -> bool:
+        """Whether log-probs are all that is wanted."""
+        return not (self.entropy or self.accuracy) and self.reference_head is None
+
+    def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
+        empty = logits.new_empty(0)
+        raw, logits = logits, upcast(logits)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        normaliser = logits.logsumexp(-1)
+        logp = logits.gather(-1, ids[:, None])[:, 0] - normaliser
+        entropy = kl = hit = empty
+        if self.entropy or self.reference_head is not None:
+            log_pi = logits - normaliser[:, None]
+            pi = log_pi.exp()
+            never = log_pi.isneginf()  # 0 · log 0 = 0, and so is its gradient
+            log_pi = log_pi.masked_fill(never, 0.0)
+            if self.entropy:
+                entropy = -(pi * log_pi).sum(-1)
+            if self.reference_head is not None and reference_hidden is not None:
+                log_ref = torch.log_softmax(upcast(self.reference_head(reference_hidden)) / self.temperature, -1)
+                kl = self._divergence(pi, log_pi, never, log_ref)
+        if self.accuracy:
+            hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
+        return logp, entropy, kl, hit
+
+    def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
+        """[M] of log π [M, V], 0 at the tokens that π `never` takes, and log π_ref, which may be −∞."""
+        if self.divergence == "exact":
+            return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
+        ref = log_ref.exp()
+        log_ref = log_ref.masked_fill(ref == 0, 0.0)  # 0 · log 0 = 0
+        if self.divergence == "exact_forward":
+            return (ref * (log_ref - log_pi.masked_fill(never & (ref > 0), -torch.inf))).sum(-1)
+        mixed = self.mixture * ref + (1 - self.mixture) * pi
+        log_mixed = mixed.clamp(min=torch.finfo(mixed.dtype).tiny).log()
+        return (self.mixture * ref * (log_ref - log_mixed) + (1 - self.mixture) * pi * (log_pi - log_mixed)).sum(-1)
+
+
+class _Logits(torch.autograd.Function):
+    """h·Wᵀ, with products in both directions that need no code compiled for every number of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return multiply(hidden, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return multiply(dlogits, weight) if wanted[0] else None, multiply(dlogits.t(), hidden) if wanted[1] else None
+
+
+class _ChosenLogProbs(torch.autograd.Function):
+    """log π of chosen tokens under a large head, forward and backward in tiles that leave nothing but a normaliser per token.
+
+    With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The tiles go through the vocabulary, with as many tokens at
+    once as they may hold, so that the head is read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        sums: gradients.Sums | None,
+        known: Tensor | None,
+    ) -> Tensor:
+        ctx.temperature, ctx.head, ctx.sums = temperature, weight, sums
+        if known is not None:
+            chosen = (hidden * weight[ids]).sum(1) / temperature
+            ctx.save_for_backward(hidden, weight, ids, chosen - known)
+            return known.clone()
+        kind = upcast(weight[:0]).dtype
+        top = torch.full(ids.shape, -torch.inf, dtype=kind, device=ids.device)
+        total, chosen = torch.zeros_like(top), torch.zeros_like(top)
+        for rows, columns, logits, _ in _tiles(hidden, weight, temperature):
+            hit, token = _hits(ids[rows], columns)
+            chosen[rows] = torch.where(hit, logits.gather(1, token)[:, 0], chosen[rows])
+            higher = torch.maximum(top[rows], logits.amax(1)).clamp_(min=torch.finfo(kind).min)
+            total[rows] *= top[rows].sub_(higher).exp_()
+            total[rows] += logits.sub_(higher[:, None]).exp_().sum(1)
+            top[rows] = higher
+        normaliser = total.log_().add_(top)
+        ctx.save_for_backward(hidden, weight, ids, normaliser)
+        return chosen - normaliser
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogp: Tensor) -> tuple[Any, ...]:
+        hidden, weight, ids, normaliser = ctx.saved_tensors
+        use = _HeadUse(hidden, ctx.head, ids, normaliser, dlogp, ctx.temperature)
+        # a sum of half-precision products would lose the small ones
+        dhidden = torch.zeros_like(hidden, dtype=normaliser.dtype) if ctx.needs_input_grad[0] else None
+        dweight = None
+        if ctx.sums is not None:
+            dweight = None if ctx.sums.defers(ctx.head, use) else ctx.sums.of(ctx.head)
+        elif ctx.needs_input_grad[1]:
+            dweight = torch.zeros_like(weight, dtype=normaliser.dtype)
+        if dhidden is not None or dweight is not None:
+            use.add_products(dhidden, dweight, slice(0, len(weight)))
+        if dhidden is not None:
+            dhidden = dhidden.to(hidden.dtype)
+        given_back = None if dweight is None or ctx.sums is not None else dweight.to(weight.dtype)
+        return dhidden, given_back, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _HeadUse:
+    """What a head's log-probs were computed from, what came of it, and the gradient of the loss by each log-prob."""
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    normaliser: Tensor
+    dlogp: Tensor
+    temperature: float
+
+    @property
+    def size(self) -> int:
+        """Numbers that are kept for it."""
+        return self.hidden.numel() + 3 * len(self.ids)
+
+    @torch.no_grad()
+    def add_to(self, out: Tensor, rows: slice) -> None:
+        """Add rows of the head's gradient to `out`."""
+        self.add_products(None, out, rows)
+
+    def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
+        """Add to the gradient of the hidden states what those tokens of the vocabulary give, to `dweight` theirs."""
+        weight, ids = self.weight.detach()[tokens], self.ids - tokens.start
+        for rows, columns, logits, stored in _tiles(self.hidden, weight, self.temperature):
+            slope = self.dlogp[rows] / self.temperature
+            back = logits.sub_(self.normaliser[rows, None]).exp_().mul_(-slope[:, None])
+            hit, token = _hits(ids[rows], columns)
+            back.scatter_add_(1, token, (slope * hit)[:, None])
+            given = back if back.dtype == weight.dtype else stored.copy_(back)
+            if dhidden is not None:
+                _add_product(dhidden[rows], given, weight[columns])
+            if dweight is not None:
+                _add_product(dweight[columns], given.t(), self.hidden[rows])
+
+
+def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Logits of some states and some tokens at a time, in at least float32, and as they are stored; the next overwrite them."""
+    height = min(len(hidden), TILE_ROWS)
+    width = min(len(weight), max(1, TILE_ELEMENTS // height))
+    room = hidden.new_empty(height * width)
+    wide = room if room.dtype == upcast(room[:0]).dtype else torch.empty_like(room, dtype=torch.float32)
+    for top in range(0, len(hidden), height):
+        rows = slice(top, min(top + height, len(hidden)))
+        for left in range(0, len(weight), width):
+            columns = slice(left, min(left + width, len(weight)))
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            stored, logits = (x[: shape[0] * shape[1]].view(shape) for x in (room, wide))
+            multiply(hidden[rows], weight[columns].t(), out=stored)
+            if logits.dtype != stored.dtype:
+                logits.copy_(stored)
+            yield rows, columns, logits.div_(temperature) if temperature != 1.0 else logits, stored
+
+
+def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """[m] which of the ids are among the columns; [m, 1] where there, or anywhere."""
+    hit = (ids >= columns.start) & (ids < columns.stop)
+    return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out ← out + a·b, in the precision of `out`."""
+    if out.dtype == a.dtype:
+        multiply(a, b, out, base=out)
+    else:
+        out.add_(multiply(a, b))
+
+
+def token_stats(
+    hidden: Tensor,
+    ids: Tensor,
+    head: Callable[[Tensor], Tensor],
+    vocabulary: int,
+    wanted: TokenStatsRequest,
+    reference_hidden: Tensor | None = None,
+    cached: CachedLogProbs | None = None,
+) -> TokenStats:
+    """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
+
+    If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form, and log-probs
+    `cached` from the same head are reused.
+    """
+    large = hidden.shape[0] * vocabulary > TILE_ELEMENTS
+    linear: Any = head if type(head) is nn.Linear and head.bias is None else None
+    plain = linear is not None
+    if wanted.nothing_else and plain and large:
+        if int(ids.min()) < 0 or int(ids.max()) >= len(linear.weight):
+            raise IndexError(
+                f"A target is token {int(ids.max())}; the head has {len(linear.weight)} tokens: the tokenizer belongs "
+                "to another model."
+            )
+        # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
+        exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
+        known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
+        return TokenStats(
+            _ChosenLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, gradients.sums_for(linear.weight), known)
+        )
+    rows = max(1, CHUNK_ELEMENTS // vocabulary)
+
+    def chunk(h: Tensor, i: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return wanted.of(_Logits.apply(h, linear.weight) if plain else head(h), i, r)
+
+    whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
+    parts = []
+    for start in range(0, max(hidden.shape[0], 1), rows):
+        cut = slice(start, start + rows)
+        args = (hidden[cut], ids[cut], None if reference_hidden is None else reference_hidden[cut])
+        parts.append(chunk(*args) if whole else checkpoint(chunk, *args, use_reentrant=False))
+    logp, entropy, kl, hit = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return TokenStats(
+        logp,
+        entropy if wanted.entropy else None,
+        kl if wanted.reference_head is not None else None,
+        hit if wanted.accuracy else None,
+    )

@@ -1,0 +1,161 @@
+"""Compiles the kernels for this very processor on first use, tests them, and keeps the result.
+
+A kept library is loaded only if its folder and its file are ours alone and its SHA-256 is the one noted when it was compiled. One
+that is damaged is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+
+from psigrad.language.models.native.processor import identity
+
+SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
+HEADERS = ("common.h",)
+# without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
+FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+if platform.machine() == "x86_64":
+    FLAGS += ("-mprefer-vector-width=512",)  # GCC's choice on recent Intel is 256
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+SWITCH = "PSIGRAD_NATIVE"  # 0 switches the kernels off
+
+
+def compiler() -> str | None:
+    """The C++ compiler that is used: `CXX`, g++ or clang++, whichever is there first."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The compiled kernels, or why there are none."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    if (found := compiler()) is None:
+        return "no C++ compiler was found (g++ or clang++)"
+    try:
+        path = _folder() / f"{_key(found)}.so"
+        with _locked(path.parent):
+            if not _sound(path):
+                _compile(found, path)
+        return ctypes.CDLL(str(path))
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or "").strip().splitlines()
+        return f"{error.cmd[0]} failed: {lines[0] if lines else error}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the kernels could not be compiled or loaded: {error}"
+
+
+def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:
+    """Functions of the library by name, from the kinds of their arguments: p pointer, i int64, f float, t int."""
+    codes = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "t": ctypes.c_int}
+    found = SimpleNamespace()
+    for name, kinds in signatures.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = [codes[kind] for kind in kinds], None
+        setattr(found, name, function)
+    return found
+
+
+def _folder() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "psigrad" / "native"
+
+
+def _key(program: str) -> str:
+    """A hash of sources, flags, compiler and processor: machines of different kinds may share a home folder."""
+    source = resources.files("psigrad.language.models.native")
+    parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return hashlib.sha256("\0".join([*parts, *FLAGS, version, identity()]).encode()).hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The only process that compiles there: another one waits, and then finds the library. Leftovers of killed compiles go."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _claim(folder)
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in folder.glob("tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def _claim(folder: Path) -> None:
+    """Keep others from writing there. Raises `OSError` for a folder that is a link or another user's."""
+    found = folder.lstat()
+    if folder.is_symlink() or found.st_uid != os.getuid():
+        raise OSError(f"{folder} is a link or belongs to another user; remove it, or name another folder in XDG_CACHE_HOME")
+    if found.st_mode & _OTHERS:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+
+
+def _sound(path: Path) -> bool:
+    """Whether the library is there as it was compiled, and only its owner could have written it."""
+    try:
+        for file in (path, _noted(path)):
+            found = file.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS:
+                return False
+        return _noted(path).read_text() == _sha256(path)
+    except OSError:
+        return False
+
+
+def _noted(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _compile(program: str, path: Path) -> None:
+    """Compile and test under a temporary name, then rename: a crash leaves either nothing or the whole library."""
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        resources.as_file(resources.files("psigrad.language.models.native")) as source,
+    ):
+        made = Path(folder) / path.name
+        command = [program, *FLAGS, *(str(source / name) for name in SOURCES), "-o", str(made)]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        subprocess.run(
+            [sys.executable, "-I", "-c", _SELF_TEST, str(made)], capture_output=True, text=True, check=True, timeout=60
+        )
+        made.chmod(0o600)
+        with made.open("rb") as stream:
+            os.fsync(stream.fileno())
+        path.unlink(missing_ok=True)
+        noted = _noted(made)
+        noted.write_text(_sha256(made))
+        noted.chmod(0o600)
+        noted.replace(_noted(path))
+        made.replace(path)
+
+
+# 1² + 2² + … + 100². In a process of its own, since code for another processor would end it.
+_SELF_TEST = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+numbers = (ctypes.c_uint16 * 100)(*(int.from_bytes(__import__("struct").pack(">f", float(i + 1))[:2], "big") for i in range(100)))
+out, sizes = ctypes.c_double(), (ctypes.c_int64 * 1)(100)
+pointers = (ctypes.c_void_p * 1)(ctypes.addressof(numbers))
+library.squared_norm.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+library.squared_norm(ctypes.byref(out), pointers, sizes, 1, 1)
+sys.exit(0 if out.value == 338350.0 else "the kernels' self-test gave " + str(out.value))
+"""

@@ -1,0 +1,298 @@
+"""The kernels as functions of tensors: float32 or bfloat16 in memory, float32 inside; every tensor has contiguous rows."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from psigrad.language.models.native.build import bind, library
+from psigrad.language.models.native.half_precision import HalfPrecision
+from psigrad.language.models.native.products import Products, by_pytorch
+from psigrad.language.models.native.towers import TowerKernels
+
+_HALF = {torch.float32: 0, torch.bfloat16: 1}
+_SIGNATURES = {
+    "rms_norm": "tpppiift",
+    "rms_norm_gradient": "tpppppiift",
+    "rotary": "tppppppiiiiift",
+    "rotary_gradient": "tpppppppiiiiift",
+    "swiglu": "tppiit",
+    "swiglu_gradient": "tppppiit",
+    "attention": "tpppppiiipppiiiiift",
+    "attention_gradient": "tpippppppiiipppiiiiift",
+    "decode": "tpppppiiippppippppiiiiift",
+    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 7 + "ffft",
+    "prompt_tables": "tppppiippiiit",
+    "few_rows": "ppppiiiiiit",
+    "pack_matrix": "ppiit",
+    "multiply_packed": "ppppiiiiiit",
+    "multiply_packed_bf16": "ppppiiiiiit",
+    "product": "ppppiiiiiiiiitt",
+    "product_bf16": "ppppiiiiiiiiitt",
+    "draw": "tppppiift",
+    "gather": "piit",
+    "copies": "pppit",
+    "squared_norm": "pppit",
+    "adamw_bf16": "ppi" + "f" * 5 + "t",
+    "relu_towers": "ppppiiit",
+    "relu_towers_gradient": "ppppppiiiit",
+    "adam": "ppppi" + "f" * 8,
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Number of query heads and key heads, the width of a head, the epsilon of head norms, the scale of the scores."""
+
+    queries: int
+    keys: int
+    dim: int
+    eps: float
+    scale: float
+
+    @property
+    def row(self) -> int:
+        """The width of [q | k | v]."""
+        return (self.queries + 2 * self.keys) * self.dim
+
+
+class Spans:
+    """Where packed sequences lie: the `prefixes` (start, length), and for each the `members` (start, length) that continue it.
+
+    A prefix attends to itself causally, a member to its prefix and causally to itself.
+    """
+
+    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int]]]) -> None:
+        flat = [m for group in members for m in group]
+        counts = torch.tensor([0, *(len(group) for group in members)])
+        self.prefixes = torch.tensor(prefixes, dtype=torch.int64).reshape(-1, 2)
+        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 2)
+        self.first = counts.cumsum(0)
+        self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A step of decoding B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
+
+    own: Sequence[Tensor]
+    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens."""
+    addresses: Tensor
+    """[layers] addresses of `own`."""
+    slots: Tensor
+    """[B] the slot that each row continues."""
+    places: Tensor
+    """[B] the position of its token in the slot."""
+    prompts: Tensor
+    """[layers, 2, G] addresses of the prompts' keys and values, as `Kernels.prompt_tables` makes them."""
+    prompt_lengths: Tensor
+    """[G] the prompts' lengths."""
+    first: Tensor
+    """[G + 1] the first row of each group; its rows are neighbours."""
+
+
+@functools.cache
+def kernels() -> Kernels | str:
+    """The kernels, compiled if necessary; a string says why there are none."""
+    loaded = library()
+    return loaded if isinstance(loaded, str) else Kernels(loaded)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+    """out ← a · b + base by `Products.of`; by PyTorch on a GPU, or without kernels."""
+    native = kernels() if a.device.type == "cpu" else "a GPU has its own"
+    return by_pytorch(a, b, out, base) if isinstance(native, str) else native.products.of(a, b, out, base)
+
+
+class Kernels:
+    """The functions of the compiled library."""
+
+    dtypes = tuple(_HALF)
+    """The types that the kernels take; `products` takes any type."""
+
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        self._call = bind(loaded, _SIGNATURES)
+        self.products, self.gradients = Products(self._call), Gradients(self._call)
+        self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
+        out = torch.empty_like(x)
+        self._call.rms_norm(
+            _HALF[x.dtype], out.data_ptr(), x.data_ptr(), weight.data_ptr(), *x.shape, eps, torch.get_num_threads()
+        )
+        return out
+
+    def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
+        """Normalised and rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32 [S, D]."""
+        out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
+        self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
+        return out
+
+    def swiglu(self, both: Tensor) -> Tensor:
+        """silu(gate) · up of [S, gate | up]."""
+        rows, width = both.shape[0], both.shape[1] // 2
+        out = both.new_empty(rows, width)
+        self._call.swiglu(_HALF[both.dtype], out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
+        return out
+
+    def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
+        """Output [S, H·D] and log-normaliser [S, H] of rotated queries and keys and the values in `qkv`; `window` 0 is none."""
+        out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
+        normaliser = torch.empty(len(qkv), heads.queries)
+        given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
+        self._call.attention(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *given)
+        return out, normaliser
+
+    def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, layer: int, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
+        """Output [B, H·D] and log-normaliser [B, H] of one new token per row in a layer. It attends to its prompt and its own
+        slot, where its key and value are appended.
+        """
+        normaliser = torch.empty(len(qkv), heads.queries)
+        out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
+        (keys, values), (prompt_keys, prompt_values) = slots.own[layer], slots.prompts[layer]
+        own = (keys.data_ptr(), values.data_ptr(), slots.slots.data_ptr(), slots.places.data_ptr(), keys.shape[2])
+        groups = (prompt_keys, prompt_values, slots.prompt_lengths, slots.first)
+        given = (*own, *(x.data_ptr() for x in groups), len(slots.prompt_lengths), *_shape(heads, window))
+        self._call.decode(_HALF[qkv.dtype], out.data_ptr(), normaliser.data_ptr(), *_tables(rotated, qkv, heads), *given)
+        return out, normaliser
+
+    def prompt_tables(self, rotated: Tensor, qkv: Tensor, starts: Tensor, lengths: Tensor, heads: Heads, to: Tensor) -> None:
+        """Keys and values of prompts, each `lengths` [G] rows from `starts` [G] on, as `decode` reads them from one end to the
+        other, in float32, `to` the addresses [2, G] of memory for `table_sizes`: keys by head in blocks of 16 neighbours
+        [H_kv, ⌈L / 16⌉, D, 16], values by head [H_kv, L, D] with D filled up to a multiple of 16.
+        """
+        _, *tables = _tables(rotated, qkv, heads)
+        pointers = (to[0].data_ptr(), to[1].data_ptr(), *tables[:2], *tables[3:], starts.data_ptr(), lengths.data_ptr())
+        self._call.prompt_tables(_HALF[qkv.dtype], *pointers, len(lengths), heads.keys, heads.dim, torch.get_num_threads())
+
+    def decode_layers(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        made: Tensor,
+        inner: int,
+        slots: Slots,
+        angles: tuple[Tensor, Tensor],
+        heads: Heads,
+        eps: float,
+    ) -> None:
+        """x [B, E] through layers one after another, by `rms_norm`, `Products.multiply_packed`, `rotary`, `decode` and `swiglu`.
+
+        Addresses, int64 [layers, …]: of `weights` the norms before attention and before the feed-forward part, those of queries
+        and of keys (0 where there are none), the packed [q | k | v], output's, [gate | up] and down matrix, and instead of an
+        address the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
+        middle [B, E], [gate | up] [B, 2·`inner`].
+        """
+        rows, width = x.shape
+        room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner))
+        given = (
+            weights.data_ptr(),
+            made.data_ptr(),
+            len(weights),
+            x.data_ptr(),
+            room.data_ptr(),
+            *(y.data_ptr() for y in angles),
+        )
+        own = (slots.addresses.data_ptr(), slots.own[0].shape[1], slots.own[0].shape[3])
+        tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.first)
+        sizes = (len(slots.prompt_lengths), rows, width, inner, heads.queries, heads.keys, heads.dim)
+        factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
+        self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
+
+    def copy(self, to: Sequence[int], given: Sequence[int], sizes: Sequence[int]) -> None:
+        """Copy `sizes` bytes from the addresses `given` to the addresses `to`."""
+        count = len(to)
+        tables = [(ctypes.c_int64 * count)(*numbers) for numbers in (to, given, sizes)]
+        self._call.copies(*tables, count, torch.get_num_threads())
+
+    def gather(self, out: Sequence[Tensor], tables: Tensor, rows: Sequence[Tensor], slab: int) -> None:
+        """Each of `out` [n, …] ← the rows at its `rows` [n] of a table in slabs of `slab` rows; `tables`
+        [len(out), slabs] holds the addresses of each table's slabs. Integers are int64.
+        """
+        wanted = []
+        for to, table, places in zip(out, tables, rows, strict=True):
+            size = to.element_size() * math.prod(to.shape[1:])
+            wanted += [to.data_ptr(), table.data_ptr(), places.data_ptr(), len(to), size]
+        self._call.gather((ctypes.c_int64 * len(wanted))(*wanted), len(out), slab, torch.get_num_threads())
+
+    def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Per row of logits [B, V] the first column whose cumulative probability softmax(logits / temperature) exceeds u, float64
+        [B]; and the log of its probability.
+        """
+        ids, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
+        self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
+        return ids, logp
+
+
+class Gradients:
+    """The gradients of the kernels of the same names."""
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+
+    def rms_norm(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> Tensor:
+        """Adds the gradient of x to `dx`, returns that of the weight [E], float32."""
+        dw = torch.zeros(weight.shape)
+        pointers = (dx.data_ptr(), dw.data_ptr(), x.data_ptr(), weight.data_ptr(), dy.data_ptr())
+        self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, torch.get_num_threads())
+        return dw
+
+    def rotary(
+        self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
+    ) -> Tensor:
+        """Turns d[q' | k' | v] [S, row] into d[q | k | v] in place, returns the gradients of the norms' weights [2, D]."""
+        dw = torch.zeros(2, heads.dim)
+        half = _HALF[qkv.dtype]
+        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
+        return dw
+
+    def swiglu(self, both: Tensor, dy: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+        """The gradient [S, gate | up] and `swiglu(both)` again; with `in_place` they overwrite `both` and `dy`."""
+        gradient, out = (both, dy) if in_place else (torch.empty_like(both), torch.empty_like(dy))
+        pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
+        self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
+        return gradient, out
+
+    def attention(
+        self, dout: Tensor, out: Tensor, normaliser: Tensor, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int
+    ) -> Tensor:
+        """d[q' | k' | v] [S, row]."""
+        gradient = torch.empty_like(qkv)
+        given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
+        pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
+        self._call.attention_gradient(_HALF[qkv.dtype], *pointers, *given)
+        return gradient
+
+
+def table_sizes(length: int, heads: Heads) -> tuple[int, int]:
+    """How many numbers the keys and the values of a prompt take in `Kernels.prompt_tables`."""
+    return heads.keys * -(-length // 16) * 16 * heads.dim, heads.keys * length * -(-heads.dim // 16) * 16
+
+
+def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:
+    """Pointers to queries, keys and values, then the widths of their rows."""
+    size, width = qkv.element_size(), (heads.queries + heads.keys) * heads.dim
+    start = rotated.data_ptr()
+    pointers = (start, start + heads.queries * heads.dim * size, qkv.data_ptr() + width * size)
+    return (*pointers, width, width, heads.row)
+
+
+def _shape(heads: Heads, window: int) -> tuple[int | float, ...]:
+    return (heads.queries, heads.keys, heads.dim, window, heads.scale, torch.get_num_threads())
+
+
+def _rotary(
+    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
+) -> tuple[int | float | None, ...]:
+    weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+    tables = (qkv.data_ptr(), *weights, cosine.data_ptr(), sine.data_ptr())
+    return (*tables, len(qkv), heads.queries, heads.keys, heads.dim, heads.row, heads.eps, torch.get_num_threads())

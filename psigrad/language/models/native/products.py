@@ -1,0 +1,146 @@
+"""Matrix products: decoding's, where a few rows are multiplied by the same matrix at every step, and training's, of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from psigrad.language.models.native.processor import plain_bfloat16, slow_mkl
+
+# Up to so many rows `few_rows` takes half the time of MKL, which for 4 to 15 rows reads the matrix once per two rows. With fewer
+# rows, or a matrix in the nearest caches, the two are about equal.
+_FEW_ROWS = 15
+_WIDEST = 64  # the most rows of a panel on any processor
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix [N, K] in the layout of `Products.multiply_packed`: panels of as many rows as a tile of sums is wide, interleaved;
+    the last panel is filled with 0. bfloat16 numbers stand in pairs of neighbours.
+    """
+
+    panels: Tensor
+    shape: tuple[int, int]
+
+
+class Products:
+    """Products by our kernels where they are faster, by PyTorch otherwise; tests compare the two.
+
+    What the kernels compute for a row depends neither on the number of threads nor on the other rows and columns.
+    """
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+        self.float32 = slow_mkl()
+        """Whether the kernels compute training's products in float32."""
+        self.bfloat16 = plain_bfloat16()
+        """Whether the kernels compute all products in bfloat16."""
+
+    def of(self, a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+        """out [M, N] ← a [M, K] · b [K, N] + base, which is [M, N], or [N] for all rows, and may be `out` itself. Matrices may be
+        transposed ones.
+        """
+        kind = a.dtype
+        mine = (self.float32 and kind == torch.float32) or (self.bfloat16 and kind == torch.bfloat16)
+        if not (mine and _readable(a, kind) and _readable(b, kind) and _shaped(a, b, out, base)):
+            return by_pytorch(a, b, out, base)
+        if out is None:
+            out = a.new_empty(len(a), b.shape[1])
+        pointers = (out.data_ptr(), a.data_ptr(), b.data_ptr(), None if base is None or base is out else base.data_ptr())
+        strides = (out.stride(0), *a.stride(), *b.stride(), _distance(base))
+        call = self._call.product if kind == torch.float32 else self._call.product_bf16
+        call(*pointers, len(a), *b.shape[::-1], *strides, base is out, torch.get_num_threads())
+        return out
+
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None) -> Tensor:
+        """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]."""
+        if len(x) <= _FEW_ROWS and _plain(x, weight, out, base):
+            self._call.few_rows(*_product(x, weight, weight.shape, out, base))
+            return out
+        return self.of(x, weight.t(), out, base)
+
+    def pack(self, weight: Tensor) -> PackedMatrix:
+        """Pack a matrix that `can_pack` accepts, for `multiply_packed`."""
+        height, width = weight.shape
+        panels = weight.new_empty(-(-height // _WIDEST) * _WIDEST * width)
+        words = width * weight.element_size() // 4
+        self._call.pack_matrix(panels.data_ptr(), weight.data_ptr(), height, words, torch.get_num_threads())
+        return PackedMatrix(panels, (height, width))
+
+    def can_pack(self, weight: Tensor) -> bool:
+        """Whether packing a matrix [N, K] is possible and pays: float32, or bfloat16 with an even number of columns."""
+        pairs = self.bfloat16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+        return (pairs or weight.dtype == torch.float32) and weight.is_contiguous()
+
+    def multiply_packed(self, x: Tensor, weight: PackedMatrix, out: Tensor, base: Tensor | None = None) -> Tensor:
+        """As `linear`, with a packed matrix: for a matrix that is used many times. x, out and base have the matrix' type and
+        contiguous rows, or `ValueError` is raised. A row's result does not depend on the other rows.
+        """
+        kind = weight.panels.dtype
+        if not _fits(x, weight.shape, out, base, kind):
+            shapes = [tuple(t.shape) for t in (x, out, base) if t is not None]
+            raise ValueError(
+                f"A packed matrix {weight.shape} in {kind} can't be multiplied with rows, result and base of {shapes}, {x.dtype}."
+            )
+        call = self._call.multiply_packed if kind == torch.float32 else self._call.multiply_packed_bf16
+        call(*_product(x, weight.panels, weight.shape, out, base))
+        return out
+
+
+def by_pytorch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
+    """The same as `Products.of`, by PyTorch."""
+    if base is None:
+        return torch.mm(a, b, out=out) if out is not None else torch.mm(a, b)
+    if base is out:
+        return base.addmm_(a, b)
+    return torch.addmm(base, a, b, out=out) if out is not None else torch.addmm(base, a, b)
+
+
+def _readable(x: Tensor, kind: torch.dtype) -> bool:
+    """Whether x is a matrix of this type in memory with contiguous rows or columns."""
+    return x.dtype == kind and x.device.type == "cpu" and x.dim() == 2 and 1 in x.stride()
+
+
+def _shaped(a: Tensor, b: Tensor, out: Tensor | None, base: Tensor | None) -> bool:
+    """Whether the shapes of a · b, out and base agree."""
+    shape = (len(a), b.shape[1])
+    return (
+        a.shape[1] == len(b)
+        and (out is None or (out.shape == shape and _in_rows(out, a.dtype)))
+        and (base is None or (base.shape in (shape, shape[1:]) and _in_rows(base, a.dtype)))
+    )
+
+
+def _in_rows(x: Tensor, kind: torch.dtype) -> bool:
+    return x.dtype == kind and x.stride(-1) == 1 and x.device.type == "cpu"
+
+
+def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
+    """Whether `few_rows` can compute the product. PyTorch computes the others, or refuses them."""
+    return weight.dtype == torch.float32 and weight.is_contiguous() and _fits(x, weight.shape, out, base)
+
+
+def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None, kind: torch.dtype = torch.float32) -> bool:
+    """Whether x, out and base fit a matrix of this shape, have this type and contiguous rows."""
+    tensors = (x, out) if base is None else (x, out, base)
+    return (
+        all(_in_rows(t, kind) for t in tensors)
+        and x.shape[1] == shape[1]
+        and out.shape == (x.shape[0], shape[0])
+        and (base is None or base.shape in (out.shape, out.shape[1:]))
+    )
+
+
+def _product(x: Tensor, stored: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> tuple[int | None, ...]:
+    """Pointers, sizes and row strides of a product with a matrix of this shape, which lies in `stored`."""
+    pointers = (out.data_ptr(), x.data_ptr(), stored.data_ptr(), None if base is None else base.data_ptr())
+    return (*pointers, len(x), *shape, out.stride(0), x.stride(0), _distance(base), torch.get_num_threads())
+
+
+def _distance(base: Tensor | None) -> int:
+    """The row stride of what is added; 0 for a bias."""
+    return base.stride(0) if base is not None and base.dim() == 2 else 0

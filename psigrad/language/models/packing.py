@@ -1,0 +1,219 @@
+"""From token ids to one forward pass: packed (prefixes once, no padding) or padded (the slow oracle, for models that can't
+pack).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad.language.models.attention import PackedLayout
+from psigrad.language.models.fused.activation_cache import CacheHit
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`completions[b]` continue `prompts[b]`. All completion tokens are targets: N completions in order, T = the longest."""
+
+    prompts: Sequence[Ids]
+    completions: Sequence[Sequence[Ids]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Independent rows; the tokens where `masks` is True are targets. T = the longest row, token t of row n stands at [n, t].
+
+    A row's first token has no context, so its mask must be False.
+    """
+
+    rows: Sequence[Ids]
+    masks: Sequence[Sequence[bool]]
+
+    def __post_init__(self) -> None:
+        for n, (row, mask) in enumerate(zip(self.rows, self.masks, strict=True)):
+            if len(row) != len(mask):
+                raise ValueError(f"Row {n} has {len(row)} tokens and a mask of {len(mask)}; they must be equally long.")
+            if mask and mask[0]:
+                raise ValueError(
+                    f"Row {n} trains on its first token, which nothing precedes; start rows with a prompt or a BOS token."
+                )
+
+
+@dataclass(frozen=True)
+class Targets:
+    """M wanted log-probs: `rows` [M] are flat positions whose hidden state predicts `ids` [M]; the m-th belongs at [n[m],
+    t[m]].
+    """
+
+    rows: Tensor
+    ids: Tensor
+    n: Tensor
+    t: Tensor
+    shape: tuple[int, int]
+
+    def some(self, which: Tensor) -> Targets:
+        """The targets at the indices `which` [K] of the M."""
+        rows, ids, n, t = (x.index_select(0, which) for x in (self.rows, self.ids, self.n, self.t))
+        return Targets(rows, ids, n, t, self.shape)
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """[M] -> [N, T], zeros elsewhere."""
+        return values.new_zeros(self.shape).index_put((self.n, self.t), values)
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """`input_ids` and `position_ids` [B, S]; a `layout` when packed (B = 1), an `attention_mask` [B, S] when padded.
+
+    `prefix_ends` are the flat positions of the last token of each prefix (packed groups only).
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Targets
+    layout: PackedLayout | None = None
+    attention_mask: Tensor | None = None
+    prefix_ends: Tensor | None = None
+    cached: CacheHit | None = None
+    """Activations of these tokens from sampling, if they were kept: the layers need not run."""
+
+
+@dataclass
+class _TargetLists:
+    rows: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    n: list[int] = field(default_factory=list)
+    t: list[int] = field(default_factory=list)
+
+    def add(self, rows: Ids, ids: Ids, n: int, ts: Ids) -> None:
+        self.rows += rows
+        self.ids += ids
+        self.n += [n] * len(ids)
+        self.t += ts
+
+    def tensors(self, shape: tuple[int, int], device: torch.device | str) -> Targets:
+        rows, ids, n, t = (on_device(x, device) for x in (self.rows, self.ids, self.n, self.t))
+        return Targets(rows, ids, n, t, shape)
+
+
+def on_device(numbers: Any, device: torch.device | str) -> Tensor:
+    """An int64 tensor on `device`. It goes to a GPU from pinned memory, so that the copy does not block."""
+    made = torch.as_tensor(numbers, dtype=torch.long)
+    return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
+
+
+def _shape(lengths: Sequence[int]) -> tuple[int, int]:
+    return len(lengths), max(lengths, default=0)
+
+
+def _places(lengths: np.ndarray) -> np.ndarray:
+    """0 … length - 1 of each piece, one piece after the other."""
+    places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+    return places
+
+
+def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
+    """The ids of all pieces, `count` in total."""
+    return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=count)
+
+
+def _table(lengths: np.ndarray, start: int, device: torch.device | str) -> Tensor:
+    """[len(lengths), longest] packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
+    first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
+    return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
+
+
+def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
+    return np.array([len(piece) for piece in pieces], dtype=np.int64)
+
+
+def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
+    """One packed row. Each prompt is laid down once; a completion's last token predicts nothing and is never computed."""
+    return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
+
+
+def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
+    completions = [ids for group in groups.completions for ids in group]
+    before, lengths = _lengths(groups.prompts), _lengths(completions)
+    prefix = np.arange(len(before)).repeat(_lengths(groups.completions))
+    own, ends, total = np.maximum(lengths - 1, 0), before.cumsum() - 1, int(before.sum())
+    # of every token: its completion, its place there, and whether it is computed
+    n, t, ids = np.arange(len(lengths)).repeat(lengths), _places(lengths), _flat(completions, int(lengths.sum()))
+    kept = t < own[n]
+    tokens = np.concatenate([_flat(groups.prompts, total), ids[kept]])
+    positions = np.concatenate([_places(before), (before[prefix][n] + t)[kept]])
+    first = total + own.cumsum() - own
+    rows = np.where(t == 0, ends[prefix[n]], first[n] + t - 1)
+    layout = PackedLayout(_table(before, 0, device), _table(own, total, device), on_device(prefix, device), len(tokens))
+    targets = _targets((rows, ids, n, t), lengths, device)
+    return ForwardInputs(
+        on_device(tokens[None], device),
+        on_device(positions[None], device),
+        targets,
+        layout=layout,
+        prefix_ends=on_device(ends, device),
+    )
+
+
+def _targets(found: tuple[np.ndarray, ...], lengths: np.ndarray, device: torch.device | str) -> Targets:
+    rows, ids, n, t = (on_device(x, device) for x in found)
+    return Targets(rows, ids, n, t, (len(lengths), int(lengths.max(initial=0))))
+
+
+def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
+    lengths = _lengths(rows.rows)
+    own = np.maximum(lengths - 1, 0)
+    n, t, ids = np.arange(len(lengths)).repeat(lengths), _places(lengths), _flat(rows.rows, int(lengths.sum()))
+    wanted, kept = np.fromiter(chain.from_iterable(rows.masks), dtype=bool, count=len(ids)), t < own[n]
+    first = own.cumsum() - own
+    found = ((first[n] + t - 1)[wanted], ids[wanted], n[wanted], t[wanted])
+    layout = PackedLayout(
+        torch.zeros(0, 0, dtype=torch.long, device=device),
+        _table(own, 0, device),
+        torch.zeros(len(own), dtype=torch.long, device=device),
+        int(own.sum()),
+    )
+    return ForwardInputs(
+        on_device(ids[kept][None], device),
+        on_device(t[kept][None], device),
+        _targets(found, lengths, device),
+        layout=layout,
+    )
+
+
+def laid_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> ForwardInputs:
+    """The inputs packed, or padded."""
+    return pack(inputs, device) if packed else pad(inputs, device)
+
+
+def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
+    """One right-padded batch, every sequence whole: what transformers itself would run."""
+    sequences, targets = [], _TargetLists()
+    if isinstance(inputs, Groups):
+        pairs = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]
+        sequences = [[*p, *c] for p, c in pairs]
+        shape = _shape([len(c) for _, c in pairs])
+        starts: list[tuple[int, Ids, Sequence[int]]] = [(len(p), c, range(len(c))) for p, c in pairs]
+    else:
+        sequences = [list(ids) for ids in inputs.rows]
+        shape = _shape([len(ids) for ids in sequences])
+        wanted = [[t for t in range(1, len(ids)) if mask[t]] for ids, mask in zip(inputs.rows, inputs.masks, strict=True)]
+        starts = [(0, [ids[t] for t in ts], ts) for ids, ts in zip(sequences, wanted, strict=True)]
+    width = max(len(s) for s in sequences)
+    for n, (offset, ids, ts) in enumerate(starts):
+        targets.add([n * width + offset + t - 1 for t in ts], ids, n, ts)
+    lengths = on_device([len(s) for s in sequences], device)
+    return ForwardInputs(
+        on_device([s + [0] * (width - len(s)) for s in sequences], device),
+        torch.arange(width, device=device).expand(len(sequences), width),
+        targets.tensors(shape, device),
+        attention_mask=(torch.arange(width, device=device) < lengths[:, None]).long(),
+    )

@@ -1,0 +1,164 @@
+"""A backbone with one number per position: the reward model (its number at the last token) and the critic (at every token)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
+
+from psigrad.errors import UserError, reason_of
+from psigrad.language.models.backbone import DTYPES, PROBE, Pretrained, with_whole_weights
+from psigrad.language.models.fused import weights_only
+from psigrad.language.models.fused.weights_only import WeightsOnly
+from psigrad.language.models.lora import Lora
+from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, laid_out
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# In a process reward model's config.json: what ends a step.
+STEP_SEPARATOR = "step_separator"
+
+
+@dataclass
+class ScalarModel(Pretrained):
+    """A transformers `…ForSequenceClassification` with one label, under its tokenizer.
+
+    Formula: V(s_t) = w · h_t, with h_t the hidden state behind the tokens before step t; the score of a text is V behind its last
+    token. Models whose head is not a plain `score` layer (such as BERT) can only score whole texts.
+    """
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the model has a number at every token."""
+        return isinstance(getattr(self.network, "score", None), nn.Module)
+
+    def _probe(self, packed: bool) -> Tensor:
+        """V on `PROBE`."""
+        return self.values(PROBE, packed=packed)
+
+    def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
+        """V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
+        forward = laid_out(inputs, self.device, packed if packed is not None else not self.why_padded)
+        return forward.targets.unpack(self._read(forward))
+
+    def _read(self, forward: ForwardInputs) -> Tensor:
+        """V [M] of the state before each target."""
+        self.switch(self.train_mode and torch.is_grad_enabled())
+        head: Any = self.network.score
+        values: Tensor = with_whole_weights(self, lambda: head(self.target_hidden(forward))[:, 0])
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+    def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
+        """[N] score of every prompt with its completion, read behind the last token; a group's prompt is computed once."""
+        if not self.per_token:
+            return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
+        # V "before" a token that is never computed is V behind the last real one
+        longer = Groups(inputs.prompts, [[[*c, 0] for c in group] for group in inputs.completions])
+        forward = laid_out(longer, self.device, packed if packed is not None else not self.why_padded)
+        last = torch.tensor([len(c) + 1 for group in inputs.completions for c in group], dtype=torch.long).cumsum(0) - 1
+        return self._read(replace(forward, targets=forward.targets.some(last.to(self.device))))
+
+    def _whole(self, rows: Sequence[Ids]) -> Tensor:
+        self.switch(self.train_mode and torch.is_grad_enabled())
+        width = max(map(len, rows))
+        filler = self.network.config.pad_token_id or 0
+        ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
+        logits: Tensor = with_whole_weights(self, lambda: self.as_transformers()(input_ids=ids, attention_mask=mask).logits)
+        return logits[:, 0].float()
+
+
+def load(
+    path: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    lora: Lora | None = None,
+    adapter: Path | None = None,
+    gradient_checkpointing: bool = False,
+    fresh_head: str = "random",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    trust_remote_code: bool = False,
+    for_shards: bool = False,
+) -> ScalarModel:
+    """The scalar model at `path`: one that was saved as such, or any causal language model, which gets a fresh head.
+
+    `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" where only a trained head
+    will do. `tokenizer` takes the place of its own. `for_shards` is that of `language_model.load`. Raises `UserError` if nothing
+    loads from `path`.
+    """
+    try:
+        plain = lora is None and device == "cpu"
+        found = weights_only.load(path, DTYPES[dtype], scalar=True, mapped=for_shards) if plain else None
+        network: Any
+        network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
+        words = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"No model with a scalar head could be loaded from {path!r} ({reason_of(error)}); give the folder or hub name of a "
+            "reward model with one label, or of a causal language model."
+        ) from error
+    if missing and fresh_head == "refuse":
+        raise UserError(
+            f"{path!r} is a model without a trained scalar head ({', '.join(missing)} is missing), so its scores would be noise; "
+            "give the folder or hub name of a reward model."
+        )
+    if missing and fresh_head == "zero":
+        nn.init.zeros_(network.score.weight)
+    network = network.to("cpu" if for_shards else device)
+    return prepare(network, words, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing)
+
+
+def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
+    """transformers' model, and the names of its head's weights where they are fresh."""
+    with _quiet():
+        hf, found = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
+        )
+    return hf, [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
+
+
+def prepare(
+    network: PreTrainedModel | WeightsOnly,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    lora: Lora | None = None,
+    adapter: Path | None = None,
+    gradient_checkpointing: bool = False,
+) -> ScalarModel:
+    """A `ScalarModel` around a transformers model that is already in memory, or around `WeightsOnly`."""
+    network.config.pad_token_id = _padding(tokenizer)
+    model = ScalarModel(network, tokenizer)
+    if not model.per_token:
+        model.why_padded = f"{type(network).__name__} has no score at every token"
+    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing)
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The padding id that transformers may look for when it searches a row's last real token.
+
+    It takes the last token that is not padding, so where padding is EOS it would score a text without its end. None makes it
+    refuse batches instead of being wrong.
+    """
+    return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warning that the head is fresh: here that is no accident."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

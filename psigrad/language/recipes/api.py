@@ -1,0 +1,239 @@
+"""The Python front door: `psigrad.train` and `psigrad.evaluate`, with the settings of the command line as keyword arguments."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from psigrad.compat.trl_fields import METHODS
+from psigrad.compat.trl_object import convert_object
+from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, SFTConfig
+from psigrad.config.load import load, resolve_names
+from psigrad.config.methods import TrainingConfig, of_spec
+from psigrad.errors import UserError, kind_of
+from psigrad.language.recipes import given_model
+from psigrad.language.recipes.given_model import START, GivenModel
+from psigrad.objective import PolicyGradient
+from psigrad.processes.parallel import launch
+from psigrad.runs.result import Result
+from psigrad.runs.session import new_folder
+
+if TYPE_CHECKING:
+    import peft
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from psigrad.language.recipes.score_rows import RowScore
+
+Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+
+
+def train(
+    method: str | PolicyGradient | Mapping[str, Any],
+    *,
+    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    dataset: Dataset | None = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    eval_dataset: Dataset | None = None,
+    reward: Reward | Iterable[Reward] | None = None,
+    peft_config: peft.LoraConfig | None = None,
+    **settings: Any,
+) -> Result:
+    """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
+
+    - `method` is a name of `psigrad --help` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
+      `PolicyGradient`.
+    - `model` is a folder, a hub name, or a model of transformers. An object is trained in place, as TRL does: afterwards it holds
+      the trained weights, an adapter merged in. Its starting weights are kept in `start/` of the run folder.
+    - `tokenizer` is one of transformers, or a name; by default the one that the model was loaded with.
+    - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
+    - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
+    - `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name
+      (**{"optim.learning_rate": 1e-5}); the defaults are the command's. TRL's names are taken too: `train_dataset`,
+      `processing_class`, `reward_funcs`, `per_device_train_batch_size`; and `args`, a configuration such as `GRPOConfig(…)`,
+      whose fields are converted as `psigrad from-trl` does. Settings that are given besides come first.
+
+    Raises `UserError` on a mistake.
+
+        psigrad.train("grpo", model="Qwen/Qwen3-0.6B", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
+    """
+    given_by = settings.pop("args", None)
+    if given_by is not None:
+        method, settings = _of_trl(given_by, method, settings, held_out=eval_dataset is not None)
+    declared = of_spec(method)
+    processing = settings.pop("processing_class", None)
+    if tokenizer is not None and processing is not None:
+        raise UserError("tokenizer and processing_class are the same, and both are given; give one of them.")
+    tokenizer = processing if tokenizer is None else tokenizer
+    own = {"model.path": model, "data.dataset": dataset, "data.eval_dataset": eval_dataset, "reward": reward}
+    named = resolve_names(declared.settings, {name: value for name, value in own.items() if value is not None} | settings)
+    model, dataset = named.pop("model.path", None), named.pop("data.dataset", None)
+    if model is None:
+        raise UserError("No model was given; give psigrad.train model=: a folder, a hub name, or a model of transformers.")
+    if dataset is None:
+        raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
+    eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
+    splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
+    given: dict[str, Any] = {
+        "data.dataset": _rows(dataset, splits[0]),
+        "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split"),
+    }
+    if declared.settings is not RewardConfig:
+        given["reward"] = _several(reward)
+    given |= _adapter(peft_config, named)
+    objects = given_model.held(model, tokenizer)
+    if objects is None or objects.network is None:
+        given["model.path"] = model
+    else:
+        given |= _in_memory(objects, named, of_spec(method).settings.__name__.removesuffix("Config").lower())
+    return run(load(declared.settings, flags={**declared.defaults, **named, **given}), objects)
+
+
+def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
+    """The method and the settings of a configuration of TRL, with those that were given besides; what differs is a warning."""
+    found = convert_object(args)
+    asked = METHODS[type(args).__name__][0]
+    if method not in (asked, found.method):
+        raise UserError(
+            f"args is {kind_of(args)}, which is for {asked}, and the method is {method!r}; give "
+            f'psigrad.train("{found.method}", …).'
+        )
+    for difference in found.differs:
+        warnings.warn(difference, stacklevel=3)
+    own = resolve_names(of_spec(found.method).settings, settings)
+    if held_out:  # TRL holds nothing out by itself, and the conversion says so
+        found.settings.pop("evaluation.eval_prompts", None)
+    rest = {name: value for name, value in found.settings.items() if name not in own}
+    parts = {name.partition(".")[2]: rest.pop(name) for name in list(rest) if name.startswith(("algorithm.", "loss."))}
+    return {"preset": found.method, **parts} if parts else found.method, {**rest, **settings}
+
+
+def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
+    """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name.
+
+    Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
+    """
+    speaks = config.hub.push_to_hub and launch.first()
+    if speaks:
+        from psigrad.runs import hub
+
+        hub.check(config.hub, str(config.run.output_dir))
+    if given is None:
+        result = _run(config, None)
+    else:
+        with given.as_it_was():
+            result = _run(config, given)
+        if given.network is not None and given.made is None:  # the run was finished before
+            given_model.take_weights(given.network, result.model)
+    if speaks:
+        hub.after_run(config.hub, result.folder)
+    return result
+
+
+def _run(config: TrainingConfig, given: GivenModel | None) -> Result:
+    if isinstance(config, SFTConfig):
+        from psigrad.language.recipes import sft
+
+        return sft.run(config, given)
+    if isinstance(config, RewardConfig):
+        from psigrad.language.recipes import reward
+
+        return reward.run(config, given)
+    if isinstance(config, PreferenceConfig):
+        from psigrad.language.recipes import preference
+
+        return preference.run(config, given)
+    from psigrad.language.recipes import online
+
+    return online.run(config, given)
+
+
+def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+    """The settings of a model that is an object: where its beginning is kept, and its precision."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
+        raise UserError(
+            "The model is an object and several processes train it; give output_dir, which all of them must agree on."
+        )
+    folder = Path(named.get("run.output_dir") or new_folder(recipe))
+    if named.get("model.dtype", objects.dtype) != objects.dtype:
+        raise UserError(
+            f"The model's weights are {objects.dtype} and dtype is {named['model.dtype']!r}; leave dtype out, or convert "
+            "the model before it is given."
+        )
+    return {"run.output_dir": folder, "model.path": folder / START, "model.dtype": objects.dtype}
+
+
+def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `peft_config` stands for."""
+    if config is None:
+        return {}
+    from psigrad.language.models.lora import settings_of
+
+    meant = {f"model.{name}": value for name, value in settings_of(config).items()}
+    if twice := sorted(meant.keys() & named.keys()):
+        raise UserError(f"peft_config is given and {twice[0].partition('.')[2]} too; say it in one of them.")
+    return meant
+
+
+def score(
+    *, dataset: Dataset, model: str | os.PathLike[str] = "", reward: Reward | Iterable[Reward] = (), **settings: Any
+) -> list[float] | list[RowScore]:
+    """What a reward model or reward functions give to each prompt-completion row of `dataset`, in order: higher is better.
+
+    With `model` the scores alone; with `reward` a `RowScore` for each row: value, parts, reason and seconds.
+    """
+    rewards = _several(reward)
+    if bool(model) == bool(rewards):
+        raise UserError("score takes a reward model (model=) or reward functions (reward=); give one of them.")
+    if rewards:
+        from psigrad.language.recipes import score_rows
+
+        return score_rows.score(rewards, _rows(dataset), **settings)
+    from psigrad.language.recipes import reward as rewarding
+
+    return rewarding.score(os.fspath(model), _rows(dataset), **settings)
+
+
+def evaluate(
+    *, model: str | os.PathLike[str], dataset: Dataset, reward: Reward | Iterable[Reward], **settings: Any
+) -> dict[str, Any]:
+    """Held-out figures of `model` on the prompts of `dataset` by `reward`: the mean with its interval, pass@k, lengths."""
+    from psigrad.language.recipes import evaluate as recipe
+
+    given = {
+        "model.path": model,
+        "data.dataset": _rows(dataset),
+        "reward": _several(reward),
+        **resolve_names(EvalConfig, settings),
+    }
+    return recipe.run(load(EvalConfig, flags=given)).figures
+
+
+def _rows(dataset: Dataset, split: str = "train", setting: str = "split") -> Any:
+    """A name as it is; rows as a list, since they are read more than once. Of a `DatasetDict` those of `split`, which `setting`
+    names.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        return dataset
+    if type(dataset).__name__ == "DataFrame":
+        frame: Any = dataset
+        return frame.to_dict("records")
+    if isinstance(dataset, Mapping):
+        if split not in dataset:
+            raise UserError(
+                f"The dataset has the splits {', '.join(map(str, dataset))} and none is {split!r}; name one of them as {setting}."
+            )
+        dataset = dataset[split]
+    if not isinstance(dataset, Iterable):
+        raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
+    return list(dataset)
+
+
+def _several(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:
+    if isinstance(reward, str | dict) or callable(reward):
+        return (reward,)
+    if not isinstance(reward, Iterable):
+        raise UserError(f"The reward is {reward!r}; expected a name, a function, or a list of them.")
+    return tuple(reward)

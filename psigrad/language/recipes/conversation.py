@@ -1,0 +1,102 @@
+"""Multi-turn runs from settings: the environment or the tools, and the rows that they play on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from psigrad.config import OnlineConfig, Placement
+from psigrad.config.language import Played
+from psigrad.errors import UserError
+from psigrad.importing import imported_callable
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.sources import from_rows
+from psigrad.language.recipes import setup
+from psigrad.language.recipes.fleets import fleet
+from psigrad.language.rollout.episodes import environments
+from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
+from psigrad.language.rollout.episodes.environments import InProcess, Playing
+from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, OfRankZero, RayEnvironments
+from psigrad.language.rollout.episodes.tools import ToolBox, schemas
+from psigrad.processes.sandbox import enclosed
+from psigrad.runs.journal import Journal
+
+# Rows of a built-in environment when no dataset was given.
+OWN_ROWS = 2000
+
+
+@contextlib.contextmanager
+def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Episodes | None]:
+    """How episodes are played; None where a completion is all there is.
+
+    psigrad's own games run in this process, a user's environments and tools in workers that can be killed, and all of them on a
+    cluster if the placement says so.
+    """
+    if config.environment and config.tools:
+        raise UserError("Both environment and tools are given; tools are an environment of their own, so leave one of them out.")
+    if not (config.environment or config.tools):
+        yield None
+        return
+    placement: Placement | None = getattr(config, "placement", None)
+    with contextlib.ExitStack() as stack:
+        if placement is None or not placement.environment_actors or journal is None:
+            yield Episodes(stack.enter_context(_playing(config)), config.max_turns)
+            return
+        there = None
+        if journal.world.rank == 0:
+            wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
+            make = partial(_playing, config)
+            actors = fleet(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
+            there = RayEnvironments(stack.enter_context(actors))
+        yield Episodes(OfRankZero(there, journal.world), config.max_turns)
+
+
+def _playing(config: Played) -> Playing:
+    factory: Any = environments.resolve(config.environment) if config.environment else partial(ToolBox, _tools(config))
+    if config.environment and environments.is_ours(config.environment):
+        return InProcess(factory)
+    return EnvironmentPool(
+        factory,
+        timeout=config.environment_timeout,
+        workers=config.environment_workers,
+        memory_gb=config.worker_memory_gb,
+        variables=config.worker_env,
+        prefix=enclosed() if config.environment_sandbox else (),
+    )
+
+
+def _tools(config: Played) -> list[Callable[..., Any]]:
+    return [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
+
+
+def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows: the dataset's, or those that the environment brings along. Tools are offered in every row."""
+    own = own_rows(config, episodes)
+    if own is None:
+        train, held = setup.read_rows(config, "prompt-only")
+    else:
+        held, train = own[: config.evaluation.eval_prompts], own[config.evaluation.eval_prompts :]
+    return offered(config, train), offered(config, held)
+
+
+def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
+    """The rows that the environment brings along, where no dataset was given."""
+    if episodes is None or config.data.dataset:
+        return None
+    made = episodes.playing.rows(OWN_ROWS + config.evaluation.eval_prompts, config.run.seed)
+    return None if made is None else from_rows(made, "prompt-only", "environment").rows
+
+
+def offered(config: Played, rows: Sequence[Row]) -> list[Row]:
+    """The rows with the tools' schemas, which the chat template shows to the model."""
+    if not config.tools:
+        return list(rows)
+    shown = schemas(_tools(config))
+    for row in rows:
+        if isinstance(row.prompt, str):
+            raise UserError(f"{row.source}: the prompt is plain text, and tools need a chat template; give messages.")
+    return [replace(row, columns={**row.columns, "tools": shown}) for row in rows]

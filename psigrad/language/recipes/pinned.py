@@ -1,0 +1,62 @@
+"""What a language model's run pins: its data, models, the user's code, and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from transformers import PreTrainedTokenizerBase
+
+from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.algorithms import resolve_loss, resolve_online
+from psigrad.importing import imported_callable
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.rewards import resolve
+from psigrad.language.rollout.episodes import environments
+from psigrad.records import pins
+from psigrad.runs import session
+
+Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
+
+
+def pinned(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], held: Sequence[Row]) -> dict[str, str]:
+    """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them."""
+    content = {
+        **{
+            name: [[getattr(row, f.name) for f in fields(row) if f.name != "source"] for row in part]
+            for name, part in (("dataset", rows), ("eval_dataset", held))
+        },
+        "tokenizer": tokenizer.get_vocab(),
+        "chat_template": tokenizer.chat_template,
+    }
+    return {**pins.hashes(content), **_models(config), **_code(config), **session.machine(config.run)}
+
+
+def _models(config: Config) -> dict[str, str]:
+    named: dict[str, list[str]] = {}
+    if isinstance(config, PreferenceConfig | OnlineConfig):
+        named["reference"] = [config.reference]
+    if isinstance(config, OnlineConfig):
+        named["critic"] = [config.critic]
+    if not isinstance(config, RewardConfig):
+        named["reward_model"] = list(config.reward_model)
+    found = {name: [pins.model_of(path) for path in paths if path] for name, paths in named.items()}
+    found["model"] = [pins.model_of(config.model.path, config.model.revision)]
+    return {name: " ".join(filter(None, ids)) for name, ids in found.items() if any(ids)}
+
+
+def _code(config: Config) -> dict[str, str]:
+    functions = [] if isinstance(config, RewardConfig) else list(config.reward)
+    functions += [config.evaluation.metric] if config.evaluation.metric else []
+    users: dict[str, list[object]] = {"reward": [resolve(function).function for function in functions]}
+    if isinstance(config, OnlineConfig):
+        users["environment"] = [environments.resolve(config.environment)] if config.environment else []
+        users["tools"] = [imported_callable(tool, "tool") if isinstance(tool, str) else tool for tool in config.tools]
+        algorithm = resolve_online(config.algorithm)
+        users["algorithm"] = [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
+    if isinstance(config, PreferenceConfig):
+        users["algorithm"] = [resolve_loss(config.loss)]
+    if not isinstance(config, RewardConfig) and ":" in config.sampling.sampler:
+        users["sampler"] = [imported_callable(config.sampling.sampler, "sampler")]
+    found = {name: pins.code_of(*objects) for name, objects in users.items()}
+    return {name: digest for name, digest in found.items() if digest is not None}

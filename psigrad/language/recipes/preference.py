@@ -1,0 +1,150 @@
+"""The preference family from settings to a model on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from psigrad.config import PreferenceConfig
+from psigrad.config.algorithms import resolve_loss
+from psigrad.errors import UserError
+from psigrad.language.data import pairs
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.pairs import Answer
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Ids
+from psigrad.language.recipes import loading, setup
+from psigrad.language.recipes.given_model import GivenModel
+from psigrad.language.recipes.sampling import sampler_of
+from psigrad.language.recipes.scorers import evaluator_for, judge_for
+from psigrad.language.training.offline.offline import Generated
+from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
+from psigrad.language.training.offline.task import Task
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
+from psigrad.processes.parallel import sharded
+from psigrad.processes.parallel.world import World
+from psigrad.runs import session
+from psigrad.runs.journal import Journal
+from psigrad.runs.result import Result
+
+
+def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
+    """Train `config.model` on preference rows by `config.loss`; KTO takes unpaired-preference rows.
+
+    The reference's log-probs are computed once, before training, and kept on disk by content; no reference model stays in
+    memory. Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    """
+    loss = resolve_loss(config.loss)
+    setup.check_sampling(config.sampling)
+    with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
+        if (done := session.finished(config, journal)) is not None:
+            return done
+        found = session.newest_checkpoint(journal)
+        rows, held = setup.read_rows(config, "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference")
+        model = loading.load_model(config.model, config.run, found, journal.world, given=given)
+        reference = _reference(config, loss, model, found, journal.world)
+        task = _task(config, loss, model, reference, rows, journal)
+        held_out = _task(config, loss, model, reference, held, journal) if held else None
+        generated = None
+        if held and (config.reward or config.reward_model or config.evaluation.metric):
+            functions = (config.evaluation.metric,) if config.evaluation.metric else None
+            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
+            kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to, world=journal.world)
+            generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
+        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
+
+
+def _reference(
+    config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, found: Path | None, world: World
+) -> LanguageModel | None:
+    """Who gives the reference's log-probs, before the first step: another model, the model itself, or nobody."""
+    if config.reference and not loss.needs_reference:
+        raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove it.")
+    if not (loss.needs_reference or config.evaluation.eval_kl):
+        return None
+    if config.reference:
+        return loading.load_reference(config.reference, model, config, world=world)
+    if model.is_own_reference:
+        return model
+    if found is None and not config.evaluation.eval_kl:
+        return model
+    loaded = loading.load_model(replace(config.model, lora_rank=0), config.run, None, world)
+    if not world.lockstep:
+        return loaded.frozen_copy()
+    loaded.network.requires_grad_(False)
+    return loaded
+
+
+def _task(
+    config: PreferenceConfig,
+    loss: Preference | KahnemanTversky,
+    model: LanguageModel,
+    reference: LanguageModel | None,
+    rows: Sequence[Row],
+    journal: Journal,
+) -> Task:
+    """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
+    limit = setup.token_limit(config, model)
+    if isinstance(loss, KahnemanTversky):
+        judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, limit)
+        setup.refuse_none(config, limit, len(judged), left, journal)
+        answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
+        return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers, journal.world))
+    made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
+    setup.refuse_none(config, limit, len(made), left, journal)
+    if not loss.needs_reference:
+        return PreferenceTask(model, loss, made)
+    known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], journal.world)
+    return PreferenceTask(model, loss, made, known)
+
+
+def _logps(
+    config: PreferenceConfig,
+    reference: LanguageModel | None,
+    prompts: Sequence[Ids],
+    answers: Sequence[Sequence[Answer]],
+    world: World,
+) -> list[list[float]]:
+    """The reference's log-probs, from the disk where they were computed before for the same weights and tokens."""
+    assert reference is not None
+    if not config.cache_reference:
+        return reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
+    cache = Path(os.environ.get("PSIGRAD_CACHE", Path.home() / ".cache" / "psigrad")) / "reference"
+    path = cache / f"{_content(reference, prompts, answers)}.safetensors"
+    held: list[list[float]] | None = None
+    with contextlib.suppress(OSError, SafetensorError):
+        held = load_file(path)["logps"].tolist()
+    if (known := world.same(held)) is not None:
+        return known
+    computed = reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
+    if world.rank:
+        return computed
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, not the run
+        cache.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        save_file({"logps": torch.tensor(computed, dtype=torch.float64)}, beside)
+        os.replace(beside, path)
+    return computed
+
+
+def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
+    """SHA-256 of the reference's weights and of every token."""
+    digest = hashlib.sha256()
+    held = model.network.state_dict().items() if model.root is None else sharded.gathered(model)
+    for name, tensor in sorted(held):
+        if not (model.is_own_reference and "lora_" in name):
+            digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    tokens = [[list(p), [[a.ids, a.mask] for a in group]] for p, group in zip(prompts, answers, strict=True)]
+    digest.update(json.dumps(tokens).encode())
+    return digest.hexdigest()

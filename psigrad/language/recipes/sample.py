@@ -1,0 +1,170 @@
+"""Completions of a model on disk: all of them, the best of each prompt, or pairs; and comparisons out of rankings and ratings."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psigrad import seeds
+from psigrad.config import SampleConfig
+from psigrad.errors import UserError, kind_of
+from psigrad.language.data import preferences
+from psigrad.language.data.preferences import Converted
+from psigrad.language.data.templates import completion_for_reward
+from psigrad.language.recipes import evaluate
+from psigrad.language.rollout.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the rows went, how many; prompts that had nothing to tell (all rewards equal), and completions that were empty."""
+
+    path: Path
+    rows: int
+    ties: int
+    empty: int = 0
+
+
+def run(config: SampleConfig) -> Written:
+    """Sample `num_generations_eval` completions of each prompt, score them, and write rows to `output`.
+
+    keep=all writes every completion with its reward; best the one with the highest reward of each prompt (rejection sampling:
+    train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and `psigrad reward`). Those two leave
+    out empty completions, on which nothing can be trained. Raises `UserError` on mistakes of the user.
+    """
+    if not config.output:
+        raise UserError("No output was given; name a JSONL file with --output (output).")
+    scored = bool(config.reward or config.reward_model or config.environment)
+    if config.keep != "all" and not scored:
+        raise UserError(
+            f"keep={config.keep} chooses completions by their reward, and no reward was given; name one with "
+            "--reward or --reward-model."
+        )
+    sampled = evaluate.sampled(config, scored)
+    size = config.evaluation.num_generations_eval
+    empty = 0 if config.keep == "all" else sum(not _written(t) for t in sampled.trajectories)
+    if config.keep == "pairs" and config.bradley_terry:
+        rows, ties = _judged(sampled, size, config.bradley_terry, config.run.seed), 0
+    else:
+        rows, ties = _rows(config.keep, sampled, size)
+    write_jsonl(Path(config.output), rows)
+    return Written(Path(config.output), len(rows), ties, empty)
+
+
+def _rows(keep: str, sampled: evaluate.Report, size: int) -> tuple[list[dict[str, Any]], int]:
+    made, ties = [], 0
+    for start in range(0, len(sampled.trajectories), size):
+        group = [t for t in sampled.trajectories[start : start + size] if keep == "all" or (t.reward is not None and _written(t))]
+        if keep == "all":
+            made += [_row(t, sampled) | _noted(t) for t in group]
+            continue
+        if not group:
+            continue
+        best, worst = max(group, key=_reward), min(group, key=_reward)
+        if keep == "best":
+            made.append(_row(best, sampled) | {"reward": best.reward})
+        elif _reward(best) > _reward(worst):
+            good, bad = _row(best, sampled), _row(worst, sampled)
+            made.append(_pair(good, bad) | {"score_chosen": best.reward, "score_rejected": worst.reward})
+        else:
+            ties += 1
+    return made, ties
+
+
+def _judged(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -> list[dict[str, Any]]:
+    """Neighbours of each group as pairs, their winner drawn by Bradley–Terry on the rewards: a task whose truth is known."""
+    made = []
+    for start in range(0, len(sampled.trajectories), size):
+        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None and _written(t)]
+        for a, b in zip(group[0::2], group[1::2], strict=False):
+            if a.text == b.text:
+                continue
+            chance = 1 / (1 + math.exp(-steadiness * (_reward(a) - _reward(b))))
+            draw = random.Random(seeds.derive(seed, "preference", a.row, a.k)).random()
+            best, worst = (_row(t, sampled) for t in ((a, b) if draw < chance else (b, a)))
+            made.append(_pair(best, worst))
+    return made
+
+
+def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
+    """A preference row with the columns of the dataset row."""
+    own = {key: value for key, value in best.items() if key != "completion"}
+    return {**own, "chosen": best["completion"], "rejected": worst["completion"]}
+
+
+def _noted(trajectory: Trajectory) -> dict[str, Any]:
+    """What is told of a completion besides itself; `logprob` is the sum over its tokens, where it is known."""
+    own = trajectory.completion
+    known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
+    return {"reward": trajectory.reward, "finish_reason": own.finish_reason, **known}
+
+
+def _written(trajectory: Trajectory) -> bool:
+    """Whether the model wrote anything before it ended."""
+    return bool(trajectory.text or trajectory.messages)
+
+
+def _reward(trajectory: Trajectory) -> float:
+    return trajectory.reward or 0.0
+
+
+def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
+    row = sampled.rows[trajectory.row]
+    own = {key: value for key, value in row.columns.items() if key != "tools"}
+    return {**own, "prompt": row.prompt, "completion": list(trajectory.messages) or completion_for_reward(row, trajectory.text)}
+
+
+def convert(dataset: str, output: str, *, scale: int = 10, tie: float = 0.0) -> tuple[Written, Converted]:
+    """Pairs out of rankings (`ranking`, 1 is best), ratings (`ratings` of several completions), or one `rating` per row.
+
+    Ties are left out and counted. Raises `UserError` naming row and column.
+    """
+    if not dataset or not output:
+        raise UserError("pairs takes --dataset FILE.jsonl and --output FILE.jsonl; one of them is missing.")
+    rows = read_jsonl(dataset)
+    first = rows[0] if rows else {}
+    if "ranking" in first:
+        made = preferences.from_rankings(rows, dataset)
+    elif "ratings" in first:
+        made = preferences.from_ratings(rows, dataset, scale=scale, tie=tie)
+    elif "rating" in first:
+        made = preferences.from_ratings(preferences.grouped(rows, "rating", dataset), dataset, scale=scale, tie=tie)
+    else:
+        found = ", ".join(first) or "none"
+        raise UserError(
+            f"{dataset} has the columns {found}; expected prompt, completions and ranking or ratings, or a rating per row."
+        )
+    write_jsonl(Path(output), made.rows)
+    return Written(Path(output), len(made.rows), made.ties), made
+
+
+def read_jsonl(path: str) -> list[dict[str, Any]]:
+    """Raw rows of a JSONL file, before they have a form."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    rows = []
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{i} is not JSON ({error}).") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{i} is {kind_of(row)}; expected an object with named columns.")
+        rows.append(row)
+    return rows
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error

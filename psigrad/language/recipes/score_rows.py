@@ -1,0 +1,109 @@
+"""What reward functions give to completions that are there already: before any training, to see whether a reward is right."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from psigrad.config import Reward
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Form, Row
+from psigrad.language.data.sources import from_rows, load
+from psigrad.language.data.templates import Example, example
+from psigrad.language.recipes.model_source import refuse_run
+from psigrad.language.rewards import RewardPool, resolve
+from psigrad.language.rewards.builtin import Length, SoftOverlong
+from psigrad.language.rewards.outcomes import Failed, Result, Samples, Scored
+
+FORM: Form = "prompt-completion"
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """The reward of one row."""
+
+    source: str
+    """File and line, or the number of the row."""
+    result: Result
+    """`Scored` with the parts, `Failed` or `Unscored` with the reason."""
+    seconds: float
+    """How long the functions took, with the way to the worker process and back."""
+
+    def row(self) -> dict[str, Any]:
+        """As a line of JSON: source, status, reward, parts, reason, seconds."""
+        about: dict[str, Any] = {"source": self.source, "status": type(self.result).__name__.lower()}
+        about["reward"] = self.result.value if isinstance(self.result, Scored | Failed) else None
+        if isinstance(self.result, Scored | Failed):
+            about["parts"] = self.result.parts
+        if not isinstance(self.result, Scored):
+            about["reason"] = self.result.reason
+        return {**about, "seconds": round(self.seconds, 6)}
+
+
+def score(
+    rewards: Sequence[Reward],
+    rows: str | Iterable[Mapping[str, Any]],
+    *,
+    weights: Sequence[float] = (),
+    split: str = "test",
+    tokenizer: str = "",
+    timeout: float = 10.0,
+) -> list[RowScore]:
+    """What the reward functions give to each prompt-completion row, in order and one row after the other, in a worker process.
+
+    `rows` is a file, folder or hub dataset, or rows from Python; columns beside prompt and completion go to the functions.
+    `tokenizer` names a model whose tokens the functions are shown as `completion_ids`; without one they are empty. Raises
+    `UserError` where a reward counts tokens and no tokenizer is given.
+    """
+    if not rewards:
+        raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")
+    specs = [resolve(reward) for reward in rewards]
+    counting = [spec.name for spec in specs if isinstance(spec.function, Length | SoftOverlong)]
+    if counting and not tokenizer:
+        raise UserError(f"The reward {counting[0]} counts tokens; name the model whose tokenizer counts them with --tokenizer.")
+    named = isinstance(rows, str | os.PathLike)
+    if named and not rows:
+        raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
+    read = load(str(rows), form=FORM, split=split) if named else from_rows(list(rows), FORM)
+    names = sorted({name for row in read.rows for name in row.columns})
+    ids_of = _ids(tokenizer)
+    found = []
+    with RewardPool(specs, weights=weights, timeout=timeout) as pool:
+        for row in read.rows:
+            scoring = pool.begin()
+            start = time.perf_counter()
+            columns = {name: [row.columns.get(name)] for name in names}
+            scoring.add(Samples([row.prompt], [row.completion], [ids_of(row)], columns))
+            (result,) = scoring.results()
+            found.append(RowScore(row.source, result, time.perf_counter() - start))
+    return found
+
+
+def summary(scores: Sequence[RowScore]) -> str:
+    """One line: how many were scored, their mean, and how long a row took."""
+    values = [s.result.value for s in scores if isinstance(s.result, Scored | Failed)]
+    failed = sum(isinstance(s.result, Failed) for s in scores)
+    mean = f"mean reward {sum(values) / len(values):.4g}" if values else "no reward"
+    slow = sorted(s.seconds for s in scores)[len(scores) // 2] if scores else 0.0
+    return f"{len(scores)} rows: {mean}, {failed} failed, {len(scores) - len(values)} unscored, {1000 * slow:.2g} ms for a row"
+
+
+def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
+    """The tokens of a row's completion."""
+    if not tokenizer:
+        return lambda row: []
+    refuse_run(tokenizer)
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"The tokenizer of {tokenizer!r} cannot be read; name a model's folder or a hub model.") from error
+    return lambda row: [token for token, own in _learned(example(loaded, row)) if own]
+
+
+def _learned(whole: Example) -> Iterator[tuple[int, bool]]:
+    return zip(whole.ids, whole.mask, strict=True)

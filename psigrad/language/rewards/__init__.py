@@ -1,0 +1,23 @@
+"""Rewards: TRL's signature, typed results, and the processes that run them. Imports no torch, so that workers start at once."""
+
+from __future__ import annotations
+
+from psigrad.language.rewards.outcomes import Failed, Failure, Result, RewardError, Samples, Scored, Scorer, Scoring, Unscored
+from psigrad.language.rewards.pool import RewardPool, check_unscored
+from psigrad.language.rewards.resolve import RewardSpec, resolve
+
+__all__ = [
+    "Failed",
+    "Failure",
+    "Result",
+    "RewardError",
+    "RewardPool",
+    "RewardSpec",
+    "Samples",
+    "Scored",
+    "Scorer",
+    "Scoring",
+    "Unscored",
+    "check_unscored",
+    "resolve",
+]

@@ -1,0 +1,71 @@
+"""From what a user writes to a reward function: a built-in's name, module:function, a mapping with parameters, or a callable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from psigrad.compat.trl_values import REWARDS
+from psigrad.errors import UserError, kind_of, nearest
+from psigrad.importing import imported_callable, with_colon
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSpec:
+    """A reward function and the name its figures are logged under."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -> RewardSpec:
+    """The reward function that is meant.
+
+    "exact" is a built-in, "module:function" the user's own (the current folder is importable; TRL writes "module.function"),
+    {"reward": "soft_overlong", "max_completion_length": 256} a built-in with parameters. Raises `UserError` for what does not
+    exist, with the nearest name.
+    """
+    if isinstance(reward, RewardSpec):
+        return reward
+    if isinstance(reward, Mapping):
+        return _with_parameters(dict(reward))
+    if callable(reward):
+        return RewardSpec(name_of(reward), reward)
+    if not isinstance(reward, str):
+        raise UserError(f"The reward {reward!r} is {kind_of(reward)}; give a name, module:function or a function.")
+    if ":" in reward:
+        return RewardSpec(reward.rpartition(":")[2], imported_callable(reward, "reward"))
+    from psigrad.language.rewards import builtin
+
+    if reward not in builtin.NAMES:
+        if (own := with_colon(reward)) != reward:
+            return resolve(own)
+        known, trls = ", ".join(builtin.NAMES), f"; TRL's is trl.rewards:{reward}" if reward in REWARDS else ""
+        raise UserError(
+            f"There is no built-in reward {reward!r}; expected one of {known} or "
+            f"module:function{trls or nearest(reward, builtin.NAMES)}"
+        )
+    return RewardSpec(reward, builtin.NAMES[reward])
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's own name, or its class's."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _with_parameters(mapping: dict[str, Any]) -> RewardSpec:
+    name = mapping.pop("reward", None)
+    if name is None:
+        raise UserError(f"The reward {mapping!r} has no 'reward'; write it as {{reward: name, parameter: value}}.")
+    base = resolve(name)
+    if not mapping:
+        return base
+    kind = type(base.function)
+    if not dataclasses.is_dataclass(kind):
+        raise UserError(f"The reward {name!r} takes no parameters and got {', '.join(mapping)}.")
+    known = [f.name for f in dataclasses.fields(kind)]
+    for key in mapping:
+        if key not in known:
+            raise UserError(f"The reward {name!r} has no parameter {key!r}; expected {', '.join(known)}{nearest(key, known)}")
+    return RewardSpec(base.name, dataclasses.replace(base.function, **mapping))

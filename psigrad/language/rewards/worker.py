@@ -1,0 +1,179 @@
+"""What a worker does for rewards: calls the functions, and makes of each return an answer that JSON can hold."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from psigrad.errors import kind_of
+from psigrad.language.rewards.outcomes import Failure, Unscored
+from psigrad.language.rewards.rubric import Rubric
+from psigrad.processes.workers import unpack
+from psigrad.processes.workers.child import message_of, reason_for
+from psigrad.processes.workers.shipping import Packed
+
+
+class Malformed(ValueError):
+    """A reward function returned what is no reward."""
+
+
+# What one function said of one sample: a number, None (not applicable), a Failure (the policy's fault) or a Malformed (ours).
+Said = float | None | Failure | Malformed
+# What one function said of each sample that it was shown; or why nothing came of the call.
+Answer = list[Said] | str
+
+
+def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[Any]]:
+    """The worker's service for reward functions, given as (name, packed function).
+
+    A request is (which functions, samples); each function's answer is given as soon as it is there.
+    """
+    functions = [(name, unpack(packed)) for name, packed in payload]
+    for _, function in functions:
+        if isinstance(function, Rubric):
+            function.prepare()
+
+    def answer(message: Any) -> Iterator[Any]:
+        asked, samples = message
+        for which in asked:
+            # what one function does to its lists, no other sees
+            name, function = functions[which]
+            yield encoded(answer_of(name, function, copy.deepcopy(samples)))
+
+    return answer
+
+
+def encoded(answer: Answer) -> Any:
+    """An answer as JSON: a reason, or for each sample a number, null, or [kind, text]."""
+    if isinstance(answer, str):
+        return answer
+    return [one if one is None or isinstance(one, float) else [type(one).__name__, str(one)] for one in answer]
+
+
+def decoded(content: Any, count: int) -> Answer:
+    """The inverse of `encoded` for `count` samples. Raises `ValueError` for what is no answer."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or len(content) != count:
+        raise ValueError(f"{count} rewards were expected")
+    return [_one(value) for value in content]
+
+
+def _one(value: Any) -> Said:
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2 and value[0] in ("Failure", "Malformed"):
+        return (Failure if value[0] == "Failure" else Malformed)(str(value[1]))
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise ValueError(f"{value!r} is no reward")
+
+
+def answer_of(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> Answer:
+    """What `function` says of each sample, or the reason why it says nothing.
+
+    Whatever it raises, SystemExit included, is such a reason; only Ctrl-C passes.
+    """
+    try:
+        return call(name, function, samples)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return reason(name, error)
+
+
+def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Said]:
+    """What `function` says of each sample. `samples` has prompts, completions, completion_ids and the columns, as equally
+    long lists.
+
+    Raises what the function raises, and `Malformed` where the return as a whole is no list of rewards. A `Failure` raised for one
+    sample alone is its result; raised for several it does not say which is at fault, and is raised here too.
+    """
+    count = len(samples["completions"])
+    try:
+        returned = function(**_accepted(name, function, samples))
+        if inspect.isawaitable(returned):
+            returned = _finished(returned)
+    except Failure as failure:
+        if count > 1:
+            raise
+        return [Failure(message_of(failure))]
+    tolist = getattr(returned, "tolist", None)  # arrays and tensors, without importing either
+    values = tolist() if callable(tolist) else returned
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
+        raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
+    if len(values) != count:
+        # asked again one by one, such a function could give each the reward of another
+        return [Malformed(f"{name} returned {len(values)} rewards for {count} completions")] * count
+    return [_said(name, value) for value in values]
+
+
+def _finished(returned: Any) -> Any:
+    import asyncio  # a third of a worker's start-up, and few rewards need it
+
+    async def result() -> Any:
+        return await returned
+
+    work: Coroutine[Any, Any, Any] = result()
+    return asyncio.run(work)
+
+
+def _accepted(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
+    """Only the arguments that the function takes, where it does not take all. Raises `Malformed` where one is missing."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return samples
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in samples]:
+        if missing[0] in _TRAINERS:
+            raise Malformed(
+                f"{name} needs {missing[0]!r}, which TRL's trainer gives and psigrad does not: rewards run in processes of their "
+                "own, on completions and columns alone"
+            )
+        columns = ", ".join(column for column in samples if column not in _ALWAYS) or "only prompts"
+        raise Malformed(f"{name} needs the column {missing[0]!r}, which the dataset does not have (found: {columns})")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return samples
+    return {p.name: samples[p.name] for p in parameters if p.name in samples}
+
+
+# What every reward function is given, besides the columns.
+_ALWAYS = ("prompts", "completions", "completion_ids")
+# What TRL's trainer gives them besides.
+_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
+
+
+def _said(name: str, value: Any) -> Said:
+    """One value of a returned list as a plain Python object, which any process can read."""
+    if isinstance(value, Failure):
+        return Failure(message_of(value))
+    if isinstance(value, Unscored):
+        return Malformed(f"{name}: {value.reason}")
+    kind = kind_of(value)
+    item = getattr(value, "item", None)  # a scalar of numpy or torch
+    if callable(item):
+        try:
+            value = item()
+        except (RuntimeError, TypeError, ValueError):
+            return Malformed(f"{name} returned {kind} for one completion; expected a number or None")
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        return Malformed(f"{name} returned {kind} for one completion; expected a number or None")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return Malformed(f"{name} returned {number} for one completion; expected a finite number or None")
+    return number
+
+
+def reason(name: str, error: BaseException) -> str:
+    """Why a function said nothing."""
+    return str(error) if isinstance(error, Malformed) else reason_for(name, error)

@@ -1,0 +1,1 @@
+"""Episodes of several turns: environments, tools, dialogues, and whatever plays behind a server."""

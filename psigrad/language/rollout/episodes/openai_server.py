@@ -1,0 +1,194 @@
+"""A model behind an OpenAI-compatible server (vLLM's, SGLang's, llama.cpp's or a company's) as the one that completes prompts.
+
+Text goes there and text comes back: the server applies its own chat template and knows its own tokens. So it can be measured, and
+its completions written, but nothing can be trained on what it samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psigrad.endpoint import NoAnswerError, ask, pause
+from psigrad.errors import UserError, nearest
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.rollout.types import Completion, FinishReason, SamplingParams
+
+UNKNOWN = -1
+"""Stands for each token of a completion: a server tells how many there were, and not which."""
+# What may be left out of a request to a server that refuses it.
+_OPTIONAL = ("logprobs", "seed")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A completion as text. Its `completion` has one `UNKNOWN` for each token, and log-probs where the server gave them."""
+
+    text: str
+    completion: Completion
+
+
+@dataclass
+class ServedModel:
+    """Asks the server at `url` for completions by `model` ("": the only one that it serves), `concurrency` at a time.
+
+    `key_variable` names the environment variable with its key. A request has `seconds` for its answer, and `attempts` where the
+    server is busy, down or broken.
+    """
+
+    url: str
+    model: str = ""
+    key_variable: str = "OPENAI_API_KEY"
+    seconds: float = 600.0
+    attempts: int = 5
+    concurrency: int = 16
+    _refused: set[str] = field(default_factory=set)
+    """Fields that this server does not take."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"The server {self.url!r} is not an address; it must begin with http:// or https://.")
+        self.url = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+        if not self.url.endswith("/v1") and self.url.count("/") == 2:  # a bare host
+            self.url += "/v1"
+
+    def completions(
+        self, rows: Sequence[Row], seeds: Sequence[Sequence[int]], params: SamplingParams
+    ) -> Iterator[tuple[int, int, Reply]]:
+        """(place of the row, place of the seed, reply) for each seed of each row, as they come.
+
+        Raises `UserError` where the server can't be reached, refuses, or gives no answer in all attempts.
+        """
+        self.model = self.model or self._only_model()
+        places = [(i, k) for i, own in enumerate(seeds) for k in range(len(own))]
+        waiting, done, stop = iter(places), queue.Queue[tuple[int, int, Reply | BaseException]](), threading.Event()
+        lock = threading.Lock()
+
+        def work() -> None:
+            while not stop.is_set():
+                with lock:
+                    place = next(waiting, None)
+                if place is None:
+                    return
+                i, k = place
+                try:
+                    done.put((i, k, self._complete(rows[i], seeds[i][k], params, stop)))
+                except BaseException as error:
+                    done.put((i, k, error))
+
+        # daemons: whoever stops waits for no answer that is still to come
+        for _ in range(min(self.concurrency, len(places))):
+            threading.Thread(target=work, name="a request to the server", daemon=True).start()
+        try:
+            for _ in places:
+                i, k, found = done.get()
+                if isinstance(found, BaseException):
+                    raise found
+                yield i, k, found
+        finally:
+            stop.set()
+
+    def _complete(self, row: Row, seed: int, params: SamplingParams, stop: threading.Event) -> Reply:
+        chat = not isinstance(row.prompt, str)
+        path, body = ("chat/completions" if chat else "completions"), self._body(row, seed, params)
+        found = self._ask(path, body, stop)
+        try:
+            choice = found["choices"][0]
+            text = choice["message"]["content"] if chat else choice["text"]
+            logprobs = _logprobs(choice.get("logprobs"))
+            count = (found.get("usage") or {}).get("completion_tokens", len(logprobs))
+            reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
+            ids = (UNKNOWN,) * int(count)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            shown = json.dumps(found)[:200]
+            raise UserError(f"{self.url} answered in another form than OpenAI's ({type(error).__name__}): {shown}") from error
+        return Reply(str(text or ""), Completion(ids, logprobs, logprobs, reason, seed))
+
+    def _body(self, row: Row, seed: int, params: SamplingParams) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": params.max_tokens, "temperature": params.temperature}
+        if isinstance(row.prompt, str):
+            body |= {"prompt": row.prompt, "logprobs": 1}
+        else:
+            tools = row.columns.get("tools")
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            body |= {"messages": row.prompt, "logprobs": True, **({"tools": tools} if tools else {})}
+        # a small one: some servers keep 32 bits of it
+        body |= {"top_p": params.top_p, "seed": seed % 2**31}
+        beyond = {"top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids)}
+        return {**body, **{name: value for name, value in beyond.items() if value}}
+
+    def _ask(self, path: str, body: dict[str, Any], stop: threading.Event) -> Any:
+        attempt = 0
+        while True:
+            sent = {name: value for name, value in body.items() if name not in self._refused}
+            if "max_tokens" in self._refused:
+                sent["max_completion_tokens"] = body["max_tokens"]
+            try:
+                return ask(f"{self.url}/{path}", sent, key=os.environ.get(self.key_variable, ""), seconds=self.seconds)
+            except NoAnswerError as error:
+                if error.status in (400, 422) and (names := _named(str(error), sent)):
+                    self._refused |= names
+                    continue
+                attempt += 1
+                if stop.is_set() or not error.again or attempt >= self.attempts:
+                    raise self._failure(error, attempt) from error
+                time.sleep(pause(attempt - 1, error))
+
+    def _failure(self, error: NoAnswerError, attempts: int) -> UserError:
+        if error.status in (401, 403):
+            has = "is set" if os.environ.get(self.key_variable) else "is not set"
+            return UserError(
+                f"{self.url} refuses the key ({error}); the environment variable {self.key_variable} {has}. Set it, or name "
+                "another with --server-key-variable."
+            )
+        if error.status == 404:
+            served = self._served()
+            if served and self.model not in served:
+                hint = nearest(self.model, served)
+                return UserError(f"{self.url} has no model {self.model!r}; it has {', '.join(sorted(served)[:10])}{hint or '.'}")
+        tried = f" in {attempts} attempts" if error.again else ""
+        return UserError(f"{self.url} gave no completion{tried} ({error}).")
+
+    def _served(self) -> list[str]:
+        """The names of the models there; none where it does not tell."""
+        try:
+            found = ask(f"{self.url}/models", key=os.environ.get(self.key_variable, ""), seconds=min(30.0, self.seconds))
+            return [str(one["id"]) for one in found["data"]]
+        except (NoAnswerError, KeyError, TypeError):
+            return []
+
+    def _only_model(self) -> str:
+        for attempt in range(self.attempts):
+            try:
+                found = ask(f"{self.url}/models", key=os.environ.get(self.key_variable, ""), seconds=min(30.0, self.seconds))
+                break
+            except NoAnswerError as error:
+                if not error.again or attempt + 1 == self.attempts:
+                    raise self._failure(error, attempt + 1) from error
+                time.sleep(pause(attempt, error))
+        served = [str(one.get("id")) for one in found.get("data", ())]
+        if len(served) != 1:
+            names = f" ({', '.join(served[:10])})" if served else ""
+            raise UserError(f"{self.url} tells of {len(served)} models{names}; name the one that you mean with --model.")
+        return served[0]
+
+
+def _logprobs(found: Any) -> tuple[float, ...]:
+    """Log-probs of the tokens, in the forms of chat and of plain completions; none where there are none."""
+    if not found:
+        return ()
+    values = [one["logprob"] for one in found["content"] or ()] if "content" in found else found.get("token_logprobs") or ()
+    return tuple(float(value) for value in values)
+
+
+def _named(message: str, sent: dict[str, Any]) -> set[str]:
+    """The optional fields that a refusal names."""
+    if "max_completion_tokens" in message and "max_tokens" in sent:
+        return {"max_tokens"}
+    return {name for name in _OPTIONAL if name in message and name in sent}

@@ -1,0 +1,1 @@
+"""Who produces completions: the embedded sampler, transformers' generate, vLLM, Ray, a scripted fake."""

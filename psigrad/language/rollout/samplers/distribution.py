@@ -1,0 +1,131 @@
+"""The distribution a token is drawn from, and the draw itself by a counter-based uniform number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psigrad import seeds
+from psigrad.language.models.logprobs import upcast
+from psigrad.language.models.native.kernels import kernels
+from psigrad.language.rollout.types import SamplingParams
+
+# Tokens of a large vocabulary that are summed together.
+_BLOCK = 1024
+
+# Logits that tensor operations take at once on a CPU: their float64 sums then stay in the caches and in the allocator's hands.
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens [B], the policy's log-prob of each (temperature only) [B], and the one under the filtered distribution [B]."""
+
+    ids: Tensor
+    logprobs: Tensor
+    sampling_logprobs: Tensor
+
+
+def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits [B, V], already divided by the temperature, with -inf where top-k, top-p and min-p forbid.
+
+    Each filter sees what the one before it left, in transformers' order. Ties at the top-k threshold are all kept; top-p
+    keeps the smallest set whose probability reaches p, and always one token (Holtzman et al. 2020); min-p keeps p >= min_p ·
+    max p (Nguyen et al. 2024).
+    """
+    if params.top_k and params.top_k < logits.shape[-1]:
+        threshold = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if params.top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        drop = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        drop[:, -1] = False
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    if params.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
+    """One token per row of logits [B, V]: the inverse of the cumulative distribution at u(seed, counter).
+
+    Row i depends on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far) only. At temperature 0 the most
+    probable token is taken: then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
+    """
+    if logits.device.type != "cpu":
+        return _draw(logits, params, seeds_u64, counter)
+    native = kernels()
+    if not isinstance(native, str) and not params.filtered and params.temperature > 0 and logits.dtype in native.dtypes:
+        u = torch.from_numpy(seeds.uniform(seeds_u64, counter))
+        ids, logq = native.draw(logits.contiguous(), u, params.temperature)
+        return Drawn(ids, logq, logq)
+    rows = max(1, _AT_ONCE // logits.shape[1])
+    starts = range(0, max(len(logits), 1), rows)
+    parts = [_draw(logits[i : i + rows], params, seeds_u64[i : i + rows], counter[i : i + rows]) for i in starts]
+    return Drawn(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Drawn)))
+
+
+def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
+    """`draw` in tensor operations."""
+    logits = upcast(logits)
+    if params.temperature not in (0.0, 1.0):
+        logits = logits / params.temperature
+    if params.temperature == 0:
+        ids = logits.argmax(-1)
+        return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
+    kept = filtered(logits, params) if params.filtered else logits
+    weights, normaliser = _weights(kept)
+    u = torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None]
+    ids = inverse(weights, u)
+    logq = _at(kept, ids) - normaliser
+    return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1) if params.filtered else logq, logq)
+
+
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logits − their maximum) [B, V] and log Σ exp(logits) [B]."""
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    return weights, top[:, 0] + weights.sum(-1).log()
+
+
+def inverse(weights: Tensor, u: Tensor) -> Tensor:
+    """The first place [B] whose cumulative weight exceeds u [B, 1] · the total, of weights [B, V] >= 0 in any scale.
+
+    A large vocabulary is summed in blocks and looked at only inside the block that is hit: a tenth of the time.
+    """
+    batch, size = weights.shape
+    if size <= 2 * _BLOCK:
+        return _first_above(weights, lambda total: u * total)
+    blocks = torch.nn.functional.pad(weights, (0, -size % _BLOCK)).view(batch, -1, _BLOCK)
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = u * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min_(0)), 0.0)
+    inside = blocks[torch.arange(batch, device=weights.device), block[:, 0]]
+    ids = block[:, 0] * _BLOCK + _first_above(inside, lambda total: target - before)
+    # what rounding leaves over may point behind all weights: then the last that counts is meant
+    lost = ~(weights.gather(1, ids.clamp_max(size - 1)[:, None])[:, 0] > 0)
+    return torch.where(lost, _last(weights), ids) if lost.any() else ids
+
+
+def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
+    """The first place whose cumulative weight is above target(total) [B, 1], at most the last that has any weight."""
+    # float64: a float32 sum over a large vocabulary would make rare tokens unreachable
+    sums = weights.double().cumsum(-1)
+    ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]
+    # u · total may round up to the total itself
+    return torch.minimum(ids, _last(weights)) if (ids == weights.shape[1]).any() else ids
+
+
+def _last(weights: Tensor) -> Tensor:
+    """The last place [B] with any weight."""
+    return weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
+
+
+def _at(values: Tensor, ids: Tensor) -> Tensor:
+    return values.gather(-1, ids[:, None])[:, 0]

@@ -1,0 +1,233 @@
+"""psigrad's own sampler: it decodes with the very model that trains, so there are no weights to copy and no second arithmetic."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from psigrad.errors import UserError
+from psigrad.language.models.attention import PackedLayout
+from psigrad.language.models.fused.activation_cache import ActivationCache, CachedCompletion
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups, on_device, pack
+from psigrad.language.rollout.episodes.dialogue import CachedDialogue
+from psigrad.language.rollout.samplers.cache import KVCache
+from psigrad.language.rollout.samplers.distribution import draw
+from psigrad.language.rollout.samplers.graphs import Recorded
+from psigrad.language.rollout.samplers.shared_cache import SharedCache
+from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
+
+
+class EmbeddedSampler(Sampler):
+    """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at
+    once, waiting groups enter as slots come free.
+
+    A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
+    matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
+    and replayed, on a GPU.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        max_batch: int = 256,
+        progress: Callable[[int], None] | None = None,
+        cuda_graphs: bool = False,
+    ) -> None:
+        self.model, self.max_batch, self.progress, self.cuda_graphs = model, max_batch, progress, cuda_graphs
+
+    @torch.inference_mode()
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`. The rows of `cache` are named when the last request is complete.
+
+        Raises `UserError` where a prompt leaves no room for `max_tokens`.
+        """
+        check_room(self.model, requests, params)
+        self.model.switch(training=False)
+        batch = _Batch(self.model, requests, params, self.max_batch, self.cuda_graphs, self.model.usable(cache))
+        yield batch.completed()
+        while batch.waiting or batch.sequences.size:
+            batch.admit()
+            yield batch.completed()
+            while batch.sequences.size and not batch.can_admit():
+                batch.decode()
+                if self.progress is not None:
+                    self.progress(batch.sequences.size)
+                yield batch.completed()
+        batch.name_rows()
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`. With the fused decoder, and slots for all, keys and values stay from turn to turn."""
+        if self.model.decoder is None or len(prompts) > self.max_batch:
+            return super().dialogue(prompts, params)
+        check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
+        return CachedDialogue(self.model, self.model.decoder, prompts, params)
+
+    @torch.inference_mode()
+    def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
+        """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
+        check_room(self.model, [request], params)
+        self.model.switch(training=False)
+        batch = _Batch(self.model, [request], params, 1, self.cuda_graphs, None)
+        batch.admit()
+        for place in range(params.max_tokens):
+            yield int(batch.ids[0, place])
+            if not batch.sequences.size:
+                return
+            batch.decode()
+
+
+def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:
+    """Refuse empty prompts and prompts that would run past the model's positions."""
+    for request in requests:
+        if not request.prompt_ids:
+            raise UserError("A prompt has no tokens; give it some text or a tokenizer with a BOS token.")
+        if len(request.prompt_ids) + params.max_tokens > model.max_length:
+            raise UserError(
+                f"A prompt of {len(request.prompt_ids)} tokens and max_completion_length {params.max_tokens} exceed the model's "
+                f"{model.max_length} positions; lower max_completion_length or set max_prompt_length."
+            )
+
+
+class _Batch:
+    """The state of one call: what waits, what is being decoded (aligned with the cache's slots), what has been written."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        requests: list[Request],
+        params: SamplingParams,
+        max_batch: int,
+        cuda_graphs: bool,
+        cache: ActivationCache | None,
+    ) -> None:
+        self.model, self.requests, self.params, self.max_batch = model, requests, params, max_batch
+        self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
+        self.seeds = np.array([s for r in requests for s in r.seeds], dtype=np.uint64)
+        firsts = np.cumsum([0] + [len(r.seeds) for r in requests])
+        # a group wider than the batch enters in pieces
+        self.waiting = deque(
+            (r, np.arange(start, min(start + max_batch, firsts[r + 1])))
+            for r in range(len(requests))
+            for start in range(firsts[r], firsts[r + 1], max_batch)
+        )
+        self.firsts = firsts
+        slots = min(max_batch, len(self.seeds))
+        longest = max(len(r.prompt_ids) for r in requests) + params.max_tokens
+        self.cache: KVCache | SharedCache = KVCache(slots, longest)
+        if model.decoder is not None:
+            decoder = model.decoder
+            self.cache = SharedCache(slots, params.max_tokens, len(decoder.layers), decoder.heads, decoder.dtype)
+        self.recorded: Recorded | None = None
+        if cuda_graphs and isinstance(self.cache, KVCache):
+            self.recorded = Recorded(model, self.cache)
+        self.sequences = np.zeros(0, dtype=np.int64)
+        self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
+        self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
+        self.counts = np.zeros(len(self.seeds), dtype=np.int64)
+        self.stopped = np.zeros(len(self.seeds), dtype=bool)
+        self.owner = np.repeat(np.arange(len(requests)), np.diff(firsts))
+        # completions that each request still lacks, and the requests that lack none since they were last asked for
+        self.lacking, self.complete = np.diff(firsts), [r for r in range(len(requests)) if not requests[r].seeds]
+        self.kept = cache
+        # where each prompt's first token and each written token but the last went among the kept rows
+        self.prompt_rows: dict[int, int] = {}
+        self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None
+
+    def can_admit(self) -> bool:
+        return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
+
+    def admit(self) -> None:
+        """Prefill the waiting groups that fit, draw their first tokens."""
+        groups = []
+        room = self.max_batch - self.sequences.size
+        while self.waiting and len(self.waiting[0][1]) <= room:
+            groups.append(self.waiting.popleft())
+            room -= len(groups[-1][1])
+        inputs = pack(Groups([self.requests[r].prompt_ids for r, _ in groups], [[] for _ in groups]), self.model.device)
+        assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
+        copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)
+        keep = self._keep()
+        if keep is not None:
+            lengths = [len(self.requests[r].prompt_ids) for r, _ in groups]
+            starts = np.cumsum([keep.next_row(sum(lengths)), *lengths])
+            self.prompt_rows |= {r: int(start) for (r, _), start in zip(groups, starts, strict=False)}
+        prefill, ends = self.cache.prefill(inputs.layout, copies), inputs.prefix_ends
+        hidden = self.model.forward(inputs.input_ids, inputs.position_ids, prefill, keep, wanted=ends)
+        logits = self.model.head(hidden).index_select(0, copies)
+        new = np.concatenate([members for _, members in groups])
+        before = self.sequences.size
+        self.sequences = np.concatenate([self.sequences, new])
+        self._write(logits, new, before)
+
+    def decode(self) -> None:
+        """One token for every sequence in the batch."""
+        last = on_device(self.ids[self.sequences, self.counts[self.sequences] - 1], self.model.device)
+        if self.recorded is not None:
+            self._write(self.recorded.logits(last), self.sequences, 0)
+            return
+        step = self.cache.decode()
+        keep = self._keep()
+        if keep is not None and self.rows is not None:
+            count = self.sequences.size
+            self.rows[self.sequences, self.counts[self.sequences] - 1] = keep.next_row(count) + np.arange(count)
+        hidden = self.model.forward(last[:, None], step.positions[:, None], step, keep)
+        self._write(self.model.head(hidden[:, 0]), self.sequences, 0)
+
+    def _keep(self) -> ActivationCache | None:
+        """Where this forward pass is to be kept, while there is room."""
+        return self.kept if self.kept is not None and self.kept.open else None
+
+    def name_rows(self) -> None:
+        """Say which kept rows are whose."""
+        if self.kept is None or self.rows is None or not self.kept.open:
+            return
+        rows, logps = self.rows, self.logprobs[0]
+        self.kept.set_head(self.model.network.get_output_embeddings().weight, self.params.temperature or 1.0)
+        for r, request in enumerate(self.requests):
+            start, members = self.prompt_rows[r], range(self.firsts[r], self.firsts[r + 1])
+            own = [
+                CachedCompletion(tuple(self.ids[i, :n].tolist()), rows[i, : max(n - 1, 0)], logps[i, :n])
+                for i, n in zip(members, self.counts[members].tolist(), strict=True)
+            ]
+            self.kept.register(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
+
+    def _write(self, logits: torch.Tensor, sequences: np.ndarray, before: int) -> None:
+        """Draw and record a token for `sequences`, which stand in the slots from `before` on; let go of those that end."""
+        counts = self.counts[sequences]
+        drawn = draw(logits, self.params, self.seeds[sequences], counts)
+        ids = drawn.ids.cpu().numpy()
+        self.ids[sequences, counts] = ids
+        self.logprobs[0, sequences, counts] = drawn.logprobs.cpu().numpy()
+        self.logprobs[1, sequences, counts] = drawn.sampling_logprobs.cpu().numpy()
+        self.counts[sequences] += 1
+        self.stopped[sequences] = (ids[:, None] == self.stops).any(1)
+        ended = self.stopped[self.sequences] | (self.counts[self.sequences] == self.params.max_tokens)
+        if ended.any():
+            owners = self.owner[self.sequences[ended]]
+            np.subtract.at(self.lacking, owners, 1)
+            self.complete += sorted({r for r in owners.tolist() if not self.lacking[r]})
+            order = self.cache.remove(torch.from_numpy(ended).to(self.model.device))
+            self.sequences = self.sequences[order.cpu().numpy()]
+
+    def completed(self) -> list[tuple[int, list[Completion]]]:
+        """The requests that have become complete since the last call, with what was written."""
+        places, self.complete = self.complete, []
+        return [(r, [self._completion(i) for i in range(self.firsts[r], self.firsts[r + 1])]) for r in places]
+
+    def _completion(self, i: int) -> Completion:
+        count = self.counts[i]
+        return Completion(
+            ids=tuple(self.ids[i, :count].tolist()),
+            logprobs=tuple(self.logprobs[0, i, :count].tolist()),
+            sampling_logprobs=tuple(self.logprobs[1, i, :count].tolist()),
+            finish_reason="stop" if self.stopped[i] else "length",
+            seed=int(self.seeds[i]),
+        )

@@ -1,0 +1,54 @@
+"""The samplers by name. One of your own is "module:Class" or "file.py:Class": a `Sampler` made from (model, settings)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from psigrad.config import Sampling
+from psigrad.errors import UserError, kind_of, nearest
+from psigrad.importing import imported_callable
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Sampler
+
+NAMES = ("embedded", "transformers", "vllm")
+
+
+def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | None = None) -> Sampler:
+    """The sampler that the settings ask for. Models that cannot run packed are sampled by transformers in place of ours.
+
+    `tell(kind, text, **fields)` hears of what it has to cope with; without it that is printed. Close the sampler after use.
+
+    Raises `UserError` for an unknown name, and for what the machine or the model cannot do.
+    """
+    name = sampling.sampler
+    if ":" in name:
+        made = imported_callable(name, "sampler")(model, sampling)
+        if not isinstance(made, Sampler):
+            raise UserError(f"The sampler {name!r} made {kind_of(made)}; expected a psigrad.language.rollout.types.Sampler.")
+        return made
+    if name not in NAMES:
+        raise UserError(f"There is no sampler {name!r}; expected one of {', '.join(NAMES)} or module:Class{nearest(name, NAMES)}")
+    if name != "vllm" and (sampling.vllm_sleep or sampling.tensor_parallel_size > 1):
+        raise UserError(
+            f"sampling.vllm_sleep and sampling.tensor_parallel_size are vLLM's and the sampler is {name}; leave them out, or "
+            "sample with sampler=vllm."
+        )
+    if name == "vllm":
+        from psigrad.language.rollout.samplers.vllm_backend import VLLMSampler
+
+        return VLLMSampler(
+            model,
+            sampling.max_decode_batch,
+            memory=sampling.vllm_memory,
+            tensor_parallel_size=sampling.tensor_parallel_size,
+            sleep=sampling.vllm_sleep,
+            tell=tell,
+        )
+    if name == "transformers" or model.why_padded:
+        from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
+
+        return TransformersSampler(model, sampling.max_decode_batch)
+    if sampling.cuda_graphs and model.device.type != "cuda":
+        raise UserError(f"sampling.cuda_graphs is for GPUs and the model is on {model.device}; leave it off.")
+    return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)

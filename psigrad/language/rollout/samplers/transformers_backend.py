@@ -1,0 +1,92 @@
+"""transformers' own `generate` behind the `Sampler` protocol: slower, and an independent check of the embedded sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.distribution import draw
+from psigrad.language.rollout.samplers.embedded import check_room
+from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
+
+
+class _Drawer(LogitsProcessor):
+    """Draws by our counter-based numbers and leaves generate's greedy search no other choice, so both samplers write the same
+    text.
+    """
+
+    def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:
+        self.params, self.seeds = params, seeds
+        self.logprobs: list[Tensor] = []
+        self.sampling_logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        drawn = draw(scores, self.params, self.seeds, np.full(len(self.seeds), len(self.logprobs)))
+        self.logprobs.append(drawn.logprobs)
+        self.sampling_logprobs.append(drawn.sampling_logprobs)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
+
+
+class TransformersSampler(Sampler):
+    """Left-padded batches of at most `max_batch` sequences through `model.generate`."""
+
+    exact = True
+
+    def __init__(self, model: LanguageModel, max_batch: int = 256) -> None:
+        self.model, self.max_batch = model, max_batch
+
+    @torch.inference_mode()
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`: all in one step. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+        check_room(self.model, requests, params)
+        self.model.as_transformers().eval()
+        flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
+        done = iter(
+            [c for i in range(0, len(flat), self.max_batch) for c in self._generate(flat[i : i + self.max_batch], params)]
+        )
+        yield [(place, [next(done) for _ in request.seeds]) for place, request in enumerate(requests)]
+
+    @torch.inference_mode()
+    def stream(self, request: Request, params: SamplingParams) -> Iterator[int]:
+        """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
+        check_room(self.model, [request], params)
+        self.model.as_transformers().eval()
+        stops = {*self.model.eos_token_ids, *params.stop_token_ids}
+        seed, cache = np.array(request.seeds, dtype=np.uint64), None
+        ids = torch.tensor([request.prompt_ids], device=self.model.device)
+        for place in range(params.max_tokens):
+            out = self.model.as_transformers()(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = draw(out.logits[:, -1], params, seed, np.array([place])).ids[:, None], out.past_key_values
+            yield int(ids)
+            if int(ids) in stops:
+                return
+
+    def _generate(self, batch: list[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:
+        stops = sorted({*self.model.eos_token_ids, *params.stop_token_ids})
+        width = max(len(prompt) for prompt, _ in batch)
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in batch], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=self.model.device)
+        drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
+        # the model's own generation config may hold sampling settings (top_k 20 in Qwen3's): only ours may act
+        config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
+        generate: Any = self.model.as_transformers().generate
+        out = generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
+        tokens = out[:, width:].tolist()
+        logprobs, sampling = (torch.stack(x, 1).float().tolist() for x in (drawer.logprobs, drawer.sampling_logprobs))
+        return [_completion(tokens[i], logprobs[i], sampling[i], set(stops), seed) for i, (_, seed) in enumerate(batch)]
+
+
+def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
+    """Cut after the first stop token; what generate wrote behind it is padding."""
+    count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
+    reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
+    return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

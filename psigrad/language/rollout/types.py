@@ -1,0 +1,198 @@
+"""What a rollout is: token ids in, token ids out. Text is derived from it for people and verifiers and never comes back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from psigrad.language.models.fused.activation_cache import ActivationCache
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the seeds of the completions wanted for it; `len(seeds)` is the group size."""
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion.
+
+    `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after
+    temperature, top-k, top-p, min-p); `logprobs[t]` is the policy's own, after temperature only, which is what the trainer
+    recomputes.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sampling_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    seed: int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The distribution that tokens are drawn from, and when a completion ends.
+
+    The filters act in the order of transformers: temperature, top_k, top_p, min_p. `temperature` 0 is greedy.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, ok, expected in (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} is {value}; it must be {expected}.")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter may forbid tokens, so that they are drawn from another distribution than the policy's."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class Sampler(ABC):
+    """Who samples: the embedded sampler, transformers' generate, vLLM, or one of your own (see `samplers.py`)."""
+
+    exact: bool = False
+    """Whether its log-probs are those of the trainer's own forward pass in float32, to rounding. Then a batch that is trained on
+    in several passes need not be run forward again first."""
+
+    central: bool = False
+    """Whether one process has it sample for all that train together, instead of each its share."""
+
+    @abstractmethod
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """Sample, and after each step tell the places of the requests that it completed, with their completions.
+
+        A sampler that runs the trainer's own weights may fill `cache` with what it computes.
+        """
+
+    def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+        """The completions of each request, in the order of the requests and of their seeds."""
+        done = dict(complete for step in self.steps(requests, params) for complete in step)
+        return [done[place] for place in range(len(requests))]
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """Episodes of several turns that begin with these prompts; those of a group stand together."""
+        return RestartedDialogue(self, prompts, params)
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what it holds besides memory of this process; it samples no more."""
+
+    def snapshot(self) -> Sampler:
+        """A sampler of the trainer's weights of now: this one, after taking them over where it has a copy of its own. All
+        processes that train together call it, before any of them samples.
+        """
+        return self
+
+
+class Dialogue(ABC):
+    """Episodes under way, by their place among the prompts."""
+
+    @abstractmethod
+    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
+        """The next turn of the policy in the episodes that go on: to the tokens that each has heard since its last turn, and the
+        seed of the new one. Episodes that are not named are over.
+        """
+
+
+class RestartedDialogue(Dialogue):
+    """A `Dialogue` of any sampler's: each turn is a completion of all that came before."""
+
+    def __init__(self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
+        self.sampler, self.params = sampler, params
+        self.contexts = [tuple(prompt) for prompt in prompts]
+
+    def turn(self, heard: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Completion]:
+        """See `Dialogue`. On the first turn a group shares its prompt."""
+        requests: list[Request] = []
+        live = sorted(heard)
+        for i in live:
+            ids, seed = heard[i]
+            self.contexts[i] += tuple(ids)
+            if requests and requests[-1].prompt_ids == self.contexts[i]:
+                requests[-1] = Request(self.contexts[i], (*requests[-1].seeds, seed))
+            else:
+                requests.append(Request(self.contexts[i], (seed,)))
+        drawn = [completion for group in self.sampler.sample(requests, self.params) for completion in group]
+        for i, completion in zip(live, drawn, strict=True):
+            self.contexts[i] += completion.ids
+        return dict(zip(live, drawn, strict=True))
+
+
+class ReplicaSampler(Sampler):
+    """A sampler that runs a copy of the weights, which `refresh` brings up to date."""
+
+    def __init__(self, inner: Sampler, refresh: Callable[[], None]) -> None:
+        self.inner, self.exact, self._refresh = inner, inner.exact, refresh
+
+    def steps(
+        self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """See `Sampler`; the trainer's cache knows other weights."""
+        return self.inner.steps(requests, params)
+
+    def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
+        """See `Sampler`."""
+        return self.inner.dialogue(prompts, params)
+
+    def snapshot(self) -> Sampler:
+        """See `Sampler`."""
+        self._refresh()
+        return self
+
+    def close(self) -> None:
+        """See `Sampler`."""
+        self.inner.close()
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One scored completion of one prompt, ready for the mathematics and for `rollouts.jsonl`; or one episode of several turns,
+    whose completion then holds the tokens of both sides.
+    """
+
+    row: int
+    k: int
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    version: int
+    text: str = ""
+    reward: float | None = None
+    status: str = "unscored"
+    reason: str = ""
+    parts: dict[str, Any] = field(default_factory=dict)
+    mask: tuple[bool, ...] = ()
+    """Which tokens the policy chose, in episodes of several turns; empty: all."""
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    """(place, reward) of rewards that came before the end; they are part of `reward`."""
+    turns: int = 1
+    messages: tuple[dict[str, Any], ...] = ()
+    """The conversation behind the prompt, in episodes of several turns."""
+    teacher_prompt_ids: tuple[int, ...] = ()
+    """What the reference reads in place of the prompt; empty: the prompt."""
+
+    @property
+    def chosen(self) -> int:
+        """Tokens that the policy chose."""
+        return sum(self.mask) if self.mask else len(self.completion.ids)

@@ -1,0 +1,117 @@
+"""Held-out evaluation: sample, score by a metric that need not be the reward, report with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psigrad import seeds
+from psigrad.intervals import mean_interval, pass_at_k
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups
+from psigrad.language.rewards import Scorer
+from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
+from psigrad.language.training.online.generation import rollout
+from psigrad.language.training.online.ledger import Prompt
+from psigrad.processes.parallel.world import ALONE, World, each_once
+from psigrad.records.rows import rollout_row
+from psigrad.runs.journal import Journal
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Held-out prompts and how they are sampled and scored.
+
+    The seeds depend on the prompt and not on the step, so two evaluations of one run differ by the policy alone. With
+    `reference`, the exact KL(pi‖ref) of each completion (summed over its tokens, in nats) is measured too.
+    """
+
+    prompts: Sequence[Prompt]
+    scorer: Scorer | None
+    metric: str
+    params: SamplingParams
+    seed: int
+    num_generations: int = 1
+    reference: LanguageModel | None = None
+    micro_batch_tokens: int = 16384
+    episodes: Episodes | None = None
+    world: World = ALONE
+
+    def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
+        """`eval/…` figures and the completions behind them."""
+        trajectories = rollout(
+            sampler.snapshot(),
+            self.scorer,
+            self.prompts,
+            self.params,
+            num_generations=self.num_generations,
+            seed_of=lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k),
+            model=model,
+            version=version,
+            episodes=self.episodes,
+            world=self.world,
+        )
+        figures = figures_of(trajectories, self.num_generations, self.metric)
+        if self.reference is not None:
+            kl = self.kl(model, trajectories)
+            low, high = mean_interval(kl)
+            figures |= {"eval/kl": math.fsum(kl) / len(kl), "eval/kl/low": low, "eval/kl/high": high}
+        return figures, trajectories
+
+    def record(self, model: LanguageModel, sampler: Sampler, step: int, journal: Journal) -> None:
+        """Evaluate after `step` steps and write figures, completions and seconds to the run folder."""
+        clock = journal.clock()
+        with clock("time/eval"):
+            figures, trajectories = self(model, sampler, step)
+        rows = {p.index: p.row for p in self.prompts}
+        journal.rollouts([rollout_row(t, step, "eval", rows[t.row].prompt) for t in trajectories])
+        journal.metrics(step, figures)
+        journal.timings(step, clock, sum(len(t.completion.ids) for t in trajectories))
+
+    @torch.no_grad()
+    def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
+        """Exact KL of each completion to the reference, in nats; each process of the world computes its share."""
+        rows = [t for t in trajectories if t.completion.ids]
+        size = max(1, self.micro_batch_tokens // max((len(t.prompt_ids) + len(t.completion.ids) for t in rows), default=1))
+
+        def of(part: list[Trajectory]) -> list[float]:
+            inputs = Groups([t.prompt_ids for t in part], [[t.completion.ids] for t in part])
+            kl = model.evaluate(inputs, temperature=self.params.temperature or 1.0, kl_to=self.reference).kl
+            assert kl is not None
+            found = []
+            for row, t in zip(kl, part, strict=True):
+                own = row[: len(t.mask)][torch.tensor(t.mask, device=row.device)] if t.mask else row
+                found.append(float(own.sum()))
+            return found
+
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return [value for found in each_once(self.world, parts, of) for value in found]
+
+
+def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
+    """Mean of the metric over prompts with its 95 % interval, pass@k where k > 1 and the metric is 0 or 1, and lengths.
+
+    Unscored completions are left out and counted. With several completions per prompt the interval is over prompts, since
+    completions of one prompt are not independent.
+    """
+    groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
+    values = [[t.reward for t in group if t.reward is not None] for group in groups]
+    values = [group for group in values if group]
+    lengths = [t.chosen for t in trajectories]
+    figures: dict[str, Any] = {"eval/prompts": len(groups), "eval/unscored": sum(t.reward is None for t in trajectories)}
+    if values:
+        means = [math.fsum(group) / len(group) for group in values]
+        low, high = mean_interval(means)
+        figures |= {f"eval/{metric}/mean": math.fsum(means) / len(means), f"eval/{metric}/low": low, f"eval/{metric}/high": high}
+        if num_generations > 1 and all(v in (0.0, 1.0) for group in values for v in group):
+            for k in (k for k in (1, 2, 4, 8, 16, 32, 64) if k <= num_generations):
+                chances = [pass_at_k(len(group), round(sum(group)), k) for group in values if len(group) >= k]
+                figures[f"eval/pass@{k}"] = math.fsum(chances) / len(chances) if chances else math.nan
+    figures["eval/completions/mean_length"] = sum(lengths) / len(lengths)
+    figures["eval/completions/clipped_ratio"] = sum(t.completion.finish_reason == "length" for t in trajectories) / len(lengths)
+    return figures

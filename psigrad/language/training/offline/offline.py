@@ -1,0 +1,129 @@
+"""Training on recorded data, SFT, reward models and the preference family are tasks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from psigrad.config import Evaluation, Optim, Run
+from psigrad.language.data.batches import batch_at
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.types import Sampler
+from psigrad.language.training.evaluator import Evaluator
+from psigrad.language.training.offline.task import Share, Task
+from psigrad.language.training.update import Optimizer, learning_rate
+from psigrad.processes.parallel.world import added, mine
+from psigrad.runs.changes import changed, in_force
+from psigrad.runs.cycle import cycle
+from psigrad.runs.journal import Journal
+from psigrad.runs.state import State
+
+
+class Settings(Protocol):
+    """What an offline recipe's settings have in common."""
+
+    @property
+    def optim(self) -> Optim:
+        """Settings of the optimiser."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """When and on what to evaluate."""
+
+    @property
+    def run(self) -> Run:
+        """Run folder, seed, checkpoints and trackers."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of each optimiser step."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of one forward pass."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Evaluation on generated completions, for models that generate."""
+
+    model: LanguageModel
+    sampler: Sampler
+    evaluator: Evaluator
+
+
+@dataclass(frozen=True)
+class Offline:
+    """The parts of one offline run; `held_out` has the rows that are not trained on."""
+
+    config: Settings
+    task: Task
+    held_out: Task | None
+    optimizer: Optimizer
+    total_steps: int
+    journal: Journal
+    generated: Generated | None = None
+
+
+def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
+    """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
+    often = run.config.evaluation.eval_steps
+    run.journal.callbacks.trial = partial(changed, run)
+    turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
+    evaluate = lambda state: _evaluate(in_force(run, state.changes), state)  # noqa: E731
+    updates = lambda: run.optimizer.updates  # noqa: E731
+    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates)
+
+
+def step(run: Offline, state: State) -> tuple[State, str]:
+    """One optimiser step on `batch_size` rows."""
+    config, clock = run.config, run.journal.clock()
+    rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
+    lr = learning_rate(config.optim, state.step, run.total_steps)
+    figures: dict[str, float] = {}
+    with clock("time/update"):
+        world = run.journal.world
+        shares = mine(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
+        norm = run.optimizer.step([partial(_counted, share, weight, figures) for share, weight in shares], lr)
+        figures = added(world, figures)
+    number, tokens = state.step + 1, run.task.tokens(rows)
+    metrics: dict[str, Any] = {
+        **figures,
+        "learning_rate": lr,
+        "num_tokens": state.tokens + tokens,
+        "epoch": number * config.batch_size / len(run.task),
+        "updates": int(norm is not None),
+    }
+    if norm is not None:
+        metrics["grad_norm"] = norm
+    run.journal.metrics(number, metrics)
+    run.journal.timings(number, clock, tokens)
+    run.optimizer.check(number)
+    after = replace(state, step=number, tokens=state.tokens + tokens, nonfinite=run.optimizer.nonfinite)
+    return after, f"loss {figures['loss']:.3f}"
+
+
+def _counted(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
+    """The loss of one share, its terms added to `figures`; with weight 0 a loss of 0 that counts nowhere."""
+    loss = share()
+    if not weight:
+        return 0.0 * loss.value
+    for name, term in loss.terms.items():
+        figures[name] = figures.get(name, 0.0) + float(term)
+    return loss.value
+
+
+def _evaluate(run: Offline, state: State) -> None:
+    if run.held_out is not None:
+        clock = run.journal.clock()
+        with clock("time/eval"), torch.no_grad():
+            figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens, run.journal.world)
+        run.journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})
+        run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
+    if run.generated is not None:
+        run.generated.evaluator.record(run.generated.model, run.generated.sampler, state.step, run.journal)

@@ -1,0 +1,182 @@
+"""The preference family: DPO and its relatives on pairs, KTO on completions without a partner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from psigrad.intervals import mean_interval
+from psigrad.language.data.batches import pack_by_tokens
+from psigrad.language.data.pairs import Answer, Judged, Pair
+from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups, Ids
+from psigrad.language.training.offline.sft_task import summed, terms_of
+from psigrad.language.training.offline.task import Share
+from psigrad.objective import Loss
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
+from psigrad.processes.parallel.world import ALONE, World, each_once, mine
+
+
+def answer_logps(
+    model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
+) -> tuple[Tensor, Tensor]:
+    """([N] log π of every answer, summed over the tokens of its mask; [N] number of those tokens)."""
+    logp = model.evaluate(Groups(prompts, [[a.ids for a in group] for group in answers]), cache=cache).logp
+    flat = [a for group in answers for a in group]
+    mask = torch.zeros(logp.shape, dtype=torch.bool)
+    for n, answer in enumerate(flat):
+        mask[n, : len(answer.mask)] = torch.tensor(answer.mask)
+    mask = mask.to(logp.device)
+    return torch.where(mask, logp, 0.0).sum(1), mask.sum(1)
+
+
+@torch.no_grad()
+def reference_logps(
+    model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int, world: World = ALONE
+) -> list[list[float]]:
+    """log π_ref of every answer of every prompt; a LoRA model is its own reference, without its adapter."""
+    found: list[list[float]] = [[] for _ in prompts]
+    sizes = [len(p) + sum(len(a.ids) for a in group) for p, group in zip(prompts, answers, strict=True)]
+    for part, _ in mine(world, pack_by_tokens(sizes, budget, world.size)):
+        with model.without_adapter() if model.is_own_reference else torch.no_grad():
+            logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
+        values = iter(logp.tolist())
+        for i in part:
+            found[i] = [next(values) for _ in answers[i]]
+    each = world.gathered(found)
+    return [next(own for own in several if own) for several in zip(*each, strict=True)]
+
+
+@dataclass(frozen=True)
+class PreferenceTask:
+    """A `Preference` loss on pairs; `reference` holds (chosen, rejected) log-probs where the loss reads them.
+
+    `cache` holds what sampling has computed of them, where the model itself wrote them.
+    """
+
+    model: LanguageModel
+    loss: Preference
+    pairs: Sequence[Pair]
+    reference: Sequence[Sequence[float]] | None = None
+    cache: ActivationCache | None = None
+
+    @property
+    def name(self) -> str:
+        """The loss's name."""
+        return self.loss.name or "preference"
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        return sum(self.pairs[i].tokens for i in rows)
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """See `Task`."""
+        targets = sum(sum(self.pairs[i].chosen.mask) for i in rows)
+        parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
+        return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
+
+    def evaluated(self, rows: Sequence[int]) -> Pairs:
+        """These pairs under the model as it is now."""
+        picked = [self.pairs[i] for i in rows]
+        answers = [[p.chosen, p.rejected] for p in picked]
+        logp, tokens = answer_logps(self.model, [p.prompt for p in picked], answers, self.cache)
+        margins = [p.margin for p in picked]
+        ref = None if self.reference is None else torch.tensor([self.reference[i] for i in rows]).to(logp)
+        return Pairs(
+            logp_chosen=logp[0::2],
+            logp_rejected=logp[1::2],
+            tokens_chosen=tokens[0::2],
+            tokens_rejected=tokens[1::2],
+            ref_chosen=None if ref is None else ref[:, 0],
+            ref_rejected=None if ref is None else ref[:, 1],
+            margin=None if all(m is None for m in margins) else torch.tensor([m or 0.0 for m in margins]).to(logp),
+        )
+
+    def _loss(self, rows: Sequence[int], total: int, targets: int) -> Loss:
+        return self.loss.loss(self.evaluated(rows), total, targets)
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Loss and rewards over all pairs; accuracy with its 95 % interval."""
+        targets = sum(sum(p.chosen.mask) for p in self.pairs)
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
+        found = each_once(world, parts, partial(self._judged, targets))
+        low, high = mean_interval([hit for _, hits in found for hit in hits])
+        return {**summed(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
+
+    def _judged(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
+        """The terms of the loss on these rows, and whether each pair is told apart."""
+        evaluated = self.evaluated(rows)
+        terms = self.loss.loss(evaluated, len(self), targets).terms
+        return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
+
+
+@dataclass(frozen=True)
+class KTOTask:
+    """KTO. `reference` holds per row the log-probs of its answer and of the answer that it is mismatched with."""
+
+    model: LanguageModel
+    loss: KahnemanTversky
+    rows: Sequence[Judged]
+    reference: Sequence[Sequence[float]]
+
+    @property
+    def name(self) -> str:
+        """The loss's name."""
+        return self.loss.name
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        return sum(self.rows[i].tokens for i in rows)
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """See `Task`. The KL estimate is of the whole step: a pass without gradient over mismatched answers comes first."""
+        return self._shares(rows, budget, ALONE, ranks)
+
+    def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
+        desirable = sum(self.rows[i].desirable for i in rows)
+        z = self._z(rows, budget, world)
+        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks or world.size)
+        return [partial(self._loss, [rows[k] for k in part], z, len(rows), desirable) for part in parts]
+
+    @torch.no_grad()
+    def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
+        """z of the step from every row's prompt with the answer of `mismatched`."""
+        others = [mismatched(self.rows, i) for i in rows]
+        sizes = [len(self.rows[i].prompt) + len(a.ids) for i, a in zip(rows, others, strict=True)]
+        logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, world.size)
+
+        def of(part: list[int]) -> list[float]:
+            prompts = [self.rows[rows[k]].prompt for k in part]
+            return answer_logps(self.model, prompts, [[others[k]] for k in part])[0].float().tolist()
+
+        for part, found in zip(parts, each_once(world, parts, of), strict=True):
+            logps[part] = torch.tensor(found)
+        return kl_of_mismatched(logps, torch.tensor([self.reference[i][1] for i in rows])).to(self.model.device)
+
+    def _loss(self, rows: Sequence[int], z: Tensor, total: int, desirable: int) -> Loss:
+        picked = [self.rows[i] for i in rows]
+        logp, _ = answer_logps(self.model, [r.prompt for r in picked], [[r.answer] for r in picked])
+        ref = torch.tensor([self.reference[i][0] for i in rows]).to(logp)
+        good = torch.tensor([r.desirable for r in picked], device=logp.device)
+        return self.loss.loss(Labelled(logp, ref, good, z), total, desirable)
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Loss and rewards over all rows."""
+        return summed(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
+
+
+def mismatched(rows: Sequence[Judged], i: int) -> Answer:
+    """The answer that row i is mismatched with: that of the last row before it with another prompt, as in TRL."""
+    before = (rows[(i - k) % len(rows)] for k in range(1, len(rows) + 1))
+    return next((row for row in before if row.prompt != rows[i].prompt), rows[i]).answer

@@ -1,0 +1,117 @@
+"""Reward models: comparisons (one number behind each text) and steps (one behind each step)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from psigrad.intervals import mean_interval
+from psigrad.language.data.batches import pack_by_tokens
+from psigrad.language.data.pairs import Pair, Steps
+from psigrad.language.models.packing import Groups, Rows
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.training.offline.sft_task import summed, terms_of
+from psigrad.language.training.offline.task import Share
+from psigrad.objective import Loss
+from psigrad.objective.preferences.preference_loss import correct
+from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
+from psigrad.processes.parallel.world import ALONE, World, each_once
+
+
+@dataclass(frozen=True)
+class RewardTask:
+    """Bradley–Terry on pairs; both answers share one pass over their prompt."""
+
+    model: ScalarModel
+    loss: BradleyTerry
+    pairs: Sequence[Pair]
+    name: str = "reward model"
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        return sum(self.pairs[i].tokens for i in rows)
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """See `Task`."""
+        parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
+        return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
+
+    def scores(self, rows: Sequence[int]) -> Tensor:
+        """[n, 2] scores of chosen and rejected."""
+        picked = [self.pairs[i] for i in rows]
+        return self.model.scores(Groups([p.prompt for p in picked], [[p.chosen.ids, p.rejected.ids] for p in picked])).view(-1, 2)
+
+    def _loss(self, rows: Sequence[int], total: int) -> Loss:
+        return self._loss_of(self.scores(rows), rows, total)
+
+    def _loss_of(self, scores: Tensor, rows: Sequence[int], total: int) -> Loss:
+        margins = [self.pairs[i].margin for i in rows]
+        margin = None if all(m is None for m in margins) else torch.tensor([m or 0.0 for m in margins]).to(scores)
+        return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
+
+    def _judged(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
+        """The terms of the loss on these rows, and by how much each chosen answer leads."""
+        scores = self.scores(rows)
+        loss = self._loss_of(scores, rows, len(self))
+        lead = scores.double()
+        return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Loss, accuracy with its 95 % interval, and how well σ(r_w − r_l) is calibrated."""
+        lead = torch.zeros(len(self), dtype=torch.float64)
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
+        found = each_once(world, parts, self._judged)
+        figures = summed(terms for terms, _ in found)
+        for part, (_, own) in zip(parts, found, strict=True):
+            lead[part] = torch.tensor(own, dtype=torch.float64)
+        bounds = mean_interval(correct(lead, torch.zeros_like(lead)).tolist())
+        curve = calibration(lead)
+        bins = {f"calibration/{low:.2f}-{low + 0.05:.2f}": a for low, a in zip(curve.lower, curve.accuracy, strict=True)}
+        return {**figures, "accuracy/low": bounds[0], "accuracy/high": bounds[1], "calibration_error": curve.error, **bins}
+
+
+@dataclass(frozen=True)
+class ProcessRewardTask:
+    """A process reward model: is each step right? The logit stands behind the step's last token."""
+
+    model: ScalarModel
+    solutions: Sequence[Steps]
+    name: str = "process reward model"
+
+    def __len__(self) -> int:
+        return len(self.solutions)
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        return sum(self.solutions[i].tokens for i in rows)
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """See `Task`."""
+        total = sum(len(self.solutions[i].ends) for i in rows)
+        parts = pack_by_tokens([self.solutions[i].tokens for i in rows], budget, ranks)
+        return [partial(self._loss, [self.solutions[rows[k]] for k in part], total) for part in parts]
+
+    def _loss(self, picked: Sequence[Steps], total: int) -> Loss:
+        logits = torch.cat(step_values(self.model, [(s.ids, s.ends) for s in picked]))
+        labels = torch.tensor([label for s in picked for label in s.labels]).to(logits)
+        return process_loss(logits, labels, total)
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Loss and accuracy over the steps of all solutions."""
+        return summed(each_once(world, self.shares(range(len(self)), budget, world.size), terms_of))
+
+
+def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    """The model's number behind each of the places `ends` of every text (ids, ends)."""
+    # V "before" the next token is V behind this one; behind the last stands a token that is never computed
+    rows = [[*ids, 0] for ids, _ in texts]
+    masks = [[t - 1 in set(ends) for t in range(len(ids) + 1)] for ids, ends in texts]
+    values = model.values(Rows(rows, masks))
+    return [values[n, torch.tensor(ends, device=values.device) + 1] for n, (_, ends) in enumerate(texts)]

@@ -1,0 +1,80 @@
+"""The parts of one online run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import torch
+
+from psigrad.config import OnlineConfig
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.rewards import Scorer
+from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.types import Sampler, SamplingParams
+from psigrad.language.training.evaluator import Evaluator
+from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.training.update import Optimizer
+from psigrad.objective import PolicyGradient
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.processes.parallel.world import World
+from psigrad.runs.journal import Journal
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A critic of its own: a model, its optimiser, and its peak learning rate."""
+
+    model: ScalarModel
+    optimizer: Optimizer
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Online:
+    """The parts of one online run.
+
+    `reference` is the frozen model of the KL term (the model itself under LoRA). Where the algorithm needs a critic and `critic`
+    is None, the policy's own value head is the critic. With `episodes` a completion is an episode of several turns, and `scorer`
+    may be None: the environment rewards.
+    """
+
+    config: OnlineConfig
+    algorithm: PolicyGradient | OnlinePreference
+    model: LanguageModel
+    reference: LanguageModel | None
+    sampler: Sampler
+    scorer: Scorer | None
+    optimizer: Optimizer
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    total_steps: int
+    journal: Journal
+    evaluator: Evaluator | None = None
+    critic: ValueModel | None = None
+    episodes: Episodes | None = None
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """The weight of each part of the rewards, by name; 1 for others."""
+    collector: Executor | None = None
+    """One thread that collects while steps train; None: collections are made between them."""
+
+    @property
+    def world(self) -> World:
+        """The processes that take part."""
+        return self.journal.world
+
+    def updates(self) -> int:
+        """How often this process has updated weights."""
+        return self.optimizer.updates + (self.critic.optimizer.updates if self.critic is not None else 0)
+
+    @property
+    def exact_sampling(self) -> bool:
+        """Whether the sampler's log-probs need not be computed again before several passes over a batch."""
+        return is_exact(self.sampler, self.model)
+
+
+def is_exact(sampler: Sampler, model: LanguageModel) -> bool:
+    """Whether a sampler's log-probs are the trainer's, but for the order of sums in float32."""
+    return sampler.exact and not model.why_padded and model.network.dtype == torch.float32

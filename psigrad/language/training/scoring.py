@@ -1,0 +1,164 @@
+"""Reward models as scorers, alone or added to reward functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psigrad.errors import UserError
+from psigrad.language.data.batches import pack_by_tokens
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import example
+from psigrad.language.models.packing import Groups, Ids
+from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
+from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
+from psigrad.language.rewards.outcomes import joined
+from psigrad.language.training.offline.reward_task import step_values
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """A reward model as a `Scorer`.
+
+    `same_tokens` says that it reads the policy's own tokens: then what was sampled is what is scored, token for token. Else
+    prompt and completion are written in the reward model's own template.
+    """
+
+    name: str
+    model: ScalarModel
+    same_tokens: bool
+    micro_batch_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.separator and not self.same_tokens:
+            raise UserError(
+                f"The process reward model {self.name} has another tokenizer or chat template than the policy, so its steps "
+                "cannot be found among the policy's tokens; train it from the same family."
+            )
+
+    @property
+    def separator(self) -> str:
+        """What ends a step, for a process reward model; empty: the model judges whole texts."""
+        return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
+
+    def begin(self) -> Scoring:
+        """All groups in few forward passes at the end, since the policy samples on the same device until then."""
+        return Scoring(lambda groups: self.score(joined(groups)))
+
+    def score(self, samples: Samples) -> list[Result]:
+        """The model's score of every completion."""
+        own = None if samples.prompt_ids is None else list(zip(samples.prompt_ids, samples.completion_ids, strict=True))
+        if self.separator and own is not None:
+            return self._by_steps(own)
+        if self.same_tokens and own is not None:
+            pairs = own
+        else:
+            pairs = [self._encoded(*texts) for texts in zip(samples.prompts, samples.completions, strict=True)]
+        return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
+
+    def _encoded(self, prompt: Any, completion: Any) -> tuple[Ids, Ids]:
+        return [], example(self.model.tokenizer, Row("a completion", prompt=prompt, completion=completion)).ids
+
+    @torch.no_grad()
+    def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
+        """The mean of σ(z) over the steps, in few forward passes; each step's share stands on its last token, where any estimator
+        can use it.
+        """
+        found: list[Result] = [Scored(0.0, {self.name: 0.0})] * len(pairs)
+        ends = [step_ends(self.model.tokenizer, completion, self.separator) for _, completion in pairs]
+        wanted = [i for i, places in enumerate(ends) if places]
+        lengths = [len(pairs[i][0]) + len(pairs[i][1]) for i in wanted]
+        for part in pack_by_tokens(lengths, self.micro_batch_tokens):
+            chosen = [wanted[place] for place in part]
+            texts = [([*pairs[i][0], *pairs[i][1]], [len(pairs[i][0]) + end for end in ends[i]]) for i in chosen]
+            for i, values in zip(chosen, step_values(self.model, texts), strict=True):
+                right = torch.sigmoid(values.float()).tolist()
+                steps = tuple((end, r / len(right)) for end, r in zip(ends[i], right, strict=True))
+                found[i] = Scored(0.0, {self.name: math.fsum(right) / len(right)}, steps)
+        return found
+
+    def _result(self, value: float) -> Result:
+        if not math.isfinite(value):
+            return Unscored(f"the reward model {self.name} said {value}")
+        return Scored(value, {self.name: value})
+
+
+def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
+    """Places of the last token of each step: those that hold the separator, and the last before EOS of an open step."""
+    ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
+    last = len(ids) - 1
+    while last >= 0 and ids[last] == tokenizer.eos_token_id:
+        last -= 1
+    return ends if last < 0 or (ends and ends[-1] >= last) else [*ends, last]
+
+
+@torch.no_grad()
+def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int) -> list[float]:
+    """The score of every (prompt, completion), in forward passes of at most `budget` tokens; equal prompts that stand next to one
+    another are computed once.
+    """
+    scores = [0.0] * len(pairs)
+    for part in pack_by_tokens([len(p) + len(c) for p, c in pairs], budget):
+        prompts: list[Ids] = []
+        completions: list[list[Ids]] = []
+        for i in part:
+            prompt, completion = pairs[i]
+            if not prompt:  # a text that is not split: its first token stands for the prompt
+                prompt, completion = completion[:1], completion[1:]
+            if not prompts or list(prompts[-1]) != list(prompt):
+                prompts.append(prompt)
+                completions.append([])
+            completions[-1].append(completion)
+        for i, value in zip(part, model.scores(Groups(prompts, completions)).tolist(), strict=True):
+            scores[i] = value
+    return scores
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several scorers whose weighted results are added; a completion that one of them cannot score stays unscored."""
+
+    scorers: Sequence[Scorer]
+    weights: Sequence[float]
+
+    def begin(self) -> Scoring:
+        """Each scorer begins as early as it can."""
+        return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
+
+
+class MixedScoring(Scoring):
+    """A `Scoring` by several."""
+
+    def __init__(self, parts: Sequence[Scoring], weights: Sequence[float]) -> None:
+        self._parts, self._weights = parts, weights
+
+    def add(self, group: Samples) -> None:
+        """See `Scoring`."""
+        for part in self._parts:
+            part.add(group)
+
+    def turn(self) -> None:
+        """See `Scoring`."""
+        for part in self._parts:
+            part.turn()
+
+    def results(self) -> list[Result]:
+        """See `Scoring`."""
+        return [self._added(results) for results in zip(*(part.results() for part in self._parts), strict=True)]
+
+    def _added(self, results: Sequence[Result]) -> Result:
+        total, fault = 0.0, None
+        parts: dict[str, float | None] = {}
+        steps: list[tuple[int, float]] = []
+        for result, weight in zip(results, self._weights, strict=True):
+            if isinstance(result, Unscored):
+                return result
+            parts |= result.parts
+            total += weight * result.value
+            steps += [(place, weight * reward) for place, reward in getattr(result, "steps", ())]
+            fault = fault or (result if isinstance(result, Failed) else None)
+        return Scored(total, parts, tuple(steps)) if fault is None else Failed(fault.value, fault.reason, parts)

@@ -1,0 +1,155 @@
+"""One optimiser step: AdamW with float32 master weights, a schedule that is a pure function of the step, clipping, and a
+guard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from psigrad.config import Optim
+from psigrad.errors import UserError
+from psigrad.language.models.gradients import Sums, in_place
+from psigrad.language.training.adamw import AdamW, steps_natively
+from psigrad.processes.parallel.shards import held_of, local_of
+from psigrad.processes.parallel.world import ALONE, World, sum_gradients
+
+# Consecutive steps without a finite gradient after which the run stops.
+MAX_NONFINITE = 3
+
+
+class NonFiniteError(UserError):
+    """The gradient was not finite for `MAX_NONFINITE` steps in a row."""
+
+
+def learning_rate(optim: Optim, step: int, total: int) -> float:
+    """The rate of step `step` (from 0) of `total`: linear warm-up, then linear or cosine decay to 0, or constant."""
+    if step < optim.warmup_steps:
+        return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
+    progress = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
+    match optim.lr_scheduler_type:
+        case "linear":
+            return optim.learning_rate * max(0.0, 1 - progress)
+        case "cosine":
+            return optim.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        case _:
+            return optim.learning_rate
+
+
+class Optimizer:
+    """AdamW over named parameters.
+
+    Half-precision parameters are stepped through float32 copies: a bfloat16 weight swallows any update smaller than 1/256 of
+    itself, which is most of them at fine-tuning rates. With `recompute` the gradient of a large head is not stored: its rows are
+    made twice, for the norm and for the step. In a `world` of several processes the gradients are summed over them.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optim: Optim, *, recompute: bool = False, world: World = ALONE
+    ) -> None:
+        self.world = world
+        self.parameters, self.optim = dict(parameters), optim
+        self.held = {name: held_of(p) for name, p in self.parameters.items()}
+        """What this process holds of each parameter: all of it, or the rows of its shard."""
+        half = (torch.bfloat16, torch.float16)
+        self.masters = {name: nn.Parameter(p.detach().float()) if p.dtype in half else p for name, p in self.held.items()}
+        low_precision = {name: p for name, p in self.held.items() if self.masters[name] is not p}
+        stepped = {n: p for n, p in low_precision.items() if p.is_contiguous() and steps_natively(p.dtype, p.device.type)}
+        self._copied = [(p, self.masters[name]) for name, p in low_precision.items() if name not in stepped]
+        betas = (optim.adam_beta1, optim.adam_beta2)
+        self.adamw = AdamW(self.masters, betas, optim.adam_epsilon, optim.weight_decay, stepped)
+        self.nonfinite = self.updates = 0
+        """Steps in a row without a finite gradient; updates of the weights by this object."""
+        self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1)
+
+    def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
+        """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
+
+        Returns the gradient norm before clipping, or None where it is not finite: then nothing is stepped.
+        """
+        norms = step_together([(self, lr)], losses)
+        return None if norms is None else norms[0]
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self.sums.forget()
+        for p in (*self.parameters.values(), *self.held.values()):
+            p.grad = None
+
+    def norm(self) -> float:
+        """The norm of the gradient that was added up, where it will be applied: on the masters, which those of half-precision
+        weights are copied to unless the kernels step them. Of gradients in shards it is the norm of the whole.
+        """
+        shards = [(p, own) for p, own in zip(self.parameters.values(), self.held.values(), strict=True) if own is not p]
+        for p, own in shards:
+            own.grad = None if p.grad is None else local_of(p.grad)
+        for p, master in self._copied:
+            master.grad = None if p.grad is None else p.grad.float()
+        if shards:
+            return self._norm_over_ranks()
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        stored = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
+        squares += [self.adamw.squared_norm_bf16()] if self.adamw.low_precision else []
+        return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
+
+    def _norm_over_ranks(self) -> float:
+        """As `norm`, from what each process holds; what is not in shards counts once."""
+        parts = [0.0, 0.0]
+        for name, own in self.held.items():
+            gradient = self.masters[name].grad if self.masters[name].grad is not None else own.grad
+            if gradient is not None:
+                parts[own is self.parameters[name]] += float(gradient.double().pow(2).sum())
+        return math.sqrt(float(self.world.sum(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
+
+    def apply(self, norm: float, lr: float) -> None:
+        """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
+        self.updates += 1
+        most = self.optim.max_grad_norm
+        put_off = {name: self.sums.blocks(p) for name, p in self.parameters.items() if p in self.sums.uses}
+        self.adamw.step(lr, put_off, shrink=norm / most if 0 < most < norm else 1.0)
+        self.sums.forget()
+        with torch.no_grad():
+            for p, master in self._copied:
+                p.copy_(master)
+
+    def check(self, step: int) -> None:
+        """Raise `NonFiniteError` when too many steps in a row had no finite gradient."""
+        if self.nonfinite >= MAX_NONFINITE:
+            raise NonFiniteError(
+                f"The gradient was not finite for {self.nonfinite} steps in a row, up to step {step}; no such step was applied "
+                "and the last checkpoint is sound. Lower the learning rate or look at the rewards in rollouts.jsonl."
+            )
+
+
+def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
+    """Give the optimisers the gradient of the sum of `losses`, one micro-batch each, in place of what they had."""
+    for optimizer in optimizers:
+        optimizer.clear()
+    with in_place(*(optimizer.sums for optimizer in optimizers)):
+        for loss in losses:
+            loss().backward()
+    for optimizer in optimizers:
+        optimizer.sums.settle()
+        sum_gradients(optimizer.world, [p for name, p in optimizer.parameters.items() if optimizer.held[name] is p])
+
+
+def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
+    """Step several optimisers on the sum of `losses`, each at its rate and clipped by its own norm.
+
+    Returns the norms before clipping, or None where one is not finite: then nothing is stepped, and the first optimiser counts
+    it.
+    """
+    add_up([optimizer for optimizer, _ in rates], losses)
+    first = rates[0][0]
+    norms = [optimizer.norm() for optimizer, _ in rates]
+    if not all(map(math.isfinite, norms)):
+        first.nonfinite += 1
+        return None
+    first.nonfinite = 0
+    for (optimizer, lr), norm in zip(rates, norms, strict=True):
+        optimizer.apply(norm, lr)
+    return norms

@@ -1,0 +1,203 @@
+"""More of the psi slot: advantages of a completion among those of its group, beside the means of `advantage`.
+
+Most read one number per trajectory, its summed reward R_i, and give it to each of its steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from psigrad.objective import stats
+from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.parts.advantage import GROUP, needs, over_steps
+from psigrad.objective.returns import discounted_sum
+
+__all__ = [
+    "decoupled_group_mean",
+    "group_mean_batch_std",
+    "length_weighted_mean",
+    "over_group_mean",
+    "pass_at_k",
+    "process_group_mean",
+]
+
+
+@dataclass(frozen=True)
+class group_mean_batch_std:
+    """The return minus the mean return of its group, divided by the standard deviation of all returns of the batch.
+
+    Formula: A_t = (R_i − mean_group(R)) / (std_batch(R) + eps)
+
+    An easy or a hard prompt is not scaled up as by the standard deviation of its own group.
+
+    Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (global normalisation); TRL scale_rewards "batch".
+    """
+
+    eps: float = 1e-4
+    """Added to the standard deviation; TRL's value."""
+    needs: ClassVar[frozenset[str]] = GROUP
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages: one number for all steps of a row."""
+        reward_N = batch.sequence_reward
+        scale_N = stats.group_std(reward_N, batch.present.long()) + self.eps
+        return over_steps(stats.centred(reward_N, batch.group) / scale_N, batch)
+
+
+@needs(GROUP)
+def length_weighted_mean(batch: Batch) -> Tensor:
+    """The return minus the mean return of its group weighted by length, the baseline of least variance when the squared norm of
+    a completion's score grows with its length.
+
+    Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
+
+    The baseline contains R_i: the expected gradient is not exactly that of the reward, as with the plain mean.
+
+    Source: Hao et al. 2025, OPO, arXiv:2505.23585.
+    """
+    least_N = stats.group_min(batch.sequence_reward, batch.group)  # first, so that equal returns leave exact zeros
+    above_N, length_N = batch.sequence_reward - least_N, batch.mask.sum(1).to(batch.reward.dtype)
+    mean_N = stats.group_sum(length_N * above_N, batch.group) / stats.group_sum(length_N, batch.group).clamp(min=1)
+    return over_steps(above_N - mean_N, batch)
+
+
+@needs(GROUP)
+def over_group_mean(batch: Batch) -> Tensor:
+    """The return minus the mean return of its group, divided by that mean: rare successes weigh more.
+
+    Formula: A_t = (R_i − mean(R)) / mean(R), and 0 in a group whose mean is 0
+
+    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k, the first G − 1 terms of the logarithm of the
+    success rate. Rewards must not be negative.
+
+    Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
+    """
+    reward_N = batch.sequence_reward
+    if bool((reward_N < 0).any()):
+        raise ValueError(
+            f"A return is {float(reward_N.min()):g} and over_group_mean divides by their mean; expected none below 0; shift the "
+            "rewards, or choose group_mean."
+        )
+    mean_N = stats.group_sum(reward_N, batch.group) / stats.group_size(batch.group)
+    centred_N = stats.centred(reward_N, batch.group)
+    return over_steps(torch.where(mean_N > 0, centred_N / mean_N.clamp(min=torch.finfo(mean_N.dtype).tiny), 0.0), batch)
+
+
+@dataclass(frozen=True)
+class pass_at_k:
+    """The mean, over all choices of k completions that hold this one, of how much better than usual their best is.
+
+    Formula: with G completions of which m are wrong, P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)):
+             A_t = (1 − P)/σ where y is right, (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ where it is wrong, and 0 where σ = 0
+
+    It rewards a group for having one right answer among k, not for repeating it.
+
+    Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
+    """
+
+    k: int = 4
+    """Completions of which one must be right; fewer than a group has, since with all of them σ is always 0."""
+    right: float = 0.5
+    """A completion is right where its return is above this."""
+    needs: ClassVar[frozenset[str]] = GROUP
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"pass_at_k has k={self.k}; expected at least 1.")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages: one number for all steps of a row."""
+        size_N = stats.group_size(batch.group)
+        if bool((size_N[batch.present] <= self.k).any()):
+            smallest = int(size_N[batch.present].min())
+            raise ValueError(f"pass_at_k has k={self.k} and a group has {smallest} completions; lower k or sample more.")
+        right_N = batch.sequence_reward > self.right
+        wrong_N = stats.group_sum((~right_N).long(), batch.group)
+        failed_N = _choose_ratio(wrong_N, size_N, self.k)
+        scale_N = (failed_N * (1 - failed_N)).sqrt()
+        others_N = _choose_ratio(wrong_N - 1, size_N - 1, self.k - 1)
+        above_N = torch.where(right_N, failed_N, failed_N - others_N)
+        advantage_N = torch.where(scale_N > 0, above_N / scale_N.clamp(min=torch.finfo(scale_N.dtype).tiny), 0.0)
+        return over_steps(advantage_N.to(batch.reward.dtype), batch)
+
+
+@dataclass(frozen=True)
+class decoupled_group_mean:
+    """Each reward function's values standardised within the group by themselves, weighted, added, and once more over the batch.
+
+    Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
+
+    Sums of rewards that differ in kind would be one number: (1, 0) and (0, 1) look alike to the group's mean. A function that
+    does not apply to a completion adds nothing to its S. A KL penalty in the reward is not seen.
+
+    Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".
+    """
+
+    eps: float = 1e-4
+    """Added to the standard deviations; TRL's value."""
+    needs: ClassVar[frozenset[str]] = GROUP
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages: one number for all steps of a row."""
+        if batch.parts is None:
+            raise ValueError(
+                "The batch has no `parts`, which decoupled_group_mean reads; give what each reward function gave, [N, K]."
+            )
+        weights = batch.part_weights or (1.0,) * batch.parts.shape[1]
+        total_N = torch.zeros_like(batch.sequence_reward)
+        ids, index_N = torch.unique(batch.group, return_inverse=True)
+        alone_N = len(ids) + torch.arange(len(index_N), device=index_N.device)
+        for weight, part_N in zip(weights, batch.parts.to(total_N.dtype).unbind(1), strict=True):
+            applies_N = batch.present & ~part_N.isnan()
+            own_N = torch.where(applies_N, index_N, alone_N)
+            part_N = part_N.nan_to_num()
+            centred_N, scale_N = stats.centred(part_N, own_N), stats.group_std(part_N, own_N) + self.eps
+            total_N += torch.where(centred_N == 0, 0.0, weight * centred_N / scale_N)
+        # the mean over the batch is 0, as that of each group is; to take it off would leave rounding errors in place of zeros
+        return over_steps(total_N / (stats.group_std(total_N, batch.present.long()) + self.eps), batch)
+
+
+@dataclass(frozen=True)
+class process_group_mean:
+    """Process supervision: rewards of steps are standardised over all of the group's, and a token gets those still to come.
+
+    Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
+
+    With rewards at the end of each turn of an episode these are advantages by turn.
+
+    Source: Shao et al. 2024, DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.3.
+    """
+
+    std: bool = True
+    """Divide by the standard deviation or not."""
+    eps: float = 1e-4
+    """Added to the standard deviation; TRL's value of GRPO."""
+    needs: ClassVar[frozenset[str]] = GROUP
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, T] advantages."""
+        rewarded_NT = batch.rewarded
+        if rewarded_NT is None:
+            last_NT = batch.mask & (batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True))
+            rewarded_NT = last_NT | (batch.mask & (batch.reward != 0))
+        group_M = batch.group[:, None].expand(batch.mask.shape)[rewarded_NT]
+        reward_M = batch.reward[rewarded_NT]
+        if not len(reward_M):
+            return torch.zeros_like(batch.reward)
+        scaled_M = stats.centred(reward_M, group_M)
+        if self.std:
+            scaled_M = scaled_M / (stats.group_std(reward_M, group_M) + self.eps)
+        standardised_NT = torch.zeros_like(batch.reward).masked_scatter(rewarded_NT, scaled_M)
+        return discounted_sum(zero_outside(batch.mask, standardised_NT), batch.mask, 1.0)
+
+
+def _choose_ratio(of_N: Tensor, among_N: Tensor, k: int) -> Tensor:
+    """C(of, k) / C(among, k) as float64; 0 where `of` < k."""
+    ratio_N = torch.ones(of_N.shape, dtype=torch.float64, device=of_N.device)
+    for i in range(k):
+        ratio_N = ratio_N * (of_N - i).clamp(min=0) / (among_N - i).clamp(min=1)
+    return ratio_N

@@ -1,0 +1,181 @@
+"""The KL slot: how far the policy may drift from the frozen reference, where the penalty acts, and how it is estimated.
+
+With d = log π(a|s) − log π_ref(a|s) and a sampled from π, per step:
+
+| estimator | value | E[value] | E[gradient of value] |
+|---|---|---|---|
+| k1 | d | KL(π‖π_ref) | 0: useless as a loss |
+| k2 | d²/2 | biased, small near 0 | ∇KL(π‖π_ref) |
+| k3 | e^(−d) − 1 + d | KL(π‖π_ref) | ∇KL(π_ref‖π): the other direction |
+| k1+ | that of k1 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
+| k3+ | that of k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
+| exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
+| exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), likewise |
+| exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its own, likewise |
+
+"Gradient" is that of the KL at the states visited. In the reward only the value matters, and there the policy gradient itself
+accounts for the states that come later.
+Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024, GKD,
+arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from psigrad.objective.parts.ratio import bounded, exp_ratio
+
+__all__ = ["KL", "adaptive"]
+
+STATE_KEY = "kl_coefficient"
+Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js"]
+EXACT: tuple[Estimator, ...] = ("exact", "exact_forward", "exact_js")
+ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *EXACT)
+
+
+def estimate(estimator: Estimator, d: Tensor) -> Tensor:
+    """The per-step estimate of KL(π‖π_ref) from d = log π − log π_ref at the sampled action."""
+    k2 = d**2 / 2
+    straight_through = k2 - k2.detach()
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return k2
+        case "k3":
+            return torch.expm1(bounded(-d)) + d
+        case "k1+":
+            return d.detach() + straight_through
+        case "k3+":
+            return (torch.expm1(bounded(-d)) + d).detach() + straight_through
+    raise ValueError(
+        f"estimate got {estimator!r}, which is not a function of the sampled action; expected k1, k2, k3, k1+ or k3+."
+    )
+
+
+@dataclass(frozen=True)
+class adaptive:
+    """A coefficient that follows a target: up when the KL of a sequence is above it, down when below.
+
+    Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    initial: float = 0.05
+    """First β."""
+    target: float = 6.0
+    """Wanted KL(π‖π_ref) per sequence, in nats."""
+    horizon: int = 10_000
+    """Sequences over which an error of 20 % changes β by 20 %."""
+
+    def __post_init__(self) -> None:
+        if self.initial <= 0 or self.target <= 0 or self.horizon < 1:
+            raise ValueError(
+                f"adaptive has initial={self.initial}, target={self.target}, horizon={self.horizon}; expected all above 0; "
+                "a β of 0 could never grow."
+            )
+
+    def updated(self, coefficient: float, sequence_kl: float, sequences: int) -> float:
+        """β after a batch of `sequences` with mean KL `sequence_kl`."""
+        error = min(max(sequence_kl / self.target - 1, -0.2), 0.2)
+        return coefficient * max(1 + error * sequences / self.horizon, 0.0)
+
+
+@dataclass(frozen=True)
+class KL:
+    """A penalty on KL(π‖π_ref).
+
+    Formula: in the reward: r_t ← r_t − β·k(d_t), with d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)
+             in the loss: L_t ← L_t + β·k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
+
+    k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
+    exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
+    exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
+    In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
+    k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
+    sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
+    Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
+    """
+
+    where: Literal["reward", "loss"] = "loss"
+    """Inside the reward of each step, or as a term of the loss."""
+    estimator: Estimator = "k3"
+    """k1, k2, k3, k1+, k3+, exact, exact_forward or exact_js."""
+    coefficient: float | adaptive = 0.04
+    """β, fixed or adaptive."""
+    importance_weighted: bool = False
+    """In the loss: weigh each step by its ratio π/π_old (TRL's use_bias_correction_kl)."""
+    mixture: float = 0.5
+    """With exact_js: m, the share of the reference in the mixture M; near 0 it goes with KL(π_ref‖π), near 1 with KL(π‖π_ref).
+    TRL's beta of GKD."""
+
+    def __post_init__(self) -> None:
+        if self.where not in ("reward", "loss"):
+            raise ValueError(f"KL has where={self.where!r}; expected 'reward' or 'loss'.")
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"KL has estimator={self.estimator!r}; expected one of {', '.join(ESTIMATORS)}.")
+        if not isinstance(self.coefficient, adaptive) and self.coefficient < 0:
+            raise ValueError(
+                f"KL has coefficient={self.coefficient}; expected 0 or more; a negative one would push the policy away."
+            )
+        if not 0 < self.mixture < 1:
+            raise ValueError(f"KL has mixture={self.mixture}; expected between 0 and 1; the ends are exact_forward and exact.")
+        if self.where == "reward" and (self.estimator in (*EXACT, "k1+", "k3+") or self.importance_weighted):
+            raise ValueError(
+                f"KL in the reward has estimator={self.estimator!r}, importance_weighted={self.importance_weighted}; only the "
+                "value of k1, k2 or k3 at the sampled step can enter a reward; choose one of them, or where='loss'."
+            )
+        if self.where == "loss" and self.estimator == "k1" and not self.importance_weighted:
+            raise ValueError(
+                "KL in the loss has estimator='k1', whose gradient is 0 in expectation, so it would only add noise; use "
+                "'k1+' (same value, right gradient), 'k3', or importance_weighted=True."
+            )
+        if self.estimator in EXACT and self.importance_weighted:
+            raise ValueError(
+                f"KL has estimator={self.estimator!r} and importance_weighted=True; the exact sum has no sampled step to weigh; "
+                "drop one."
+            )
+
+    @property
+    def formula(self) -> str:
+        """The formula of this placement and estimator."""
+        estimate_of = {
+            "k1": "d_t", "k2": "d_t²/2", "k3": "(e^(−d_t) − 1 + d_t)", "exact": "Σ_a π(a|s_t)·log(π(a|s_t)/π_ref(a|s_t))",
+            "exact_forward": "Σ_a π_ref(a|s_t)·log(π_ref(a|s_t)/π(a|s_t))",
+            "exact_js": f"({self.mixture:g}·KL(π_ref‖M) + {1 - self.mixture:g}·KL(π‖M))",
+            "k1+": "(d_t, with the gradient of d_t²/2)", "k3+": "(e^(−d_t) − 1 + d_t, with the gradient of d_t²/2)",
+        }[self.estimator]  # fmt: skip
+        beta = "β" if isinstance(self.coefficient, adaptive) else f"{self.coefficient:g}"
+        if self.where == "reward":
+            return f"r_t ← r_t − {beta}·{estimate_of},  d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)"
+        weight = "" if not self.importance_weighted else "ρ_t·" if self.estimator in ("k1", "k3") else "sg[ρ_t]·"
+        meaning = ",  d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)"
+        if self.estimator == "exact_js":
+            meaning = f",  M = {self.mixture:g}·π_ref + {1 - self.mixture:g}·π, summed over the vocabulary"
+        elif self.estimator in EXACT:
+            meaning = ""
+        return f"L_t ← L_t + {beta}·{weight}{estimate_of}{meaning}"
+
+    def initial_state(self) -> dict[str, float]:
+        """β before the first batch, when it is adaptive."""
+        return {STATE_KEY: self.coefficient.initial} if isinstance(self.coefficient, adaptive) else {}
+
+    def beta(self, state: Mapping[str, float]) -> float:
+        """β now."""
+        return state[STATE_KEY] if isinstance(self.coefficient, adaptive) else self.coefficient
+
+    def per_step(self, logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
+        """[N,T] estimate for the loss, with gradient; not for the exact ones, which the model computes."""
+        kl = estimate(self.estimator, logp - logp_ref)
+        if not self.importance_weighted:
+            return kl
+        ratio = exp_ratio(logp - logp_old)
+        return kl * (ratio if self.estimator in ("k1", "k3") else ratio.detach())

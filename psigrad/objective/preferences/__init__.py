@@ -1,0 +1,1 @@
+"""Losses on comparisons and labels: the preference family and reward models."""

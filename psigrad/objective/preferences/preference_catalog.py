@@ -1,0 +1,56 @@
+"""The preference losses, each as one declaration: what it is, and its parts with the values of its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from psigrad.objective.method import Catalog
+from psigrad.objective.preferences.preference_loss import (
+    KahnemanTversky,
+    Preference,
+    apo_down,
+    apo_zero,
+    bco_pair,
+    hinge,
+    log_odds,
+    log_ratio,
+    logistic,
+    mean_log_ratio,
+    mean_logp,
+    nca_pair,
+    robust,
+    sppo_hard,
+    squared,
+)
+
+METHODS: Catalog[Preference | KahnemanTversky] = Catalog()
+
+DPO = METHODS.declare("dpo", "direct preference optimisation", Preference(log_ratio, logistic(), beta=0.1))
+CDPO = METHODS.declare("cdpo", "DPO that takes a tenth of the labels for swapped", replace(DPO, link=logistic(0.1)))
+ROBUST_DPO = METHODS.declare("robust_dpo", "DPO without the bias of swapped labels", replace(DPO, link=robust(0.1)))
+# TRL's form: per token. The paper's own sums over tokens: replace(IPO, score=log_ratio).
+IPO = METHODS.declare(
+    "ipo", "a squared loss that stays finite however sure the labels are", Preference(mean_log_ratio, squared, beta=0.1)
+)
+HINGE = METHODS.declare("hinge", "DPO with a hinge, as in SLiC", replace(DPO, link=hinge))
+LN_DPO = METHODS.declare("ln_dpo", "DPO per token: length-normalised", replace(DPO, score=mean_log_ratio, beta=2.0))
+SIMPO = METHODS.declare(
+    "simpo", "length-normalised log-probs and a margin, no reference", Preference(mean_logp, logistic(), beta=2.0, margin=1.0)
+)
+# beta scales nothing here: the odds enter as they are, weighed against the likelihood by lambda.
+ORPO = METHODS.declare(
+    "orpo",
+    "odds ratio beside the likelihood of the chosen, no reference",
+    Preference(log_odds, logistic(), beta=1.0, sft=1.0, preference=0.1),
+)
+APO_ZERO = METHODS.declare("apo_zero", "raises the chosen, lowers the rejected", replace(DPO, link=apo_zero))
+APO_DOWN = METHODS.declare("apo_down", "lowers both, the rejected more", replace(DPO, link=apo_down))
+KTO = METHODS.declare("kto", "completions that are good or bad by themselves", KahnemanTversky())
+
+# What the settings `score` and `link` may name; the last three links have no method of their own.
+PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "score": (log_ratio, mean_log_ratio, mean_logp, log_odds),
+    "link": (logistic, robust, hinge, squared, apo_zero, apo_down, bco_pair, nca_pair, sppo_hard),
+}

@@ -1,0 +1,179 @@
+"""Losses and figures of reward models: comparisons, rankings and steps.
+
+All losses are sums over what they are given, divided by totals of the whole optimiser step, so that any split into micro-batches
+gives the same gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from psigrad.objective.batch import zero_outside
+from psigrad.objective.preferences.preference_loss import correct
+from psigrad.objective.prepared import Loss
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """The likelihood of the comparisons, with optional margin, centring and label smoothing.
+
+    Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)²
+
+    Source: Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023,
+    Llama 2, arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244.
+    """
+
+    center_rewards_coefficient: float = 0.0
+    """c: pulls the mean reward of a pair to 0, which the comparisons leave open; TRL's name."""
+    label_smoothing: float = 0.0
+    """ε: probability that a label is wrong."""
+
+    def __post_init__(self) -> None:
+        if not self.center_rewards_coefficient >= 0 or not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"BradleyTerry has center_rewards_coefficient={self.center_rewards_coefficient} and "
+                f"label_smoothing={self.label_smoothing}; expected at least 0, and from 0 to below 0.5."
+            )
+
+    def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None, total_pairs: int) -> Loss:
+        """The share of these pairs, rewards [n], in the loss of an optimiser step with `total_pairs`.
+
+        Errors: ValueError when a tensor has another shape than [n], which would broadcast unseen.
+        """
+        for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
+            if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} beside {tuple(chosen.shape)} of chosen; expected [n]; a head's "
+                    "[n, 1] needs squeeze(-1)."
+                )
+        total_pairs = max(total_pairs, 1)
+        lead = chosen - rejected if margin is None else chosen - rejected - margin
+        per_pair = -(1 - self.label_smoothing) * logsigmoid(lead) - self.label_smoothing * logsigmoid(-lead)
+        if self.center_rewards_coefficient:
+            per_pair = per_pair + self.center_rewards_coefficient * (chosen + rejected) ** 2
+        value = per_pair.sum() / total_pairs
+        chosen, rejected = chosen.detach(), rejected.detach()
+        terms = {
+            "loss": value.detach(),
+            "accuracy": correct(chosen, rejected).sum() / total_pairs,
+            "margin": (chosen - rejected).sum() / total_pairs,
+            "mean_reward": (chosen + rejected).sum() / (2 * total_pairs),
+        }
+        return Loss(value, terms)
+
+
+def plackett_luce(rewards: Tensor, present: Tensor | None = None) -> Tensor:
+    """Negative log-likelihood [n] of rankings, rewards [n, K] given from best to worst. K = 2 is Bradley–Terry.
+
+    Where lists are of unlike length, `present` [n, K] is False behind the last item of each; what stands there is never read.
+
+    Formula: −Σ_k log(exp(r_k) / Σ_{j≥k} exp(r_j))
+
+    Source: Plackett 1975; Luce 1959; Rafailov et al. 2023, arXiv:2305.18290, appendix A.3.
+    """
+    if rewards.dim() != 2 or (present is not None and (present.shape != rewards.shape or present.dtype != torch.bool)):
+        raise ValueError(
+            f"plackett_luce got rewards of shape {tuple(rewards.shape)}; expected [n, K], best first, and `present` boolean of "
+            "that shape, or None."
+        )
+    if present is None:
+        return (rewards.flip(1).logcumsumexp(1).flip(1) - rewards).sum(1)
+    # the lowest number stands for "not there": minus infinity has no gradient under logcumsumexp
+    known = torch.where(present, rewards, torch.full_like(rewards, torch.finfo(rewards.dtype).min / 4))
+    return zero_outside(present, known.flip(1).logcumsumexp(1).flip(1) - known).sum(1)
+
+
+def ranking_loss(rewards: Tensor, present: Tensor | None, total_rankings: int) -> Loss:
+    """The share of these rankings, as `plackett_luce` takes them, in the loss of an optimiser step with `total_rankings`."""
+    value = plackett_luce(rewards, present).sum() / max(total_rankings, 1)
+    return Loss(value, {"loss": value.detach()})
+
+
+def process_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
+    """The share of these steps, logits and labels in [0, 1] of one shape, in the loss of an optimiser step with `total_steps`.
+
+    `mask` is True at the ends of steps where the tensors hold other places too; those are never read.
+
+    Formula: −label·log σ(z) − (1 − label)·log(1 − σ(z))
+
+    Source: Lightman et al. 2023, Let's verify step by step, arXiv:2305.20050.
+    """
+    logits, labels = _steps(logits, labels, mask)
+    value = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / max(total_steps, 1)
+    return Loss(value, _step_terms(value, logits, labels, total_steps))
+
+
+def process_squared_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
+    """`process_loss` with the squared error (Brier score), for labels that are estimated values, such as shares of good endings.
+
+    Formula: (σ(z) − label)²
+
+    Source: Brier 1950; Wang et al. 2024, Math-Shepherd, arXiv:2312.08935, section 3.3 (soft labels).
+    """
+    logits, labels = _steps(logits, labels, mask)
+    value = ((torch.sigmoid(logits) - labels) ** 2).sum() / max(total_steps, 1)
+    return Loss(value, _step_terms(value, logits, labels, total_steps))
+
+
+def _steps(logits: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits and labels [n] of the steps alone."""
+    if labels.shape != logits.shape or (mask is not None and (mask.shape != logits.shape or mask.dtype != torch.bool)):
+        raise ValueError(
+            f"The steps have logits of shape {tuple(logits.shape)} and labels of {tuple(labels.shape)}; expected the same, and a "
+            "boolean mask of that shape or None."
+        )
+    return (logits, labels) if mask is None else (logits[mask], labels[mask])
+
+
+def _step_terms(value: Tensor, logits: Tensor, labels: Tensor, total_steps: int) -> dict[str, Tensor]:
+    hit = ((logits.detach() > 0) == (labels > 0.5)).to(logits.dtype)
+    return {"loss": value.detach(), "accuracy": hit.sum() / max(total_steps, 1)}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How sure the model is against how often it is right, in bins of its confidence max(p, 1 − p)."""
+
+    lower: tuple[float, ...]
+    """Least confidence of each bin."""
+    confidence: tuple[float, ...]
+    """Mean confidence of each bin."""
+    accuracy: tuple[float, ...]
+    """Share of pairs of each bin whose order is right, ties counted half."""
+    counts: tuple[int, ...]
+    """Pairs of each bin; empty bins are left out."""
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error: Σ_b n_b/N · |accuracy_b − confidence_b|."""
+        total = sum(self.counts)
+        gaps = zip(self.counts, self.accuracy, self.confidence, strict=True)
+        return sum(n * abs(a - c) for n, a, c in gaps) / total if total else 0.0
+
+
+def calibration(lead: Tensor, bins: int = 10) -> Calibration:
+    """Calibration of P(chosen beats rejected) = σ(lead) on held-out pairs, lead [n] = r_w − r_l.
+
+    Source: Guo et al. 2017, arXiv:1706.04599. Errors: ValueError when a lead is NaN, or there is less than one bin.
+    """
+    lead = lead.detach().double()
+    if bins < 1 or bool(lead.isnan().any()):
+        raise ValueError(
+            f"calibration got bins={bins} and {int(lead.isnan().sum())} leads that are NaN; expected 1 or more bins, and numbers."
+        )
+    sure = torch.sigmoid(lead.abs())
+    right = correct(lead, torch.zeros_like(lead))
+    which = ((sure - 0.5) * 2 * bins).long().clamp(0, bins - 1)
+    lower, confidence, accuracy, counts = [], [], [], []
+    for b in range(bins):
+        inside = which == b
+        if bool(inside.any()):
+            lower.append(0.5 + b / (2 * bins))
+            confidence.append(float(sure[inside].mean()))
+            accuracy.append(float(right[inside].mean()))
+            counts.append(int(inside.sum()))
+    return Calibration(tuple(lower), tuple(confidence), tuple(accuracy), tuple(counts))

@@ -1,0 +1,125 @@
+"""The machine that a run is planned for: how much memory, how fast its matrix products."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from psigrad.errors import UserError
+from psigrad.language.models.backbone import DTYPES
+from psigrad.language.models.native.kernels import multiply
+from psigrad.language.models.native.processor import default_threads
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# Most of a cgroup's limits are "max"; a number above this is no limit either.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`device` cpu or cuda, `memory` in bytes, `peak` FLOP/s of matrix products (0 where unknown), `bandwidth` in bytes/s."""
+
+    device: str
+    memory: int
+    peak: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """Which constants apply to it."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "24GB", "24 GiB" or "512m"."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    try:
+        assert match is not None
+        value = float(match[1]) * {**_UNITS, **_BINARY}[match[2]]
+        assert value >= 1
+    except (AssertionError, KeyError, ValueError):
+        raise UserError(f"The memory {text!r} is not a size; write it as 24GB, 80GiB or 512MB.") from None
+    return int(value)
+
+
+def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops: float = 0.0, *, measure: bool = True) -> Machine:
+    """The machine at hand, or one with the given `memory` and `tflops`.
+
+    A GPU that this machine lacks needs its memory given; its speed stays unknown without `tflops`.
+    """
+    here = device == "cpu" or torch.cuda.is_available()
+    if not here and not memory:
+        raise UserError("The plan is for a GPU and this machine has none; give its memory, for example --memory 80GB.")
+    if memory:
+        size = parse_bytes(memory)
+    elif device == "cpu":
+        size = installed()
+    else:
+        size = int(torch.cuda.get_device_properties(device).total_memory)
+    if not measure:
+        return Machine(device, size)
+    peak, bandwidth = _speed(device, dtype, threads) if here else (0.0, 0.0)
+    if tflops:
+        # a GPU reads about one byte in the time of 300 half-precision operations, a CPU in that of 10
+        bandwidth = bandwidth or tflops * 1e12 / (300 if device != "cpu" else 10)
+        peak = tflops * 1e12
+    return Machine(device, size, peak, bandwidth)
+
+
+def installed() -> int:
+    """Bytes of memory of this machine, or of the container that this process is in."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+        if 0 < limit < _NO_LIMIT:
+            size = min(size, limit)
+    return size
+
+
+def available() -> int:
+    """Bytes of it that a new program could have without pushing another out; all of it where the system does not say."""
+    found = [installed()]
+    try:
+        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(1024 * int(told["MemAvailable"].split()[0]))
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError, KeyError):
+        pass  # no Linux, or a control group without a limit ("max")
+    return max(0, min(found))
+
+
+def _speed(device: str, dtype: str, threads: int) -> tuple[float, float]:
+    """(FLOP/s of a matrix product, bytes/s of a copy), the best of a quarter of a second each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or default_threads())
+    try:
+        n = 1024 if device == "cpu" else 8192
+        a = torch.ones(n, n, dtype=DTYPES[dtype], device=device)
+        block = torch.ones(1 << (25 if device == "cpu" else 30), dtype=torch.uint8, device=device)
+        other = torch.empty_like(block)
+        return 2 * n**3 / _best(lambda: multiply(a, a), device), 2 * block.numel() / _best(lambda: other.copy_(block), device)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best(work: Callable[[], object], device: str) -> float:
+    """The fewest seconds that one call took, of five calls or a quarter of a second of them."""
+    best, count, end = float("inf"), 0, time.perf_counter() + 0.25
+    while count < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        best, count = min(best, time.perf_counter() - start), count + 1
+    return best

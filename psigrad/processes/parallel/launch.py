@@ -1,0 +1,144 @@
+"""Starting the processes of this machine that train together, and ending them together."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from psigrad.errors import UserError
+from psigrad.processes.parallel.world import RankLost
+
+# Seconds that the other processes get to end by themselves once one has failed; characters of its last words.
+GRACE, WORDS = 10.0, 8000
+
+
+def started() -> bool:
+    """Whether this process is one of several already."""
+    return "WORLD_SIZE" in os.environ
+
+
+def first() -> bool:
+    """Whether this process is the one that speaks to people."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check(processes: int) -> None:
+    """Refuse `--processes N` in a process that nothing has started as one of N."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and size != processes:
+        raise UserError(
+            f"processes is {processes} and this process is one of {size}; from Python start your script with `torchrun "
+            f"--nproc-per-node={processes}`, or use the command line, which starts them itself."
+        )
+
+
+def run(processes: int, arguments: Sequence[str]) -> int:
+    """`psigrad arguments` as ranks 0 … processes - 1 of this machine; the exit status of the run.
+
+    Rank 0 has the terminal. When a process fails, the others are ended, and the last words of the one that failed first are
+    printed. SIGTERM and SIGHUP are passed on to all; Ctrl-C reaches them by itself.
+    """
+    with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
+        ranks = [_Rank(rank, processes, folder, arguments) for rank in range(processes)]
+        before = {number: signal.signal(number, _passing(ranks)) for number in (signal.SIGTERM, signal.SIGHUP)}
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return _watch(ranks)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.process.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Rank:
+    """One of the processes, with the end of what it says where that is not on the terminal."""
+
+    def __init__(self, rank: int, size: int, folder: str, arguments: Sequence[str]) -> None:
+        self.rank, self.words = rank, b""
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "PSIGRAD_RANKS": folder}
+        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+        quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        command = [sys.executable, "-m", "psigrad", *arguments]
+        self.process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent(os.getpid()), **quiet)  # type: ignore[call-overload]
+        if rank:
+            threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self.process.stderr:
+            self.words = (self.words + line)[-WORDS:]
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended otherwise than well."""
+        return self.process.poll() not in (None, 0)
+
+    @property
+    def status(self) -> int:
+        """Its exit status as a shell gives it."""
+        code = int(self.process.returncode)
+        return code if code >= 0 else 128 - code
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    def prepare() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def _passing(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None], None]:
+    def handler(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.process.send_signal(number)
+
+    return handler
+
+
+def _watch(ranks: Sequence[_Rank]) -> int:
+    """Wait for all of them, or for the first failure and then a moment for the others; the status to exit with."""
+    first: _Rank | None = None
+    since = 0.0
+    while any(rank.process.poll() is None for rank in ranks):
+        failed = [rank for rank in ranks if rank.failed]
+        if first is None and failed:
+            # one that only lost another is not the cause
+            first, since = min(failed, key=lambda rank: rank.status == RankLost.exit_status), time.monotonic()
+        if first is not None and time.monotonic() - since > GRACE:
+            break
+        time.sleep(0.05)
+    stopped = [rank for rank in ranks if rank.failed and rank.status != RankLost.exit_status]
+    cause = first if first in stopped or not stopped else stopped[0]
+    if cause is None:
+        cause = next((rank for rank in ranks if rank.failed), None)
+    if cause is None:
+        return 0
+    own = ranks[0].status if ranks[0].failed else 0
+    if cause.rank and own in (0, RankLost.exit_status):  # else rank 0 has said it on the terminal
+        _tell(cause, len(ranks))
+        return cause.status
+    return own or cause.status
+
+
+def _tell(rank: _Rank, size: int) -> None:
+    code = rank.process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    print(f"psigrad: process {rank.rank} of 0 to {size - 1} {how}; the others were ended with it.", file=sys.stderr)
+    time.sleep(0.1)  # its last words may be on their way
+    if words := rank.words.decode(errors="replace").strip():
+        print(words, file=sys.stderr)

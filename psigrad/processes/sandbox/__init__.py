@@ -1,0 +1,20 @@
+"""Programs that a model wrote, run where they can do no harm: one executor, its limits, and what a machine can guarantee."""
+
+from __future__ import annotations
+
+from psigrad.processes.sandbox.choice import executor_for, tier_of_this_machine
+from psigrad.processes.sandbox.enclosure import enclosed
+from psigrad.processes.sandbox.executor import Executor, Limits, Program, ProgramOutcome, SandboxError
+from psigrad.processes.sandbox.tiers import Tier
+
+__all__ = [
+    "Executor",
+    "Limits",
+    "Program",
+    "ProgramOutcome",
+    "SandboxError",
+    "Tier",
+    "enclosed",
+    "executor_for",
+    "tier_of_this_machine",
+]

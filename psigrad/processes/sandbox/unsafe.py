@@ -1,0 +1,63 @@
+"""Programs without a sandbox, for those who allow it in so many words: they can read, write and send whatever you can."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from psigrad.processes.sandbox.bubblewrap import DRIVER, memory_file, rlimits
+from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError
+from psigrad.processes.sandbox.pipes import exchanged
+from psigrad.processes.sandbox.values import decoded
+
+
+class Unsafe:
+    """An `Executor` with limits of time and memory, and no protection at all."""
+
+    def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
+        """See `Executor`."""
+        return [self._one(program, limits) for program in programs]
+
+    def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
+        task = memory_file(json.dumps({"source": program.source, "expressions": program.expressions}).encode())
+        answers, say = os.pipe()
+        # without a user of its own a limit on processes would count all of yours
+        bounds = [part for part in rlimits(limits) if not part.startswith("--nproc")]
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="psigrad-code-") as folder:
+            try:
+                process = subprocess.Popen(
+                    [*bounds, sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", DRIVER, str(task), str(say)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[task, say],
+                    start_new_session=True,
+                    cwd=folder,
+                    env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                )
+            except OSError as error:
+                os.close(answers)
+                raise SandboxError(f"The program could not be started ({error}).") from error
+            finally:
+                os.close(task)
+                os.close(say)
+            heard = exchanged(process, answers, program.stdin.encode(errors="surrogatepass"), limits)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        lines = heard.answers.split(b"\n")
+        return ProgramOutcome(
+            heard.status,
+            process.returncode,
+            heard.stdout.decode(errors="replace"),
+            heard.stderr.decode(errors="replace"),
+            decoded(lines[1:], len(program.expressions)),
+            time.monotonic() - started,
+        )

@@ -1,0 +1,8 @@
+"""Processes that run a user's code and can be killed: rewards, environments and tools. Nothing of it runs in the trainer."""
+
+from __future__ import annotations
+
+from psigrad.processes.workers.process import Worker, WorkerGone
+from psigrad.processes.workers.shipping import ShippingError, homes, pack, unpack
+
+__all__ = ["ShippingError", "Worker", "WorkerGone", "homes", "pack", "unpack"]

@@ -1,0 +1,98 @@
+"""The worker's side: loads the user's code, then answers requests until the parent goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from psigrad.processes.workers import frames
+from psigrad.processes.workers.shipping import load_homes
+
+# Answers a request: yields what JSON can hold, any number of times. Made from what the parent sent at the start.
+Service = Callable[[Any], Iterator[Any]]
+# Characters of an exception's message that a reason keeps: reasons are logged once per sample.
+_REASON = 500
+_withheld: frozenset[str] = frozenset()
+
+
+def main() -> None:
+    """Serve on the two file descriptors named on the command line, for the parent named there.
+
+    The worker dies with its parent, and a Ctrl-C at the terminal does not reach it.
+    """
+    request, response, parent = map(int, sys.argv[1:4])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if parent and os.getppid() != parent:
+        os._exit(0)  # it died before prctl could tell
+    for descriptor in (request, response):
+        os.set_inheritable(descriptor, False)  # or a program that the user's code starts would keep the pipe open
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        serve(os.fdopen(request, "rb"), os.fdopen(response, "wb"))
+    os._exit(0)  # threads that the user's code left behind must not keep the process
+
+
+def serve(requests: BinaryIO, responses: BinaryIO) -> None:
+    """Answer until the parent goes away: ["ready", null] or ["broken", why], then ["answer", …] for each answer."""
+    global _withheld
+    own = os.getpid()
+
+    def write(number: int, kind: str, content: Any) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a child that the user's code forked must not answer in its place
+        responses.write(frames.response(number, [kind, content]))
+        responses.flush()
+
+    number, setup = frames.read_request(requests)
+    sys.path[:] = setup["path"]
+    _withheld = frozenset(setup["withheld"])
+    try:
+        if setup["memory"]:
+            resource.setrlimit(resource.RLIMIT_DATA, (setup["memory"], setup["memory"]))
+        load_homes(setup["homes"])
+        module, _, name = setup["service"].partition(":")
+        service: Service = getattr(importlib.import_module(module), name)(setup["payload"])
+    except (Exception, SystemExit) as error:
+        write(number, "broken", text_of(error))
+        return
+    write(number, "ready", None)
+    while True:
+        number, message = frames.read_request(requests)
+        for answer in service(message):
+            write(number, "answer", answer)
+
+
+def reason_for(name: str, error: BaseException) -> str:
+    """Why a user's function gave nothing: what it raised, and where in its own code."""
+    frames_of = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OURS, "<frozen"))]
+    where = f" ({os.path.basename(frames_of[-1].filename)}, line {frames_of[-1].lineno})" if frames_of else ""
+    hint = ""
+    if isinstance(error, KeyError) and error.args and error.args[0] in _withheld:
+        hint = "; workers get few environment variables: name this one in worker_env"
+    return f"{name} raised {text_of(error)}{where}{hint}"
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's type and message, cut."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
+def message_of(error: BaseException) -> str:
+    """An exception's message, cut."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(its message raised {type(second).__name__})"
+    return text if len(text) <= _REASON else text[:_REASON] + "…"
+
+
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,0 +1,141 @@
+"""A worker as its parent sees it: one process, pipes that never block, a deadline, and a kill that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from psigrad.processes.workers import frames, output
+from psigrad.processes.workers.descendants import MARK, kill_marked
+from psigrad.processes.workers.environment import passed_on, withheld
+
+# Seconds in which a worker must have imported the user's code.
+START_LIMIT = 120.0
+_START = "from psigrad.processes.workers.child import main; main()"
+
+
+class WorkerGone(Exception):
+    """The worker died, or what came through its pipe is no answer."""
+
+
+class Worker:
+    """One process in a session of its own, which answers requests through `service`, "module:function" of ours.
+
+    `service(payload)` is called in the worker and gives the function that answers. `homes` are files of modules that a fresh
+    process does not find by name. `memory` limits its data in bytes (0: no limit), `variables` are environment variables that it
+    gets besides the usual ones. `prefix` is a command to run it under. It must be ready within `start_limit` seconds.
+
+    Pipes never block: a worker that was stopped in the middle of reading or writing is late like any other.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        payload: Any,
+        homes: dict[str, str],
+        *,
+        name: str = "a worker",
+        memory: int = 0,
+        variables: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        start_limit: float = START_LIMIT,
+    ) -> None:
+        request_read, self._requests = os.pipe()
+        self._responses, response_write = os.pipe()
+        printed, print_write = os.pipe()
+        self._mark, self._name, self._number = uuid.uuid4().hex, name, 0
+        parent = "0" if prefix else str(os.getpid())  # under another program, that is the parent
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-P", "-c", _START, str(request_read), str(response_write), parent],
+            pass_fds=(request_read, response_write),
+            stdin=subprocess.DEVNULL,
+            stdout=print_write,
+            stderr=print_write,
+            env={**passed_on(variables), MARK: self._mark},
+            start_new_session=True,
+        )
+        for descriptor in (request_read, response_write, print_write):
+            os.close(descriptor)
+        output.pass_on(printed, name)
+        os.set_blocking(self._requests, False)
+        os.set_blocking(self._responses, False)
+        self._outbox, self._inbox = bytearray(), bytearray()
+        self.ready = False
+        setup = {"path": sys.path, "homes": homes, "service": service, "payload": payload}
+        self.ask({**setup, "memory": memory, "withheld": withheld(variables)}, start_limit)
+
+    def ask(self, message: Any, limit: float) -> None:
+        """Send a request that must be answered within `limit` seconds."""
+        self.deadline = time.monotonic() + limit
+        self._number += 1
+        self._outbox += frames.request(self._number, message)
+        self._push()
+
+    def _push(self) -> None:
+        try:
+            while self._outbox:
+                del self._outbox[: os.write(self._requests, self._outbox[: 1 << 16])]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._outbox.clear()  # it died; `poll` says so
+
+    def poll(self) -> tuple[str, Any] | None:
+        """The next answer to the last request as (kind, content); None if there is none yet. Raises `WorkerGone`."""
+        self._push()
+        with contextlib.suppress(BlockingIOError):
+            while not self._whole() and (data := os.read(self._responses, 1 << 16)):
+                self._inbox += data
+            if not self._whole():
+                raise WorkerGone
+        if not self._whole():
+            return None
+        _, number, length = frames.HEADER.unpack_from(self._inbox)
+        end = frames.HEADER.size + length
+        data = bytes(self._inbox[frames.HEADER.size : end])
+        del self._inbox[:end]
+        try:
+            kind, content = json.loads(data)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise WorkerGone from error
+        if number != self._number or kind not in ("ready", "broken", "answer"):
+            raise WorkerGone
+        return kind, content
+
+    def _whole(self) -> bool:
+        """Whether an answer is there. A header that can't be one of ours ends the worker: a stray writer is on its pipe."""
+        if len(self._inbox) < frames.HEADER.size:
+            return False
+        mark, number, length = frames.HEADER.unpack_from(self._inbox)
+        if mark != frames.MARK or number > self._number or length > frames.MOST:
+            raise WorkerGone
+        return bool(len(self._inbox) >= frames.HEADER.size + length)
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have `selector` wake up when `poll` may have something to do."""
+        selector.register(self._responses, selectors.EVENT_READ)
+        if self._outbox:
+            selector.register(self._requests, selectors.EVENT_WRITE)
+
+    def alive(self) -> bool:
+        """Whether the process still runs. It is not reaped here: until `kill` its number cannot become another's."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def kill(self) -> str:
+        """End the process and everything that it started, for good, and say how it ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        kill_marked(self._mark)
+        os.close(self._requests)
+        os.close(self._responses)
+        return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,7 @@
+"""Reports: report.html of one or several run folders, and what the terminal shows. Only reads run folders."""
+
+from __future__ import annotations
+
+from psigrad.records.report.html import write
+
+__all__ = ["write"]

@@ -1,0 +1,263 @@
+"""The model card: what a reader of a repository on the hub must know of the model that a run left behind."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import metadata_load, try_to_load_from_cache
+
+from psigrad import __version__
+from psigrad.config.nested import put
+from psigrad.records.read import RunData, kind_of, load, shown
+from psigrad.records.report.facts import chosen, facts, method, moment
+from psigrad.records.report.verdict import verdict
+from psigrad.records.rows import number, parsed
+
+# A name on the hub: user/name, or one of the few without a user.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gguf")
+_COMMIT = 40  # characters of a commit, by which a hub model is pinned; a folder is by 64
+# What is of the machine alone, and not of what the model became.
+_OF_THE_MACHINE = ("run.output_dir", "run.resume", "run.progress", "run.report", "run.threads", "run.device")
+
+
+class ModelOrigin(NamedTuple):
+    """What the model was trained from: its name, its name on the hub and its licence where they are known, and its pin."""
+
+    name: str
+    on_hub: str
+    license: str
+    pin: str
+
+
+def text(folder: str | Path, repository: str = "") -> str:
+    """README.md of the model in a run folder, its front matter first; the same run gives the same text.
+
+    With `repository` it is meant for that place: the example loads the model from there, and absolute paths are cut to their last
+    part. Raises `UserError` where `folder` is no run folder.
+    """
+    run = load(folder, rollouts=False)
+    pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
+    parts = [
+        f"---\n{yaml.safe_dump(_front(run, base, name), sort_keys=False, allow_unicode=True)}---",
+        f"# {name}",
+        f"{_sentence(run, base)} by [psigrad](https://pypi.org/project/psigrad/) {_version(run)}.",
+        f"**{verdict(run)}**",
+        _figures(run),
+        _use(run, repository),
+        "## Training",
+        "\n".join(f"- {what}: {said}" for what, said in _told(run, base, pins)),
+        _again(run),
+    ]
+    card = "\n\n".join(filter(None, parts)) + "\n"
+    return _published(card, run) if repository else card
+
+
+def method_of(run: RunData) -> str:
+    """The command that trains by the run's method: grpo, dpo, sft, reward and so on."""
+    kind = kind_of(run.config)
+    if kind in ("sft", "reward"):
+        return kind
+    given = run.config.get("algorithm" if kind == "online" else "loss", "")
+    name = given.get("preset") or given.get("name") or "" if isinstance(given, Mapping) else given
+    return str(name)
+
+
+def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
+    """The metadata that the hub reads."""
+    reward = kind_of(run.config) == "reward"
+    adapter = not (run.path / "model" / "config.json").exists() and (run.path / "model" / "adapter_config.json").exists()
+    task = "text-classification" if reward else "text-generation"
+    tags = ["psigrad", *(["reward-model"] if reward else []), method_of(run)]
+    data = list(dict.fromkeys(on_hub for _, on_hub in _datasets(run) if on_hub))
+    front: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": task,
+        "license": base.license,
+        "base_model": base.on_hub,
+        "base_model_relation": ("adapter" if adapter else "finetune") if base.on_hub else "",
+        "datasets": data,
+        "tags": [tag for tag in dict.fromkeys(tags) if re.fullmatch(r"[\w.-]+", tag)],
+        "model-index": _index(run, name, task),
+    }
+    return {key: value for key, value in front.items() if value}
+
+
+def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
+    """The held-out figures after training, in the hub's form."""
+    last = (run.evaluations or [{}])[-1]
+    metrics = [
+        {"name": f"held-out {stem}", "type": stem, "value": value}
+        for stem, key in _held_out(run)
+        if stem != "kl" and math.isfinite(value := number(last.get(key)))
+    ]
+    if not metrics:
+        return []
+    held, on_hub = next(_datasets(run, "eval_"), next(_datasets(run), ("held-out rows", "")))
+    data = {"name": held, "type": on_hub or re.sub(r"[^\w.-]+", "-", held).strip("-") or "rows"}
+    return [{"name": name, "results": [{"task": {"type": task}, "dataset": data, "metrics": metrics}]}]
+
+
+def _held_out(run: RunData) -> Iterator[tuple[str, str]]:
+    """(name, key) of the held-out figures: means, what has an interval, and the loss."""
+    keys = run.keys("eval/")
+    for key in keys:
+        stem = key.removesuffix("/mean")
+        if key.endswith("/mean") or f"{stem}/low" in keys or key == "eval/loss":
+            yield stem.removeprefix("eval/"), key
+
+
+def _figures(run: RunData) -> str:
+    """The held-out figures before and after training, with their 95 % intervals."""
+    rows = run.evaluations
+    if not rows:
+        return ""
+    first, last = rows[0], rows[-1]
+    before = [f"before (step {shown(first['step'])})"] if len(rows) > 1 else []
+    head = ["held-out", *before, f"after (step {shown(last['step'])})"]
+    lines = [
+        [name, *(_with_interval(row, key) for row in ([first, last] if before else [last]))]
+        for name, key in _held_out(run)
+        if key in last
+    ]
+    on = f"On {shown(last['eval/prompts'])} held-out prompts. " if "eval/prompts" in last else ""
+    table = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{on}95 % intervals in brackets, where there are any."
+
+
+def _with_interval(row: Mapping[str, Any], key: str) -> str:
+    stem = key.removesuffix("/mean")
+    low, high = number(row.get(f"{stem}/low")), number(row.get(f"{stem}/high"))
+    bounds = f" [{shown(low)}, {shown(high)}]" if math.isfinite(low + high) else ""
+    return shown(row.get(key)) + bounds
+
+
+def _sentence(run: RunData, base: ModelOrigin) -> str:
+    said = method(run)
+    of = f"[{base.name}](https://huggingface.co/{base.on_hub})" if base.on_hub == base.name else f"`{base.name}`"
+    name = method_of(run)
+    what = {"reward": "A reward model", "sft": "Supervised fine-tuning"}.get(name, f"`{name}`" if name else "Training")
+    return f"{what} on {of} ({said.rpartition(': ')[2]})" if base.name else f"{what} ({said.rpartition(': ')[2]})"
+
+
+def _told(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the model was trained from, on what, against what, when and where."""
+    start = _start(run)
+    data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
+    rows = number(start.get("rows"))
+    count = f"{shown(rows)} rows" + (f" and {shown(held)} held out" if (held := number(start.get("eval_rows"))) > 0 else "")
+    digest = f"SHA-256 of the rows {pins['dataset']}" if pins.get("dataset") else ""
+    config = run.config
+    rewards = [_named(one) for key in ("reward", "reward_model") for one in config.get(key) or ()]
+    metric = run.settings.get("evaluation.metric")
+    known = "" if not base.pin else f" (commit {base.pin})" if len(base.pin) == _COMMIT else f" (SHA-256 of its files {base.pin})"
+    when = dict(facts(run))
+    licence = f"{base.license}, that of the base model" if base.license else ""
+    told = [
+        ("base model", f"`{base.name}`{known}" if base.name else ""),
+        ("licence", licence),
+        ("adapter", f"LoRA of rank {rank}" if (rank := run.settings.get("model.lora_rank")) else ""),
+        ("data", "; ".join(filter(None, [data, count if math.isfinite(rows) else "", digest]))),
+        ("reward" if kind_of(config) == "online" else "evaluated by", ", ".join(f"`{name}`" for name in rewards)),
+        ("held-out metric", f"`{_named(metric)}`" if metric else ""),
+        ("finished", moment(number(next((e.get("time") for e in reversed(run.events) if e.get("kind") == "finished"), None)))),
+        ("took", when.get("Took", "")),
+        ("on", when.get("On", "")),
+        ("with", when.get("With", "")),
+    ]
+    return [(what, said) for what, said in told if said]
+
+
+def _named(reward: Any) -> str:
+    if isinstance(reward, Mapping):
+        rest = ", ".join(f"{key}={value}" for key, value in reward.items() if key != "reward")
+        return f"{reward.get('reward', '')}({rest})"
+    return str(reward)
+
+
+def _again(run: RunData) -> str:
+    """The command of the run, and its settings as a file, which is enough where it was no command."""
+    given: dict[str, Any] = {}
+    for name, value in chosen(run).items():
+        if name not in _OF_THE_MACHINE and not name.startswith("hub."):
+            put(given, name, value, "the run's settings")
+    name = method_of(run)
+    command = str(_start(run).get("command") or "")
+    typed = f"The run was started by\n\n```\n{command}\n```\n\n" if command.startswith(("psigrad ", "python ")) else ""
+    settings = yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=110)
+    return (
+        f"## To train it again\n\n{typed}These are its settings, where they are not the defaults. Save them as `settings.yaml` "
+        f"and run\n\n```\npip install psigrad=={_version(run)}\npsigrad {name or 'METHOD'} --config settings.yaml\n```\n\n"
+        f"```yaml\n{settings}```"
+    )
+
+
+def _use(run: RunData, repository: str) -> str:
+    where = repository or f"{run.settings.get('run.output_dir') or run.path.resolve().name}/model"
+    kind = "AutoModelForSequenceClassification" if kind_of(run.config) == "reward" else "AutoModelForCausalLM"
+    beside = ""
+    if repository and (run.path / "model" / "adapter").is_dir():
+        beside = f'\n\nThe adapter alone is in `adapter/`: `PeftModel.from_pretrained(base, "{where}", subfolder="adapter")`.'
+    return (
+        f"## Use\n\n```python\nfrom transformers import {kind}, AutoTokenizer\n\n"
+        f'model = {kind}.from_pretrained("{where}")\ntokenizer = AutoTokenizer.from_pretrained("{where}")\n```{beside}'
+    )
+
+
+def _base(run: RunData) -> ModelOrigin:
+    """The model that training started from. A model that psigrad left says in its own card what it came from."""
+    name = str(run.settings.get("model.path") or "")
+    pin, local = str(_pins(run).get("model") or ""), Path(name)
+    if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
+        cached = try_to_load_from_cache(name, "README.md", revision=pin or None)
+        held = _metadata(Path(cached)) if isinstance(cached, str) else {}
+        return ModelOrigin(name, name, str(held.get("license") or ""), pin)
+    held = _metadata(local / "README.md") if name else {}
+    above = held.get("base_model")
+    above = above[0] if isinstance(above, list) and above else above
+    return ModelOrigin(name, str(above or ""), str(held.get("license") or ""), pin)
+
+
+def _metadata(card: Path) -> dict[str, Any]:
+    try:
+        return metadata_load(card) or {} if card.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError):  # a card that somebody broke
+        return {}
+
+
+def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, name on the hub or nothing) of each dataset."""
+    given = run.settings.get(f"data.{prefix}dataset") or []
+    for one in given if isinstance(given, list) else [given]:
+        name = str(one).partition(":")[0]
+        elsewhere = name in ("task", "rows") or name.endswith(_FILES) or Path(name).exists()
+        yield str(one), "" if elsewhere or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) else name
+
+
+def _start(run: RunData) -> Mapping[str, Any]:
+    return next((event for event in run.events if event.get("kind") in ("started", "resumed")), {})
+
+
+def _version(run: RunData) -> str:
+    """The version that trained the model."""
+    versions = (_start(run).get("machine") or {}).get("versions") or {}
+    return str(versions.get("psigrad") or __version__)
+
+
+def _pins(run: RunData) -> Mapping[str, Any]:
+    """What the newest checkpoint says that the run stands on."""
+    newest = max(run.path.glob("checkpoints/step-*/manifest.json"), default=None)
+    return (parsed(newest.read_bytes()) if newest is not None else None) or {}
+
+
+def _published(card: str, run: RunData) -> str:
+    """Without the folders of this machine, which tell a stranger nothing and the user's name."""
+    leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
+    for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
+        card = card.replace(path, Path(path).name)
+    return card.replace(f"{Path.home()}/", "~/")

@@ -1,0 +1,115 @@
+"""The circumstances of a run: what it does by which settings, when, how long, by which command, on what, with which versions."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.records.read import RunData, clip, flat, kind_of
+from psigrad.records.rows import number
+
+_CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig}
+
+
+def facts(run: RunData) -> list[tuple[str, str]]:
+    """(name, text): when the run was, how long it took, by which commands, on what and with which versions. What was not noted
+    is left out.
+    """
+    starts = [event for event in run.events if event.get("kind") in ("started", "resumed")]
+    began = moment(number(run.events[0].get("time"))) if run.events else ""
+    commands = list(dict.fromkeys(str(event["command"]) for event in starts if event.get("command")))
+    machine = next((m for event in reversed(starts) if isinstance(m := event.get("machine"), dict)), {})
+    versions = machine.get("versions")
+    facts = [
+        ("Begun", f"{began}, taken up again {_times(len(starts) - 1)}" if began and len(starts) > 1 else began),
+        ("Took", _took(run)),
+        ("Command", "\n".join(clip(command, 1000) for command in commands[-3:])),
+        ("On", ", ".join(filter(None, [str(machine.get("processor") or ""), *_shares(machine), str(machine.get("gpu") or "")]))),
+        ("With", ", ".join(f"{name} {number}" for name, number in versions.items()) if isinstance(versions, dict) else ""),
+    ]
+    return [(name, said) for name, said in facts if said]
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n:,} times"
+
+
+def _shares(machine: dict[str, Any]) -> list[str]:
+    return [f"{machine[name]} {name}" for name in ("cores", "threads") if machine.get(name)]
+
+
+def _took(run: RunData) -> str:
+    """How long the run took: the time between its events, summed over its lives, and how much of it went into steps and
+    evaluations.
+    """
+    spent, life, before = 0.0, math.nan, math.nan
+    for event in run.events:
+        now = number(event.get("time"))
+        if event.get("kind") in ("started", "resumed"):
+            spent += before - life if math.isfinite(before - life) else 0.0
+            life = now
+        before = now if math.isfinite(now) else before
+    spent += before - life if math.isfinite(before - life) else 0.0
+    busy = sum(run.series("step_time")[1])
+    if spent >= busy > 0:
+        return f"{_span(spent)}, of which {_span(busy)} in steps and evaluations"
+    return f"{_span(busy)} in steps and evaluations" if busy else _span(spent) if spent else ""
+
+
+def _span(seconds: float) -> str:
+    whole = round(seconds)
+    return (
+        f"{whole // 3600} h {whole // 60 % 60} min"
+        if whole >= 3600
+        else f"{whole // 60} min {whole % 60} s"
+        if whole >= 60
+        else f"{whole} s"
+    )
+
+
+def moment(seconds: float) -> str:
+    """A time since 1970 as a date; empty for what is none."""
+    if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def method(run: RunData) -> str:
+    """What the run does, in one line."""
+    given = run.settings
+    model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
+    kind = kind_of(run.config)
+    if kind == "control":
+        algorithm = run.config.get("algorithm", "?")
+        name = algorithm.get("preset", "a policy gradient") if isinstance(algorithm, dict) else algorithm
+        return f"{name} on {run.config.get('env') or 'an environment'}: {given.get('n_envs', '?')} copies"
+    if kind == "reward":
+        return f"reward model from {model}: {given.get('batch_size', '?')} pairs per step"
+    if kind == "preference":
+        loss = run.config.get("loss", "?")
+        name = loss.get("preset", "a preference loss") if isinstance(loss, dict) else loss
+        return f"{name} on {model}: {given.get('batch_size', '?')} pairs per step"
+    if kind == "sft":
+        return f"supervised fine-tuning of {model}: {given.get('batch_size', '?')} rows per step"
+    algorithm = run.config.get("algorithm", "?")
+    if isinstance(algorithm, dict):
+        algorithm = algorithm.get("name") or algorithm.get("preset") or "a policy gradient"
+    rewards = run.config.get("reward")
+    against = f" against {', '.join(map(str, rewards))}" if isinstance(rewards, list) and rewards else ""
+    shape = f"{given.get('prompts_per_step', '?')} prompts × {given.get('num_generations', '?')} completions per step"
+    return f"{algorithm} on {model}{against}: {shape}"
+
+
+def chosen(run: RunData) -> dict[str, Any]:
+    """Settings other than the defaults, by dotted name."""
+    kind = kind_of(run.config)
+    # control stands beside this library, not in it, and a report needs no more of it than these
+    settings = import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
+    defaults = flat(json.loads(json.dumps(asdict(settings()))))
+    given = {name: value for name, value in run.settings.items() if name not in ("recipe", "format")}
+    return {name: value for name, value in given.items() if value != defaults.get(name)}

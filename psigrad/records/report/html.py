@@ -1,0 +1,312 @@
+"""report.html: one file, no scripts, nothing fetched from anywhere. The page stands in templates/."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from psigrad.errors import UserError
+from psigrad.records import run_folder
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, shown, visible
+from psigrad.records.report import plots
+from psigrad.records.report.facts import chosen, facts, method, moment
+from psigrad.records.report.verdict import Verdict, alerts, verdict
+from psigrad.records.rows import number
+from psigrad.records.signals import BY_NAME, name_of
+from psigrad.records.warnings import BY_NAME as RULES
+from psigrad.records.warnings import Alert
+
+SAMPLES, AT_ONCE = 24, 6
+_ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
+_VERDICTS = {1.0: "good", 0.0: "bad"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: its text and its look, which the template knows: n (a number), text (as it was written, cut), whole (as it was
+    written), said (a conversation as (role, text) pairs), soft, range (an interval behind a number), key (a run's colour and
+    name), verdict (good or bad).
+    """
+
+    value: Any
+    kind: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page, with what is said above and below it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    said: str = ""
+    whole: bool = False
+    """As wide as the page, for long texts. On a phone the rows of every table are blocks, their cells under the head's words."""
+    shown: int = 0
+    """So many rows are shown at once, and the others on demand; 0 for all."""
+    name: str = ""
+    """What the table is called to those who cannot see it."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its caption, and the names of its colours where they stand there; `svg` is ours and goes into the page as
+    it is.
+    """
+
+    title: str
+    note: str
+    svg: str
+    legend: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What report.html shows, from top to bottom; what is None or empty is left out."""
+
+    lines: Sequence[str]
+    verdict: Verdict | None
+    facts: Sequence[tuple[str, str]]
+    headline: Table | None
+    figures: Sequence[Figure]
+    names: Sequence[str]
+    every: Sequence[tuple[str, str]]
+    trace: str = ""
+    differing: Table | None = None
+    warnings: Table | None = None
+    episode: str = ""
+    samples: Table | None = None
+    troubles: Table | None = None
+    chosen: Table | None = None
+    events: Table | None = field(default=None)
+
+
+def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """The report of one run (default: report.html in its folder) or of several compared (default: report.html here).
+
+    The file is replaced whole or not at all. Raises `UserError` for a folder that is no run, or an output that cannot be
+    written.
+    """
+    runs = load_all([folders] if isinstance(folders, str | Path) else folders)
+    if not runs:
+        raise UserError("No run was named; give the output_dir of one or more runs.")
+    return save(page(runs), Path(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
+
+
+def save(content: str, target: Path) -> Path:
+    """Write a page, whole or not at all. Raises `UserError` where it cannot be written."""
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(content, encoding="utf-8")
+        os.replace(beside, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        why = error.strerror or error
+        raise UserError(f"The report cannot be written to {target}: {why}; name another file as its output.") from error
+    return target
+
+
+def page(runs: Sequence[RunData]) -> str:
+    """The whole page."""
+    pictures = [Figure(p.title, p.note, svg, p.legend) for p, svg in plots.draw(runs)]
+    names = [run.name for run in runs]
+    every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
+    if len(runs) > 1:
+        parts = _Parts([], None, [], _compared(runs), pictures, names, every, differing=_differing(runs))
+        return rendered("report.html", f"{len(runs)} runs compared", **vars(parts))
+    (run,) = runs
+    parts = _Parts(
+        [method(run)],
+        verdict(run),
+        facts(run),
+        _headline(run),
+        pictures,
+        names,
+        every,
+        trace=_trace(run),
+        warnings=_warnings(run),
+        episode=_episode(run),
+        samples=_samples(run),
+        troubles=_troubles(run),
+        chosen=_chosen(run),
+        events=_events(run),
+    )
+    return rendered("report.html", run.name, **vars(parts))
+
+
+def rendered(template: str, title: str, **parts: Any) -> str:
+    """A page of templates/, in which every text is escaped, cut, and shown with its control characters spelt out."""
+    environment = Environment(
+        loader=PackageLoader("psigrad.records.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"shown": _text, "visible": visible}
+    return environment.get_template(template).render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
+
+
+def _text(value: Any, limit: int | None = None) -> str:
+    return visible(clip(value, limit or TEXT_LIMIT))
+
+
+def _number(value: Any) -> Cell:
+    return Cell(shown(value), "n")
+
+
+def _episode(run: RunData) -> str:
+    """An episode of a control run, where one was drawn; the picture is part of the page."""
+    with contextlib.suppress(OSError):
+        return b64encode((run.path / run_folder.VIDEO).read_bytes()).decode()
+    return ""
+
+
+def _trace(run: RunData) -> str:
+    """Where the error was raised that ended the run, if one did."""
+    last = run.events[-1] if run.events else {}
+    return str(last.get("traceback") or "") if last.get("kind") == "failed" else ""
+
+
+def _warnings(run: RunData) -> Table | None:
+    """What the rules of `psigrad.records.warnings` say of the run, those that still stand first."""
+    raised: dict[str, list[Alert]] = {}
+    for alert in alerts(run):
+        raised.setdefault(alert.rule, []).append(alert)
+    rows = []
+    for rule, found in raised.items():
+        newest = found[0]
+        times = Cell(f"{len(found):,} times" if len(found) > 1 else "once")
+        ended = Cell("still", "n") if newest.ended is None else _number(newest.ended)
+        rows.append([Cell(RULES[rule].title), Cell(RULES[rule].says, "soft"), times, _number(newest.step), ended])
+    return Table(("", "", "", "last from step", "to step"), rows) if rows else None
+
+
+def _headline(run: RunData) -> Table | None:
+    """The summary's rows, or the first and last evaluation."""
+    if run.summary:
+        named = ((r, ", ".join(filter(None, (r["name"], r.get("unit"))))) for r in run.summary)
+        return Table(("", "", "95 % interval"), [[Cell(name), _number(r["value"]), Cell(interval(r), "n")] for r, name in named])
+    if not run.evaluations:
+        return None
+    ends = run.evaluations[:: max(1, len(run.evaluations) - 1)]
+    rows = []
+    for name in (key for key in ends[-1] if key.startswith("eval/") and not key.endswith(("/low", "/high"))):
+        stem = name.removesuffix("/mean")
+        values = [_number(row.get(name)) for row in ends]
+        rows.append([Cell(_title(stem)), *values, Cell(interval(ends[-1], f"{stem}/"), "n")])
+    return Table(("held-out", *(f"step {row['step']}" for row in ends), "95 % interval"), rows)
+
+
+def _title(key: str) -> str:
+    """A held-out figure in words, where it is one that is known."""
+    bare = key.removeprefix("eval/")
+    signal = BY_NAME.get(name_of(key)) or BY_NAME.get(name_of(bare))
+    if signal is None or signal.name == "held_out":
+        return bare
+    title = signal.title.removesuffix(", held out").removeprefix("Held-out ")
+    return f"{title[0].upper()}{title[1:]}" + (f", {signal.unit}" if signal.unit else "")
+
+
+def _compared(runs: Sequence[RunData]) -> Table:
+    """Final figures of each run."""
+    rows = []
+    for i, run in enumerate(runs):
+        metric, last = run.held_out_metric, (run.evaluations or [{}])[-1]
+        rewards = plots.smoothed(run.series("reward")[1])
+        rows.append(
+            [
+                Cell(i, "key", run.name),
+                Cell(clip(method(run), 160), "soft"),
+                _number(max((row["step"] for row in run.metrics), default=None)),
+                _number(last.get(f"{metric}/mean")),
+                Cell(interval(last, f"{metric}/"), "n"),
+                _number(rewards[-1] if rewards else None),
+                _number(last.get("eval/kl")),
+                _number(round(sum(run.series("step_time")[1])) or None),
+            ]
+        )
+    names = {run.held_out_metric.removeprefix("eval/") for run in runs if run.held_out_metric}
+    held_out = f"held-out {names.pop()}" if len(names) == 1 else "held-out"
+    return Table(("run", "", "steps", held_out, "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
+
+
+def _differing(runs: Sequence[RunData]) -> Table | None:
+    """The settings in which the runs differ."""
+    settings = [run.settings for run in runs]
+    differ = [
+        name
+        for name in dict.fromkeys(name for given in settings for name in given)
+        if name != "run.output_dir" and any(given.get(name) != settings[0].get(name) for given in settings)
+    ]
+    rows = [[Cell(name), *(Cell(_value(given.get(name)), "text") for given in settings)] for name in differ[:60]]
+    return Table(("", *(run.name for run in runs)), rows) if rows else None
+
+
+def _samples(run: RunData) -> Table | None:
+    """The same held-out prompts at the first, the middle and the last evaluation, and how many went from wrong to right."""
+    rows, steps = run.compared, list(run.samples)
+    if not rows:
+        return None
+    head, turned = ["prompt"], ""
+    for step in steps:
+        head += [f"step {step}", ""]
+    turns = Counter((_verdict(row[steps[0]]), _verdict(row[steps[-1]])) for row in rows)
+    if len(steps) > 1 and sum(count for turn, count in turns.items() if "" not in turn) == len(rows):
+        better, worse = turns["bad", "good"], turns["good", "bad"]
+        turned = (
+            f"Of {len(rows):,} held-out prompts, {better:,} went from wrong to right and {worse:,} from right to wrong; "
+            f"{turns['good', 'good']:,} were right and {turns['bad', 'bad']:,} wrong at both ends."
+        )
+    cells = []
+    for row in rows[:SAMPLES]:
+        said = row[steps[0]].messages
+        cells.append([Cell(said or row[steps[0]].prompt, "said" if said else "whole")])
+        for sample in row.values():
+            verdict = _verdict(sample)
+            mark = Cell(verdict, "verdict") if verdict else _number(sample.reward)
+            cells[-1] += [Cell(sample.completion, "whole"), mark]
+    note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first."
+    return Table(head, cells, note, turned, whole=True, shown=AT_ONCE)
+
+
+def _verdict(sample: Sample) -> str:
+    """Right is a reward of 1 and wrong one of 0; anything between is neither."""
+    return _VERDICTS.get(sample.reward, "")
+
+
+def _troubles(run: RunData) -> Table | None:
+    """Why completions failed or stayed unscored."""
+    rows = [[Cell(s), _number(count), Cell(why, "text")] for (s, why), count in run.troubles.most_common(12)]
+    more = len(run.troubles) - len(rows)
+    return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None
+
+
+def _chosen(run: RunData) -> Table | None:
+    """Settings other than the defaults."""
+    rows = [[Cell(name), Cell(_value(value), "text")] for name, value in chosen(run).items()]
+    return Table((), rows[:80]) if rows else None
+
+
+def _value(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _events(run: RunData) -> Table | None:
+    rows = []
+    for event in run.events[-40:]:
+        rest = {k: v for k, v in event.items() if k not in _ELSEWHERE and v not in ("", None)}
+        when = moment(number(event.get("time")))
+        rows.append([Cell(when, "soft"), Cell(event.get("kind", "")), Cell(_value(rest) if rest else "", "text")])
+    return Table((), rows) if rows else None

@@ -1,0 +1,110 @@
+"""What the terminal shows when a run is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.records import run_folder
+from psigrad.records.read import RunData, interval, load, prompt_text, shown, visible
+from psigrad.records.report.verdict import verdict
+from psigrad.records.rows import apart
+
+
+def printable(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
+    """One line of at most `width` characters that any terminal can show: control characters, lone surrogates and what the
+    terminal's encoding lacks are escaped.
+    """
+    line = visible(str(text)[: width + 1]).replace("\n", "\\n").replace("\t", "\\t")
+    if "→".encode(encoding, "ignore") == b"":
+        line = line.replace("→", "->")
+    line = line.encode(encoding, "backslashreplace").decode(encoding)
+    dots = "…".encode(encoding, "replace").decode(encoding).replace("?", "...")
+    return line if len(line) <= width else line[: width - len(dots)] + dots
+
+
+def finished(result: Any) -> None:
+    """The headline table, completions before and after, the verdict, and where everything is."""
+    run = load(result.folder)
+    if run.summary:
+        final_table(run.summary)
+        samples_table(run)
+    elif result.after:
+        ends = apart(result.before, result.after)
+        names = [name for name in result.after if name.startswith("eval/")]
+        cells = [[name.removeprefix("eval/"), *(shown(figures.get(name)) for figures in ends)] for name in names]
+        _print(["held-out", *(f"step {figures.get('step', 0)}" for figures in ends)], cells)
+    console = Console()
+    console.print(
+        "", Text(printable(verdict(run), 10_000, console.encoding), style="bold"), sep="\n", soft_wrap=not console.is_terminal
+    )
+    film = result.folder / run_folder.VIDEO
+    print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
+    if film.exists():
+        print(f"video   {film}")
+
+
+def final_table(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
+    """A table of named figures with their intervals and units: {"name", "value"} and where known {"low", "high", "unit"}."""
+    cells = [[row.get("name", ""), shown(row.get("value")), interval(row), row.get("unit", "")] for row in rows]
+    _print(["", "value", "95 % interval", ""], cells, console)
+
+
+def figures(values: Mapping[str, Any]) -> None:
+    """The figures of one evaluation."""
+    _print(["", "value"], [[name.removeprefix("eval/"), shown(value)] for name, value in values.items()])
+
+
+def samples(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
+    """A few completions with their rewards."""
+    rows = list(zip(map(prompt_text, prompts), completions, map(shown, rewards), strict=True))
+    _print(["prompt", "completion", "reward"], rows[:most])
+
+
+def samples_table(run: RunData | str | Path, console: Console | None = None, most: int = 6) -> None:
+    """Completions of the same held-out prompts at the first and the last evaluation; those whose reward changed first."""
+    run = run if isinstance(run, RunData) else load(run)
+    rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
+    cells = [
+        [row[steps[0]].prompt, *(cell for s in steps for cell in (row[s].completion, shown(row[s].reward)))]
+        for row in rows[:most]
+    ]
+    if cells:
+        _print(["prompt", *(head for step in steps for head in (f"step {step}", ""))], cells, console)
+
+
+def compared(metrics: Iterable[Any]) -> None:
+    """Metrics of tasks with 95 % intervals: of a model, and where there is a baseline its own and the difference."""
+    found = list(metrics)
+    columns = ["model", *(["baseline", "difference"] if any(one.baseline is not None for one in found) else [])]
+    spans = lambda one: [getattr(one, name) for name in columns]  # noqa: E731
+    cells = [
+        [
+            one.task,
+            one.metric,
+            str(one.documents),
+            *("" if x is None else f"{x[0]:.4g} [{x[1]:.4g}, {x[2]:.4g}]" for x in spans(one)),
+        ]
+        for one in found
+    ]
+    _print(["task", "metric", "documents", *columns], cells)
+
+
+def methods(folder: Path) -> None:
+    """The table of a comparison; the page has more columns."""
+    from psigrad.records.report import compare
+
+    _print(*compare.rows(compare.read(folder)))
+
+
+def _print(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:
+    console = console or Console()
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*(Text(printable(cell, encoding=console.encoding)) for cell in row))
+    console.print(table)

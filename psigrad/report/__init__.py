@@ -1,7 +1,0 @@
-"""Reports: report.html of one or several run folders, and what the terminal shows. Only reads run folders."""
-
-from __future__ import annotations
-
-from psigrad.report.html import write
-
-__all__ = ["write"]

@@ -1,0 +1,369 @@
+"""Callbacks of a run: objects of a user's that are told of its steps, evaluations and checkpoints, and may intervene.
+
+The shape is that of transformers' `TrainerCallback`, whose subclasses work where they use these events. Rank 0 calls them, and
+all ranks do what they ask for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from psigrad.config.load import flat_names
+from psigrad.errors import UserError, nearest
+from psigrad.importing import imported_callable
+from psigrad.processes.parallel.world import ALONE, World
+from psigrad.records.rows import headline, stepped
+from psigrad.records.run_folder import RunFolder
+from psigrad.runs.changes import check
+from psigrad.runs.state import State
+
+EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
+# What the held-out figure that tells whether a run improves is called among the metrics of `on_evaluate`.
+HEADLINE = "headline"
+
+
+class Callback:
+    """What a run tells. Override what you need; each method may take `**kwargs`, among them `model` and `processing_class`.
+
+    `args` are the run's settings by name. `state` has `step` (also `global_step`), `max_steps`, `metrics` (the newest figures),
+    `history` (all rows of metrics.jsonl, also `log_history`), `best_metric` and `best_global_step`. `control` asks for something:
+    `should_training_stop`, `should_evaluate` and `should_save` are attributes to set, `control.change(learning_rate=1e-6)`
+    changes settings from the next step on.
+
+    A callback that remembers something over a stop has `state_dict()`, which returns what JSON can hold, and
+    `load_state_dict(held)`.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
+        """Before the first step, also of a run that goes on."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
+        """Before each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
+        """After each step. `should_evaluate` and `should_save` say what is due; they may be set either way."""
+
+    def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        """After each row of metrics, which `logs` is."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        """After each evaluation. `metrics` has "eval/…", and the same as "eval_…" for transformers' callbacks."""
+
+    def on_save(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
+        """After each checkpoint; `checkpoint` is its folder."""
+
+    def on_train_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
+        """After the last step, before the final model is written."""
+
+
+@dataclass
+class Control:
+    """What callbacks ask for. transformers' names."""
+
+    should_training_stop: bool = False
+    should_evaluate: bool = False
+    should_save: bool = False
+    should_epoch_stop: bool = False
+    should_log: bool = True
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Settings that were changed since the last step, by dotted name."""
+    check: Callable[[str, Any], tuple[str, Any]] = field(default=lambda name, value: (name, value), repr=False)
+
+    def change(self, **settings: Any) -> None:
+        """Change settings from the next step on, by leaf name or dotted name: `change(learning_rate=1e-6)`,
+        `change(**{"algorithm.kl.coefficient": 0.1})`. Raises `UserError` for what cannot be changed during a run.
+        """
+        self.changes |= dict(self.check(name, value) for name, value in settings.items())
+
+
+class Arguments:
+    """A run's settings by leaf name, and those that transformers' own callbacks read of `TrainingArguments`."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._names = dict(flat_names(type(config)))
+        evaluates = bool(config.evaluation.eval_prompts)
+        self.greater_is_better = True
+        self._others = {
+            "eval_strategy": "steps" if evaluates else "no",
+            "save_strategy": "steps",
+            "logging_strategy": "steps",
+            "metric_for_best_model": HEADLINE if evaluates else None,
+            "load_best_model_at_end": False,
+            "gradient_accumulation_steps": 1,
+            "run_name": config.run.output_dir,
+            "disable_tqdm": not config.run.progress,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._others:
+            return self._others[name]
+        if name not in self._names:
+            raise AttributeError(f"psigrad has no setting {name!r}{nearest(name, self._names) or '.'}")
+        value = self._config
+        for part in self._names[name].split("."):
+            value = getattr(value, part)
+        return value
+
+
+@dataclass
+class Callbacks:
+    """The callbacks of a run, and what rank 0 tells them."""
+
+    callbacks: Sequence[Any] = ()
+    config: Any = None
+    folder: RunFolder | None = None
+    world: World = ALONE
+
+    def __post_init__(self) -> None:
+        self.control = Control(check=self._check)
+        self.trial: Callable[[Mapping[str, Any]], Any] = dict
+        """Raises where the run's parts cannot have these settings."""
+        self.args: Any = Arguments(self.config) if self.callbacks else None
+        self.asked: list[str] = []
+        self.held: dict[str, Any] = {}
+        self.told: Any = SimpleNamespace(
+            step=0, global_step=0, max_steps=0, epoch=0.0, metrics={}, history=[], log_history=[], best_metric=None,
+            best_global_step=None, best_model_checkpoint=None, num_input_tokens_seen=0, num_train_epochs=0,
+            is_world_process_zero=True, is_local_process_zero=True, is_hyper_param_search=False,
+        )  # fmt: skip
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self._rows: list[dict[str, Any]] = []
+
+    def know(self, model: Any) -> None:
+        """The model that trains, as callbacks see it: transformers' module, or None where it is in shards."""
+        if self.callbacks and self.world.rank == 0 and not self.world.lockstep:
+            self.model, self.tokenizer = model.adapter or model.as_transformers(), model.tokenizer
+
+    def see(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics, which they are told of at the next event."""
+        if self.callbacks:
+            self._rows.append(dict(row))
+
+    def begin(self, state: State, total: int) -> State:
+        """Give each callback what it remembered; then the run begins."""
+        if not self.callbacks:
+            return state
+        self.told.max_steps = total
+        if self.folder is not None and self.world.rank == 0:
+            lines = (self.folder.path / "metrics.jsonl").read_bytes().splitlines()
+            self._take_history([row for line in lines if (row := stepped(line)) is not None])
+        self.held = dict(state.changes)
+
+        def restore() -> None:
+            for name, callback in self._named():
+                self.asked = [name, "load_state_dict"]
+                if name in state.callbacks:
+                    load(callback, state.callbacks[name])
+
+        self._on_rank_0(restore, state)
+        return self._tell("on_train_begin", self._tell("on_init_end", state))
+
+    def step_begin(self, state: State) -> State:
+        """A step is about to begin."""
+        return self._tell("on_step_begin", state) if self.callbacks else state
+
+    def step_end(self, state: State, evaluate: bool, save: bool) -> State:
+        """A step has ended; `control` says afterwards whether to evaluate and to save."""
+        self.control.should_evaluate, self.control.should_save = evaluate, save
+        return self._tell("on_step_end", state) if self.callbacks else state
+
+    def evaluated(self, state: State) -> State:
+        """The model was evaluated."""
+        if not self.callbacks:
+            return state
+        metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
+        metrics |= {name.replace("eval/", "eval_", 1): value for name, value in metrics.items()}
+        found = headline(metrics)
+        if found is not None:
+            metrics[f"eval_{HEADLINE}"] = found.value
+            self.args.greater_is_better = found.name != "loss"
+        state = self._tell("on_evaluate", state, metrics=metrics)
+        if found is not None and self._is_better(found.value):
+            self.told.best_metric, self.told.best_global_step = found.value, state.step
+        return state
+
+    def saved(self, state: State, checkpoint: Any) -> State:
+        """A checkpoint was made."""
+        return self._tell("on_save", state, checkpoint=checkpoint) if self.callbacks else state
+
+    def end(self, state: State) -> State:
+        """The last step was made."""
+        return self._tell("on_train_end", state) if self.callbacks else state
+
+    def remembered(self, state: State) -> State:
+        """The state with what the callbacks remember, before it is saved."""
+        if not self.callbacks or self.world.rank:
+            return state
+        held: dict[str, Any] = {}
+        for name, callback in self._named():
+            try:
+                if (kept := remembered(callback)) is not None:
+                    held[name] = json.loads(json.dumps(kept))
+            except Exception as error:
+                raise CallbackError(_told_of(error, (name, "state_dict"))) from error
+        return replace(state, callbacks=held)
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """Each callback with a name that no other has."""
+        names = [type(callback).__name__ for callback in self.callbacks]
+        return [
+            (name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}", callback)
+            for i, (name, callback) in enumerate(zip(names, self.callbacks, strict=True))
+        ]
+
+    def _check(self, name: str, value: Any) -> tuple[str, Any]:
+        found = check(self.config, name, value)
+        self.trial(dict([found]))
+        return found
+
+    def _held(self, setting: str) -> Any:
+        """What a setting was before it is changed; None where only the algorithm knows."""
+        if setting in self.held or setting.partition(".")[0] in ("algorithm", "loss"):
+            return self.held.get(setting)
+        return getattr(self.args, setting.rpartition(".")[2])
+
+    def _is_better(self, value: float) -> bool:
+        best = self.told.best_metric
+        return best is None or (value > best if self.args.greater_is_better else value < best)
+
+    def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """What happened before this process: all rows, and the best evaluation."""
+        self.told.history = self.told.log_history = list(history)
+        by_step: dict[int, dict[str, Any]] = {}
+        for row in history:
+            by_step.setdefault(row["step"], {}).update(row)
+        for row in by_step.values():  # an evaluation may have several rows
+            if (found := headline(row)) is not None:
+                self.args.greater_is_better = found.name != "loss"
+                if self._is_better(found.value):
+                    self.told.best_metric, self.told.best_global_step = found.value, row["step"]
+
+    def _tell(self, event: str, state: State, **more: Any) -> State:
+        """Call the method of that name, and do what was asked for on every rank."""
+
+        def call() -> None:
+            told = self.told
+            told.step = told.global_step = state.step
+            told.num_input_tokens_seen = state.tokens
+            rows, self._rows = self._rows, []
+            for row in rows:
+                told.history.append(row)
+                told.epoch = row.get("epoch", told.epoch)
+                told.metrics = row if event != "on_evaluate" else {**told.metrics, **row}
+            for name, callback in self._named():
+                self._call(name, callback, event, state.step, **more)
+            for row in rows:
+                for name, callback in self._named():
+                    self._call(name, callback, "on_log", state.step, logs=dict(row))
+
+        return self._on_rank_0(call, state)
+
+    def _call(self, name: str, callback: Any, event: str, step: int, **more: Any) -> None:
+        method = getattr(callback, event, None)
+        if method is None:
+            return
+        before = dict(self.control.changes), self.control.should_training_stop
+        self.asked = [name, event]
+        method(self.args, self.told, self.control, model=self.model, processing_class=self.tokenizer, **more)
+        for setting, value in self.control.changes.items():
+            if self.folder is not None and before[0].get(setting) != value:
+                self.folder.event("changed", step=step, callback=name, changes={setting: [self._held(setting), value]})
+                self.held[setting] = value
+        if self.control.should_training_stop and not before[1] and self.folder is not None:
+            self.folder.event("stop_asked", step=step, callback=name)
+
+    def _on_rank_0(self, work: Callable[[], None], state: State) -> State:
+        """Do something of the callbacks, whose failure ends every rank, and take over what was asked for."""
+        failure = ""
+        if self.world.rank == 0:
+            try:
+                work()
+            except Exception as error:
+                failure = _told_of(error, self.asked)
+        else:
+            self._rows = []
+        c = self.control
+        asked = (failure, c.should_training_stop, c.should_evaluate, c.should_save, c.changes)
+        failure, c.should_training_stop, c.should_evaluate, c.should_save, changes = self.world.same(asked)
+        if failure:
+            raise CallbackError(failure)
+        c.changes = {}
+        if not (changes or c.should_training_stop):
+            return state
+        return replace(state, changes={**state.changes, **changes}, ended=state.ended or c.should_training_stop)
+
+
+class CallbackError(UserError):
+    """A callback raised."""
+
+
+def _told_of(error: Exception, asked: Sequence[str]) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parents[1])]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    name, event = asked
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return (
+        f"The callback {name} raised in {event}{place}: {kind}{str(error).rstrip('.')}. Mend it or leave it out; the run goes on "
+        "from where it is saved."
+    )
+
+
+def remembered(callback: Any) -> Any:
+    """What a callback remembers: its `state_dict()`, or the attributes that transformers' `ExportableState` names."""
+    if hasattr(callback, "state_dict"):
+        return callback.state_dict()
+    state = getattr(callback, "state", None)
+    return state()["attributes"] if callable(state) else None
+
+
+def load(callback: Any, held: Any) -> None:
+    """The inverse of `remembered`."""
+    if hasattr(callback, "load_state_dict"):
+        callback.load_state_dict(held)
+        return
+    for name, value in held.items():
+        setattr(callback, name, value)
+
+
+def resolve(given: Any) -> Any:
+    """The callback that is meant: an object, a class, "module:Class", or {"callback": …, parameter: value}.
+
+    Raises `UserError` for what is none.
+    """
+    parameters: dict[str, Any] = {}
+    found = given
+    if isinstance(found, Mapping):
+        parameters = {name: value for name, value in found.items() if name != "callback"}
+        if "callback" not in found:
+            raise UserError(
+                f"The callback {dict(found)!r} has no 'callback'; write it as {{callback: module:Class, parameter: value}}."
+            )
+        found = found["callback"]
+    if isinstance(found, str):
+        if ":" not in found:
+            raise UserError(f"The callback {found!r} is no name of a class; write module:Class or file.py:Class.")
+        found = imported_callable(found, "callback")
+    if inspect.isclass(found) or inspect.isfunction(found):
+        try:
+            found = found(**parameters)
+        except TypeError as error:
+            raise UserError(f"The callback {given!r} cannot be made: {error}.") from error
+    if not any(hasattr(found, event) for event in EVENTS):
+        raise UserError(f"The callback {given!r} has none of the methods {', '.join(EVENTS[1:])}; give it one.")
+    return found
+
+
+def never_called(callback: Any) -> list[str]:
+    """Events of transformers' that a callback waits for and that no run of ours has."""
+    bases = [base for base in type(callback).__mro__ if base.__module__ not in ("transformers.trainer_callback", __name__)]
+    return sorted({name for base in bases for name in vars(base) if name.startswith("on_")} - set(EVENTS))

@@ -1,0 +1,137 @@
+"""The cycle that every loop turns: step, evaluate when due, save when due, leave when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from psigrad.config import Run
+from psigrad.errors import UserError
+from psigrad.runs.callbacks import CallbackError
+from psigrad.runs.journal import Journal
+from psigrad.runs.progress import bar
+from psigrad.runs.state import State
+
+
+def cycle(
+    name: str,
+    state: State,
+    total: int,
+    step: Callable[[State], tuple[State, str]],
+    evaluate: Callable[[State], None],
+    save: Callable[[State], None],
+    settings: Run,
+    eval_steps: int,
+    journal: Journal,
+    updates: Callable[[], int],
+) -> State:
+    """From `state` to step `total`. `step` returns the next state and a note for the progress bar; `updates` counts the updates
+    of the weights.
+
+    The journal's callbacks are told, and what they ask for is done. Everything of step s is in the run folder before checkpoint
+    s is, so a resumed run repeats nothing and lacks nothing. A stop that was asked for is served between steps: the state is
+    saved, then `Stopped` raised. If a step fails before it has moved a weight, the state before it is saved, then the error goes
+    on. The run stops while a checkpoint still fits on the disk.
+    """
+    hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
+    state = hooks.begin(state, total)
+    if state.step == 0 and not state.evaluated:
+        evaluate(state)
+        state = hooks.evaluated(replace(state, evaluated=True))
+    saves = _Saves(state, save, settings, journal, updates)
+    with bar(name, total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue():
+        while state.step < total and not state.ended:
+            if journal.stop_requested():
+                saves.keep(state)
+                journal.stopped(state.step)
+            state = hooks.step_begin(state)
+            state, note = saves.step(step, state)
+            advance(note=note)
+            every = state.changes.get("evaluation.eval_steps", eval_steps)
+            state = hooks.step_end(state, bool(every) and state.step % every == 0, saves.due(state))
+            if state.step == total or state.ended or hooks.control.should_evaluate:
+                evaluate(state)
+                state = hooks.evaluated(state)
+            state = saves.after(state, last=state.step == total or state.ended)
+    return hooks.end(state)
+
+
+class _Saves:
+    """When a run is saved, and what is saved where it fails."""
+
+    def __init__(
+        self, state: State, save: Callable[[State], None], settings: Run, journal: Journal, updates: Callable[[], int]
+    ) -> None:
+        self.save, self.settings, self.journal, self.updates = save, settings, journal, updates
+        self.good, self.moved, self.saved, self.saved_at = state, updates(), state.step, time.monotonic()
+
+    def due(self, state: State) -> bool:
+        """Whether the settings want a checkpoint now."""
+        minutes = state.changes.get("run.save_minutes", self.settings.save_minutes)
+        every = state.changes.get("run.save_steps", self.settings.save_steps)
+        spent = self.journal.world.same(time.monotonic() - self.saved_at) if minutes else 0.0
+        return bool(minutes and spent >= 60 * minutes) or bool(every and state.step % every == 0)
+
+    def keep(self, state: State) -> State:
+        """Save the state, and tell the callbacks."""
+        self.save(self.journal.callbacks.remembered(state))
+        self.saved, self.saved_at = state.step, time.monotonic()
+        return self.journal.callbacks.saved(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
+
+    def after(self, state: State, last: bool) -> State:
+        """Save behind a step where that is due, or the disk gets full."""
+        if state.nonfinite:  # a step without a finite gradient changed nothing and must push no older checkpoint out
+            return state
+        self.good = state
+        if last or self.journal.callbacks.control.should_save:
+            return self.keep(state)
+        if reason := self.journal.disk_low():
+            self.keep(state)
+            raise UserError(f"{reason} The run is saved at step {state.step}: make room, and the same command goes on.")
+        return state
+
+    def step(self, step: Callable[[State], tuple[State, str]], state: State) -> tuple[State, str]:
+        """One step. If it fails before it has moved a weight, the state before it is saved."""
+        try:
+            after, note = step(state)
+        except Exception as error:
+            rescued = self.updates() == self.moved
+            if rescued and not self.journal.world.lockstep:  # all would have to write, and one has failed
+                self._rescue()
+            if _out_of_memory(error):
+                raise UserError(_memory_advice(state.step + 1, self.good.step if rescued else self.saved)) from error
+            raise
+        if after.nonfinite == 0:
+            self.good, self.moved = after, self.updates()
+        return after, note
+
+    @contextlib.contextmanager
+    def rescue(self) -> Iterator[None]:
+        """A block for the whole loop. A callback that fails fails on all ranks and has moved no weight."""
+        try:
+            yield
+        except CallbackError:
+            self._rescue()
+            raise
+
+    def _rescue(self) -> None:
+        if self.good.step > self.saved:
+            with contextlib.suppress(UserError):  # a full disk must not hide the reason
+                self.save(self.journal.callbacks.remembered(self.good))
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """PyTorch's CPU allocator has no exception of its own."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _memory_advice(step: int, saved: int) -> str:
+    return (
+        f"Step {step} ran out of memory; the run is saved at step {saved}. Go on with a smaller micro_batch_tokens, "
+        "keep_activations_gb or sampling.max_decode_batch, or with model.gradient_checkpointing=true: a run may change these. "
+        "`psigrad plan` shows where memory goes."
+    )

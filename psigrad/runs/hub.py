@@ -1,0 +1,155 @@
+"""A finished run's model on the Hugging Face hub: what `psigrad push`, `push_to_hub` and `Result.push_to_hub` do."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, and not re-exported by name
+
+from psigrad import __version__
+from psigrad.config.sections import Hub
+from psigrad.errors import UserError, reason_of
+from psigrad.records.report import card
+
+# Files of a model that was pushed before, which a loader would read beside those of this one.
+_STALE = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
+          "adapter_config.json", "pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter/*")  # fmt: skip
+_LOG_IN = "set HF_TOKEN, or log in with `hf auth login`"
+
+
+def push(folder: str | Path, repository: str, *, private: bool = False, revision: str = "") -> str:
+    """Upload `model/` of a run folder with its model card as one commit, and give the address of the repository.
+
+    The repository is made where it is missing; in one that is there, the new commit replaces the model. A card that was written
+    by hand (`model/README.md`) goes up as it is. `revision` is a branch, made where it is missing. Raises `UserError` for a
+    folder without a language model, a wrong name, a token that is missing or refused, and a hub that cannot be reached.
+    """
+    model = _model_of(Path(folder))
+    check_name(repository)
+    check_token()
+    api = _api()
+    try:
+        there = _repository(api, repository, private)
+        if revision and revision != "main":
+            api.create_branch(there, branch=revision, exist_ok=True)
+        files = {path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()}
+        files = {name: path for name, path in files.items() if not any(part.startswith(".") for part in Path(name).parts)}
+        before = api.list_repo_files(there, revision=revision or None)
+        changes = [huggingface_hub.CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
+        changes.append(huggingface_hub.CommitOperationAdd("README.md", _card(Path(folder), there).encode()))
+        gone = [name for name in before if name not in files and any(fnmatch(name, pattern) for pattern in _STALE)]
+        api.create_commit(
+            there,
+            [*changes, *map(huggingface_hub.CommitOperationDelete, gone)],
+            commit_message=f"Model of {Path(folder).resolve().name}, trained by psigrad {__version__}",
+            revision=revision or None,
+        )
+    except UserError:
+        raise
+    except Exception as error:  # what the hub, its client and the network raise has no common class
+        raise UserError(f"{folder} could not be pushed to {repository!r}: {_why(error, repository)}.") from error
+    return f"{api.endpoint}/{there}" + (f"/tree/{revision}" if revision and revision != "main" else "")
+
+
+def check(hub: Hub, output_dir: str = "") -> None:
+    """Refuse before a run what could not be pushed after it: a wrong name, a token that is missing or refused.
+
+    A hub that cannot be reached now is only named: it may be back by then.
+    """
+    if repository := hub.hub_model_id or (output_dir and Path(output_dir).resolve().name):
+        check_name(repository)
+    check_token()
+    try:
+        _api().whoami()
+    except Exception as error:  # as in push
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            raise UserError(f"push_to_hub is set and {_why(error, '')}.") from error
+        print(f"psigrad: push_to_hub is set and {_why(error, '')}; the run goes on, and is pushed at its end.", file=sys.stderr)
+
+
+def after_run(hub: Hub, folder: Path) -> None:
+    """Push a finished run as its settings ask. Where that fails, the run stays as it is, and the command to push it is said."""
+    repository = hub.hub_model_id or folder.resolve().name
+    try:
+        address = push(folder, repository, private=hub.hub_private_repo, revision=hub.hub_revision)
+        print(f"psigrad: pushed {folder / 'model'} to {address}", file=sys.stderr, flush=True)
+    except Exception as error:  # the run is done, and nothing that the hub does may take it away
+        more = ["--private"] * hub.hub_private_repo + (["--revision", hub.hub_revision] if hub.hub_revision else [])
+        command = shlex.join(["psigrad", "push", str(folder), repository, *more])
+        print(f"psigrad: {error} The run is finished and saved. Push it with: {command}", file=sys.stderr, flush=True)
+
+
+def check_name(repository: str) -> None:
+    """Refuse what is no name of a repository."""
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(
+            f"{repository!r} is no name of a repository on the hub ({reason_of(error).rstrip('.')}); expected user/name, as in "
+            "--hub-model-id user/name."
+        ) from error
+
+
+def check_token() -> None:
+    """Refuse to go on without a token."""
+    if get_token() is None:
+        raise UserError(f"There is no token for the hub; {_LOG_IN}.")
+
+
+def _api() -> HfApi:
+    return HfApi(library_name="psigrad", library_version=__version__)
+
+
+def _model_of(folder: Path) -> Path:
+    """The folder of the language model that a run left."""
+    model = folder / "model"
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
+    if not model.is_dir():
+        raise UserError(f"{str(folder)!r} holds no model/; name the output_dir of a run that is finished.")
+    if not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise UserError(f"{str(model)!r} holds no language model; psigrad push takes runs of language models.")
+    return model
+
+
+def _repository(api: HfApi, repository: str, private: bool) -> str:
+    """The whole name of the repository, made where it is missing."""
+    made = api.create_repo(repository, private=True if private else None, exist_ok=True).repo_id
+    if private and not api.model_info(made).private:
+        raise UserError(f"{made} is there already and public; make it private in its settings, or choose another name.")
+    return made
+
+
+def _card(folder: Path, repository: str) -> str:
+    """The card that lies beside the weights where somebody has changed it; else the same with the repository's name."""
+    own = folder / "model" / "README.md"
+    if own.is_file() and (written := own.read_text(encoding="utf-8")) != card.text(folder):
+        return written
+    return card.text(folder, repository)
+
+
+def _why(error: Exception, repository: str) -> str:
+    """What went wrong, and what to do, as the end of a sentence."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; unset it"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the hub knows no {repository!r} that this token may write to; give a name of your own, or another token"
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        said = {
+            401: f"the hub refuses the token; {_LOG_IN} with one that may write",
+            403: "the token may not write there; give a name of your own, user/name, or a token that may",
+            429: "the hub asks for fewer requests; try again in some minutes",
+        }
+        return said.get(status, f"the hub answered {status} ({reason_of(error).rstrip('.')})")
+    # huggingface_hub passes on what its client raises: httpx before its version 2, httpx2 since
+    clients = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    if isinstance(error, ConnectionError | TimeoutError) or clients & {"httpx", "httpx2"}:
+        return f"the hub at {_api().endpoint} cannot be reached ({reason_of(error).rstrip('.')})"
+    return f"{type(error).__name__}: {reason_of(error).rstrip('.')}"

@@ -1,0 +1,137 @@
+"""What a loop tells the world: rows of the run folder, trackers, seconds, and whether it was asked to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psigrad.errors import UserError
+from psigrad.processes.parallel.world import ALONE, World
+from psigrad.records import rows
+from psigrad.records.run_folder import RunFolder
+from psigrad.records.signals import SignalNames
+from psigrad.records.warnings import BY_NAME, Alert, Watch
+from psigrad.runs.callbacks import Callbacks
+from psigrad.runs.stop import StopSignal
+from psigrad.runs.trackers import Tracker
+from psigrad.runs.watchdog import Watchdog
+
+
+class Stopped(UserError):
+    """The run was asked to stop (SIGTERM or Ctrl-C); everything is saved. The program exits with 128 + the signal's number."""
+
+    exit_status = 128
+
+
+class Clock:
+    """Seconds spent in named phases of one step, which the run's watchdog is told of."""
+
+    def __init__(self, watchdog: Watchdog | None = None) -> None:
+        self.start = time.perf_counter()
+        self.phases: dict[str, float] = {}
+        self._watchdog = watchdog
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent inside the `with` block to `phase`."""
+        begin = time.perf_counter()
+        try:
+            with contextlib.nullcontext() if self._watchdog is None else self._watchdog.phase(phase.removeprefix("time/")):
+                yield
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
+
+
+class Announcer:
+    """Tells once of each rule of `psigrad.records.warnings` that a run's figures raise: on stderr and as an event."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._names, self._watch = folder, SignalNames(), Watch()
+        self._told: set[str] = set()
+        self._begun = False
+
+    def see(self, step: int, row: Mapping[str, Any]) -> None:
+        """Take in one row of metrics. Before the first, those of the run so far are taken in without a word."""
+        if not self._begun:
+            self._begun = True
+            for line in (self._folder.path / "metrics.jsonl").read_bytes().splitlines():
+                if (before := rows.stepped(line)) is not None:
+                    self._judge(before["step"], before)
+        for alert in self._judge(step, row):
+            rule = BY_NAME[alert.rule]
+            self._folder.event("warning", rule=rule.name, step=alert.step, value=alert.value, says=f"{rule.title}. {rule.says}")
+            print(f"psigrad: warning from step {alert.step:g} on: {rule.title}. {rule.says}", file=sys.stderr, flush=True)
+
+    def _judge(self, step: float, row: Mapping[str, Any]) -> list[Alert]:
+        self._watch.see(step, {self._names.of(key): value for key, value in rows.figures(row).items()})
+        new = [alert for alert in self._watch.alerts() if alert.ended is None and alert.rule not in self._told]
+        self._told |= {alert.rule for alert in new}
+        return new
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Run folder, trackers, warnings and stop signal as one. `metrics` and `rollouts` hold what is reproducible; seconds go to
+    `timings`.
+    """
+
+    folder: RunFolder
+    trackers: Sequence[Tracker] = field(default_factory=tuple)
+    signal: StopSignal | None = None
+    announcer: Announcer | None = None
+    watchdog: Watchdog | None = None
+    world: World = ALONE
+    """The processes of the run; only rank 0 writes and prints."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+
+    def clock(self) -> Clock:
+        """A clock for one step or evaluation."""
+        return Clock(self.watchdog)
+
+    def tell(self, kind: str, text: str, **fields: Any) -> None:
+        """An event, and a line for people on stderr."""
+        self.folder.event(kind, **fields)
+        if self.world.rank == 0:
+            print(f"psigrad: {text}", file=sys.stderr, flush=True)
+
+    def disk_low(self) -> str:
+        """Why another checkpoint may not fit on the disk; empty if one does."""
+        return self.world.same(self.folder.disk_low())
+
+    def metrics(self, step: int, figures: Mapping[str, Any]) -> None:
+        """One row of metrics.jsonl, shown to the trackers as well; the run is warned of what it shows."""
+        if self.announcer is not None:
+            self.announcer.see(step, figures)
+        self.folder.metrics({"step": step, **figures})
+        self.callbacks.see({"step": step, **figures})
+        for tracker in self.trackers:
+            tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
+
+    def timings(self, step: int, clock: Clock, tokens: int) -> None:
+        """One row of timings.jsonl; `tokens` were sampled or trained on in this step."""
+        seconds = time.perf_counter() - clock.start
+        self.folder.timings(
+            {"step": step, "step_time": seconds, **clock.phases, "tokens": tokens, "tokens_per_second": tokens / seconds}
+        )
+
+    def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of rollouts.jsonl, of which trackers are shown some."""
+        self.folder.rollouts(completions)
+        shown = [row for row in completions if "completion" in row]  # in control rows are episodes
+        for tracker in self.trackers if shown else ():
+            tracker.completions(int(shown[0]["step"]), shown)
+
+    def stop_requested(self) -> bool:
+        """Whether SIGTERM or Ctrl-C came, to any process."""
+        return any(self.world.gathered(self.signal is not None and self.signal.requested))
+
+    def stopped(self, step: int) -> None:
+        """Leave the loop after a stop was asked for and the state saved."""
+        self.folder.event("stopped", step=step)
+        stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
+        stopped.exit_status += max(self.world.gathered(self.signal.number if self.signal is not None else 0))
+        raise stopped

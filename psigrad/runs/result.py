@@ -1,0 +1,140 @@
+"""What a run leaves behind, as an object: its figures as tables, its model, and how a notebook shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from psigrad.errors import UserError
+from psigrad.records.rows import apart, headline, stepped
+
+if TYPE_CHECKING:
+    import pandas
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# The rows of a history that a notebook shows.
+_SHOWN = 10
+
+
+class MetricsHistory(list[dict[str, Any]]):
+    """The rows of metrics.jsonl, a training step or an evaluation each, in order of their "step".
+
+    `pandas.DataFrame(history)` is the table; `to_pandas()` makes it with one row for each step.
+    """
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row for each step, its evaluations beside it, indexed by "step"."""
+        import pandas
+
+        by_step: dict[int, dict[str, Any]] = {}
+        for row in self:
+            by_step.setdefault(row["step"], {}).update(row)
+        return pandas.DataFrame(list(by_step.values())).set_index("step").sort_index() if by_step else pandas.DataFrame()
+
+    def series(self, name: str) -> tuple[list[int], list[Any]]:
+        """The steps and the values of one figure."""
+        rows = [row for row in self if name in row]
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for row in self[-_SHOWN:] for name in row))
+        lines = [[_shown(row.get(name)) for name in names] for row in self[-_SHOWN:]]
+        note = f"<p>the last {len(lines)} of {len(self)} rows</p>" if len(self) > _SHOWN else ""
+        return note + _table(names, lines)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind: its folder, the trained model's folder, and its evaluations `before` training and `after`."""
+
+    folder: Path
+    model: Path
+    report: Path | None
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def history(self) -> MetricsHistory:
+        """Every row of metrics.jsonl, as it stands now."""
+        lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
+        return MetricsHistory(row for line in lines if (row := stepped(line)) is not None)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The newest value of every figure, by name: {"reward": 0.91, "eval/exact/mean": 0.78, …}."""
+        return {name: value for row in self.history for name, value in row.items()}
+
+    def load(self, **options: Any) -> PreTrainedModel:
+        """The trained model, by transformers; `options` go to `from_pretrained`. An adapter comes on its base.
+
+        Raises `UserError` where the run left no language model.
+        """
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        config, adapter = self.model / "config.json", self.model / "adapter_config.json"
+        if not config.exists() and not adapter.exists():
+            raise UserError(f"{self.model} holds no language model; an agent of control is loaded by its class: PPO.load.")
+        kinds = json.loads(config.read_text()).get("architectures") or [""] if config.exists() else [""]
+        kind: Any = AutoModelForSequenceClassification if "SequenceClassification" in kinds[0] else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_pretrained(self.model, **options)
+        return model
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str = "") -> str:
+        """Upload the model with its card to the hub, as `psigrad push` does, and give the repository's address.
+
+        Raises `UserError` for a wrong name, a token that is missing or refused, and a hub that cannot be reached.
+        """
+        from psigrad.runs import hub
+
+        return hub.push(self.folder, repo_id, private=private, revision=revision)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the trained model."""
+        from transformers import AutoTokenizer
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.model)
+        return tokenizer
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the held-out figures before and after, and where everything is."""
+        names = [name for name in self.after if name.startswith("eval/") and not name.endswith(("/low", "/high"))]
+        ends = apart(self.before, self.after)
+        lines = [
+            [name.removeprefix("eval/"), *(_shown(figures.get(name)) for figures in ends), _interval(self.after, name)]
+            for name in names
+        ]
+        steps = [f"step {figures.get('step', 0)}" for figures in ends]
+        table = _table(["held-out", *steps, "95 % interval"], lines) if lines else ""
+        places = {"folder": self.folder, "model": self.model, **({"report": self.report} if self.report else {})}
+        where = "".join(f"<li>{name}: <code>{html.escape(str(path))}</code></li>" for name, path in places.items())
+        return f"<div><p>{self._verdict()}</p>{table}<ul>{where}</ul></div>"
+
+    def _verdict(self) -> str:
+        """One line: the headline before and after."""
+        first, last = headline(self.before), headline(self.after)
+        if first is None or last is None or first.name != last.name:
+            return f"<b>{html.escape(self.folder.name)}</b>"
+        bounds = "" if last.low is None else f" [{last.low:.3g}, {last.high:.3g}]"
+        name = html.escape(last.name)
+        return f"<b>{html.escape(self.folder.name)}</b>: held-out {name} {first.value:.3g} → {last.value:.3g}{bounds}"
+
+
+def _interval(row: Mapping[str, Any], name: str) -> str:
+    stem = name.removesuffix("/mean")
+    low, high = row.get(f"{stem}/low"), row.get(f"{stem}/high")
+    return "" if low is None or high is None else f"[{_shown(low)}, {_shown(high)}]"
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(names: list[str], lines: list[list[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,8 +1,0 @@
-"""Processes that run a user's code and can be killed: rewards, environments and tools. Nothing of it runs in the trainer."""
-
-from __future__ import annotations
-
-from psigrad.workers.process import Worker, WorkerGone
-from psigrad.workers.shipping import ShippingError, homes, pack, unpack
-
-__all__ = ["ShippingError", "Worker", "WorkerGone", "homes", "pack", "unpack"]

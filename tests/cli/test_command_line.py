@@ -1,0 +1,337 @@
+"""What a user types: quick help, one-sentence errors, settings from everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import re
+import resource
+import runpy
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_type_hints
+
+import datasets
+import pytest
+
+import psigrad
+from psigrad import cli
+from psigrad.cli import flags
+from psigrad.cli import language_models as language
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.load import load, resolve_names, to_dict
+from psigrad.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = [SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig]
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_help_answers_within_half_a_second():
+    def used():  # of a processor: what else the machine does is not counted
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
+    seconds = []
+    for _ in range(5):
+        start = used()
+        done = subprocess.run([sys.executable, "-m", "psigrad", "--help"], capture_output=True, text=True, check=True, cwd=ROOT)
+        seconds.append(used() - start)
+    assert min(seconds) <= 0.5
+    assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "code", ["import psigrad", "from psigrad.cli import main; main(['--help'])", "import psigrad.language.rewards"]
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(code):
+    heavy = python(
+        f"import sys\n{code}\nprint([m for m in ('torch', 'transformers', 'datasets', 'matplotlib') if m in sys.modules])"
+    )
+    assert heavy.splitlines()[-1] == "[]"
+
+
+def test_help_of_a_command_needs_no_torch_and_shows_every_setting():
+    command = "from psigrad.cli import main\ntry: main(['grpo', '--help'])\nexcept SystemExit: pass"
+    out = python(
+        f"import sys\n{command}\nprint([m for m in ('torch', 'transformers', 'datasets', 'matplotlib') if m in sys.modules])"
+    )
+    assert out.splitlines()[-1] == "[]"
+    for name, _, _ in flags._fields(OnlineConfig):
+        assert flags.flag_of(name) in out
+
+
+def test_negative_control_something_heavy_is_noticed():
+    assert python("import sys, psigrad\npsigrad.explain\nprint('torch' in sys.modules)") == "True\n"
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_every_setting_has_a_help_text(cls):
+    for name, _, _ in flags._fields(cls):
+        assert flags._help(cls, name), name
+
+
+def test_help_lists_the_words_that_a_setting_may_be(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("(grpo, rloo, ppo, dpo, reward, sft; default grpo)", "Completions per prompt. (default 8)", "installed. --json"):
+        assert text in shown
+
+
+def test_the_leaf_names_of_settings_are_unique():
+    for cls in CONFIGS:
+        leaves = [name.rpartition(".")[2] for name, _, _ in flags._fields(cls)]
+        assert len(leaves) == len(set(leaves))
+
+
+MISTAKES = {
+    "TRL's command": (["env"], "There is no command 'env': `psigrad doctor` says"),
+    "unknown command": (["grpoo"], "There is no command 'grpoo'.*did you mean 'grpo'"),
+    "unknown flag": (["grpo", "--learning-rat", "1"], "There is no flag --learning-rat.*did you mean '--learning-rate'"),
+    "unknown override": (
+        ["grpo", "optim.learningrate=1"],
+        "there is no setting 'learningrate' in optim; did you mean 'learning_rate'",
+    ),
+    "bad value": (["grpo", "--max-steps", "ten"], "run.max_steps is 'ten'; expected a whole number"),
+    "bad choice": (["sft", "--dtype", "float16"], "model.dtype is 'float16'"),
+    "stray word": (["sft", "hello"], "'hello' is neither a flag nor an override"),
+    "no value": (["sft", "--dataset"], "expected at least one argument"),
+    "missing file": (["sft", "--config", "nowhere.yaml"], "'nowhere.yaml' cannot be read"),
+    "no model": (["sft", "--dataset", "x.jsonl", "--output-dir", "{tmp}/run"], "No model was given"),
+    "no reward": (["grpo", "--model", "x", "--dataset", "x.jsonl"], "No reward was given"),
+    "unknown reward": (
+        ["grpo", "--model", "{model}", "--dataset", "{data}", "--reward", "exat", "--output-dir", "{tmp}/run"],
+        "'exat'",
+    ),
+    "no dataset": (["grpo", "--model", "{model}", "--reward", "exact", "--output-dir", "{tmp}/run"], "No dataset was given"),
+    "bad model": (["sft", "--model", "{tmp}", "--dataset", "{data}", "--output-dir", "{tmp}/run"], "No causal language model"),
+    "bad algorithm": (["grpo", "--reward", "exact", "algorithm.surrogate=clipp"], "surrogate.*'clipp'.*did you mean 'clip'"),
+    "parts that do not fit": (["grpo", "--reward", "exact", "algorithm.psi=gae"], "critic is None"),
+    "group of one": (["grpo", "--reward", "exact", "--num-generations", "1"], "give at least 2"),
+    "greedy": (["grpo", "--reward", "exact", "--temperature", "0"], "temperature is 0"),
+    "bad top_p": (
+        ["grpo", "--model", "{model}", "--dataset", "{data}", "--reward", "exact", "--top-p", "0", "--output-dir", "{tmp}/r"],
+        "top_p",
+    ),
+    "no run": (["report", "{tmp}"], "is not a run folder"),
+    "empty explain": (["explain"], "explain got 0 names and takes one or two"),
+    "three names": (["explain", "grpo", "dapo", "rloo"], "explain got 3 names"),
+    "no run folder": (["report"], "report got no run folder"),
+    "unknown flag of report": (["report", "--outptu", "x"], "no flag --outptu.*did you mean '--output'"),
+    "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
+    "bad value of demo": (["demo", "--seed", "x"], "invalid int value: 'x'"),
+    "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
+    "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
+    "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),
+    "a list as YAML": (["sft", "--config", "{tmp}/list.yaml"], "holds a list; expected name: value pairs"),
+    "unknown key": (["sft", "--config", "{tmp}/key.yaml"], "key.yaml: there is no setting 'learning_rat'.*'learning_rate'"),
+    "a value for a section": (["sft", "optim=3"], "optim is 3; expected name: value pairs"),
+    "a setting of a number": (
+        ["sft", "optim.learning_rate.x=3"],
+        "optim.learning_rate is {{'x': 3}}; expected a number",
+    ),
+    "no rows in a step": (["sft", "--batch-size", "0"], "batch_size is 0; expected at least 1"),
+    "not a number": (["sft", "--learning-rate", ".nan"], "optim.learning_rate is nan; expected a finite number"),
+    "negative": (["grpo", "--max-steps=-2"], "run.max_steps is -2; expected at least 0"),
+    "missing data": (
+        ["grpo", "--model", "{model}", "--dataset", "no.jsonl", "--reward", "exact", "--output-dir", "{tmp}/r"],
+        "'?no.jsonl'?",
+    ),
+    "a dataset that is a number": (["sft", "--config", "{tmp}/number.yaml"], "number.yaml: data.dataset is 3; expected the name"),
+    "unknown slot": (["grpo", "--reward", "exact", "algorithm.surogate=clip"], "'surogate'.*did you mean 'surrogate'"),
+    "another method in the file": (
+        ["rloo", "--reward", "exact", "--config", str(ROOT / "examples" / "grpo.yaml")],
+        "The command is rloo and the settings name the algorithm grpo; type `psigrad grpo`",
+    ),
+    "unknown preset": (["explain", "grop"], "There is no method 'grop'.*did you mean 'grpo'"),
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    from tiny_jobs import make_job
+
+    return make_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_and_exit_status_2(mistake, job, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("optim: {learning_rate: [\n")
+    (tmp_path / "tab.yaml").write_text("model: m\n\tx: 1\n")
+    (tmp_path / "number.yaml").write_text("data: {dataset: 3}\n")
+    (tmp_path / "list.yaml").write_text("- optim\n")
+    (tmp_path / "key.yaml").write_text("optim: {learning_rat: 1}\n")
+    arguments, expected = MISTAKES[mistake]
+    expected = expected.replace("{{", r"\{").replace("}}", r"\}")
+    places = {"tmp": tmp_path, "model": job / "base", "data": job / "train.jsonl"}
+    assert cli.main([a.format(**places) for a in arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error), error
+    assert "Traceback" not in error
+    assert error.startswith("psigrad: ") and error.count("\n") == 1
+    assert error.rstrip().endswith((".", "?"))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["grpo", "--help"], ["explain", "grpo"]])
+def test_a_reader_who_leaves_is_no_error(arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "psigrad", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    process.stdout.close()  # before anything is written, as `| head -0`
+    assert process.stderr.read() == "" and process.wait() == 0
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
+    def broken(arguments):
+        raise ValueError("deep in a library")
+
+    monkeypatch.setitem(cli.COMMANDS, "tasks", cli.Command("", broken))
+    with pytest.raises(ValueError, match="deep in a library"):
+        cli.main(["tasks"])
+
+
+def test_flags_beat_overrides_beat_the_file_beats_the_defaults(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("optim: {learning_rate: 1e-3, weight_decay: 0.5, adam_beta1: 0.7}\nreward: exact\n")
+    config = flags.parse(
+        OnlineConfig,
+        "grpo",
+        [
+            "--config",
+            str(file),
+            "optim.learning_rate=2e-3",
+            "optim.weight_decay=0.6",
+            "--learning-rate",
+            "3e-3",
+            "--reward",
+            "a",
+            "b",
+        ],
+        defaults={"algorithm": "grpo"},
+    )
+    assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.adam_beta1) == (3e-3, 0.6, 0.7)
+    assert config.optim.adam_beta2 == 0.999 and config.reward == ("a", "b")
+
+
+def test_parts_of_the_algorithm_are_overridden_by_dotted_name():
+    config = flags.parse(
+        OnlineConfig, "grpo", ["algorithm.kl=null", "algorithm.surrogate.high=0.28"], defaults={"algorithm": "grpo"}
+    )
+    assert config.algorithm == {"preset": "grpo", "kl": None, "surrogate": {"high": 0.28}}
+
+
+def test_an_algorithm_of_the_users_own_may_be_named_by_an_override():
+    config = flags.parse(OnlineConfig, "reinforce", ["algorithm=mine.py:METHOD"], defaults={"algorithm": "reinforce"})
+    language.agree("reinforce", config.algorithm)
+    assert config.algorithm == "mine.py:METHOD"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "reward=exact",
+        "reward=[exact]",
+        "reward=[exact, {reward: soft_overlong, max_completion_length: 128}]",
+        "reward={reward: length}",
+    ],
+)
+def test_rewards_are_written_alone_as_a_list_and_with_parameters(given):
+    from psigrad.language.rewards import resolve
+
+    for reward in load(OnlineConfig, overrides=[given]).reward:
+        assert callable(resolve(reward).function)
+
+
+def test_text_that_looks_like_something_else_stays_text():
+    config = load(OnlineConfig, overrides=["run.output_dir=2024", "data.dataset=3", "model.path=1e5", "evaluation.metric="])
+    assert (config.run.output_dir, config.data.dataset, config.model.path, config.evaluation.metric) == ("2024", "3", "1e5", "")
+    assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5"]).optim.learning_rate == 1e-5
+
+
+def test_a_path_is_as_good_as_its_name(tmp_path):
+    config = load(OnlineConfig, flags={"model.path": tmp_path, "data.dataset": tmp_path, "run.output_dir": tmp_path})
+    assert config == load(OnlineConfig, flags={n: str(tmp_path) for n in ("model.path", "data.dataset", "run.output_dir")})
+
+
+def test_rows_from_python_are_kept_as_a_count_and_a_hash():
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}]
+    written = to_dict(load(OnlineConfig, flags={"data.dataset": rows}))["data"]["dataset"]
+    assert written == f"rows:2:{hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()}"
+    assert to_dict(load(OnlineConfig, flags={"data.dataset": datasets.Dataset.from_list(rows)}))["data"]["dataset"] == written
+    assert to_dict(load(OnlineConfig, flags={"data.dataset": rows[::-1]}))["data"]["dataset"] != written
+
+
+def test_the_python_example_asks_for_a_run_that_could_start(monkeypatch, capsys):
+    asked = {}
+
+    def record(method, **settings):
+        asked.update(settings, method=method)
+        return SimpleNamespace(after={}, report=None)
+
+    monkeypatch.setattr(psigrad, "train", record, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "model", "prompts.jsonl"])
+    runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="__main__")
+    assert asked.pop("method") == "grpo" and len(asked.pop("reward")) == 2
+    known = resolve_names(OnlineConfig, {k: v for k, v in asked.items() if k not in ("model", "dataset")})
+    assert load(OnlineConfig, flags=known).run.max_steps == 100
+
+
+def test_every_shipped_example_is_tested():
+    tested = {"grpo.yaml", "sft.yaml", "train.py", "grpo_in_one_file.py", "programs.py", "sums.py"}  # the last three elsewhere
+    assert {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} == tested
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, OnlineConfig, EvalConfig])
+def test_settings_survive_the_way_through_json(cls):
+    config = load(
+        cls, overrides=["model.path=x", "reward=[a,b]", "optim.learning_rate=1e-5" if cls is not EvalConfig else "run.seed=3"]
+    )
+    assert load(cls, flags=json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(("file", "cls"), [("grpo.yaml", OnlineConfig), ("sft.yaml", SFTConfig)])
+def test_the_shipped_examples_load(file, cls):
+    assert load(cls, ROOT / "examples" / file).run.output_dir.startswith("runs/")
+
+
+def test_python_settings_are_named_by_leaf_or_dotted_name():
+    assert resolve_names(OnlineConfig, {"learning_rate": 1, "run.seed": 2}) == {"optim.learning_rate": 1, "run.seed": 2}
+    with pytest.raises(UserError, match="did you mean 'learning_rate'"):
+        resolve_names(OnlineConfig, {"learning_rat": 1})
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_a_section_that_is_given_in_part_keeps_the_recipes_own_defaults(cls):
+    blank = cls()
+    for name, hint in get_type_hints(cls).items():
+        if not is_dataclass(hint):
+            continue
+        for given in fields(hint):
+            value = getattr(getattr(blank, name), given.name)
+            assert load(cls, flags={f"{name}.{given.name}": value}) == blank
+    assert load(SFTConfig, flags={"optim.weight_decay": 0.1}).optim.learning_rate == 2e-5 != OnlineConfig().optim.learning_rate
+
+
+def test_every_settings_class_is_frozen():
+    for cls in CONFIGS:
+        assert cls.__dataclass_params__.frozen
+        for f in fields(cls):
+            hint = get_type_hints(cls)[f.name]
+            assert not is_dataclass(hint) or hint.__dataclass_params__.frozen
+
+
+def test_the_public_names_are_there_and_lazy():
+    names = {"Callback", "PolicyGradient", "__version__", "evaluate", "explain", "score", "train"}
+    assert names == set(psigrad.__all__) == set(dir(psigrad))
+    assert callable(psigrad.train) and callable(psigrad.explain)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        operator.attrgetter("trian")(psigrad)

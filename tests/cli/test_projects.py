@@ -1,0 +1,104 @@
+"""`psigrad init`: each project passes its own tests and trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from psigrad import cli
+from psigrad.cli.projects import _BEGIN, KINDS
+from psigrad.language.models import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small model whose chat template offers tools."""
+    place = tmp_path_factory.mktemp("tiny")
+    tokenizer = tiny.tokenizer(["What is 10 + 20 * 3? Answer: 70", "Write one line about the sea."], 300)
+    tokenizer.chat_template = (
+        "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tiny.model("qwen3", len(tokenizer), hidden=16, layers=1, heads=2, max_length=1024).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def project(request, tmp_path, monkeypatch, capsys):
+    assert cli.main(["init", request.param, str(tmp_path / "mine")]) == 0
+    assert _BEGIN[request.param] in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path / "mine")
+    return request.param
+
+
+SMALL = {
+    "verifiable": ["--prompts-per-step", "2", "--num-generations", "2", "--max-completion-length", "4", "--eval-prompts", "2"],
+    "tools": ["--prompts-per-step", "2", "--num-generations", "2", "--max-completion-length", "4", "--eval-prompts", "2"],
+    "preferences": ["--batch-size", "2", "--eval-prompts", "2", "--max-completion-length", "4"],
+    "control": ["--total-timesteps", "1024", "--eval-episodes", "2"],
+}
+
+
+@pytest.mark.parametrize("project", KINDS, indirect=True)
+def test_a_project_passes_its_own_tests_and_takes_two_steps(project, model, tmp_path):
+    tested = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], capture_output=True, text=True)
+    assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout + tested.stderr
+    begin = _BEGIN[project].split()[1:]
+    steps = [] if project == "control" else ["--model", str(model), "--max-steps", "2", "--eval-steps", "0"]
+    assert (
+        cli.main([*begin, *steps, *SMALL[project], "--threads", "1", "--no-report", "--output-dir", str(tmp_path / "run")]) == 0
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["step"] for row in rows) == (1024 if project == "control" else 2)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+@pytest.mark.parametrize("project", ["control"], indirect=True)
+def test_the_projects_commands_learn_its_task(project, algorithm, tmp_path):
+    """From cell 0 to 7 at (1 − 2·0.1) cells a step, a little slower at the wall: 0.91 on average."""
+    assert f"psigrad control {algorithm} --config {algorithm}.yaml" in (tmp_path / "mine" / "README.md").read_text()
+    assert cli.main(["control", algorithm, "--config", f"{algorithm}.yaml", "--no-report", "--no-progress"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "mine" / "runs" / algorithm / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["eval/return/mean"] > 0.88 and rows[-1]["eval/episodes"] == 50 and rows[-1]["step"] < 21_000
+
+
+@pytest.mark.parametrize("project", ["verifiable"], indirect=True)
+def test_negative_control_a_broken_reward_fails_the_projects_test(project, tmp_path):
+    reward = tmp_path / "mine" / "reward.py"
+    reward.write_text(reward.read_text().replace("found[-1] == wanted", "wanted in found"))
+    tested = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], capture_output=True, text=True)
+    assert tested.returncode == 1 and "test_naming_many_answers_does_not_help" in tested.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verifable", "x"], "did you mean 'verifiable'"),
+        ([], "a kind (verifiable, preferences, tools, control) and a folder"),
+        (["tools", "here"], "here has README.md already"),
+        (["tools", "--here"], "a kind"),
+    ],
+)
+def test_a_mistake_is_answered(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "README.md").write_text("mine")
+    assert cli.main(["init", *arguments]) == 2
+    assert said in capsys.readouterr().err and (tmp_path / "here" / "README.md").read_text() == "mine"
+
+
+def test_every_template_is_in_the_wheel():
+    """setuptools takes what pyproject.toml names."""
+    import tomllib
+    from pathlib import Path
+
+    root = Path(__file__).parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["psigrad.cli"]
+    found = {path for pattern in patterns for path in (root / "psigrad" / "cli").glob(pattern)}
+    kept = {path for path in (root / "psigrad" / "cli" / "projects" / "templates").rglob("*") if path.is_file()}
+    assert found == kept

@@ -1,0 +1,145 @@
+"""One declaration per method, and the same settings by every entrance."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import psigrad
+from psigrad import cli
+from psigrad.cli import flags
+from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run, algorithms
+from psigrad.config.load import load
+from psigrad.config.methods import declaration, declared, of_spec
+from psigrad.errors import UserError
+from psigrad.experiments import comparison
+from psigrad.language.recipes import api, online
+from psigrad.objective import PolicyGradient, catalog
+from psigrad.objective.preferences import online_preference, preference_catalog
+
+OBJECTS = {**catalog.METHODS, **online_preference.METHODS, **preference_catalog.METHODS}
+ONLINE = [name for name, method in declared().items() if method.online]
+
+
+def test_what_settings_read_from_the_source_is_what_the_objects_are():
+    assert list(declared()) == ["sft", *OBJECTS, "reward"]
+    for name, method in OBJECTS.items():
+        found = declared()[name]
+        setting = "algorithm" if found.online else "loss"
+        assert found.summary == method.summary and found.defaults == {setting: name, **method.defaults}
+        assert method.name == method.algorithm.name == name
+        assert found.settings is (PreferenceConfig if name in preference_catalog.METHODS else OnlineConfig)
+    assert OBJECTS["ppo"].defaults == {"num_iterations": 4, "num_generations": 1}
+
+
+def test_every_method_is_a_command_with_its_summary():
+    assert {name: cli.COMMANDS[name].purpose for name in declared()} == {n: m.summary for n, m in declared().items()}
+    assert max(len(line) for line in cli.help_text().splitlines()) <= 120
+
+
+def as_trained(monkeypatch: pytest.MonkeyPatch, method: Any, **settings: Any) -> OnlineConfig:
+    """The settings that `psigrad.train` comes to."""
+    seen: list[OnlineConfig] = []
+    monkeypatch.setattr(online, "run", lambda config, given: seen.append(config))
+    psigrad.train(method, model="m", dataset=[{"prompt": "a"}], reward="exact", **settings)
+    return seen[0]
+
+
+def as_typed(name: str, *arguments: str) -> OnlineConfig:
+    method = declaration(name)
+    return flags.parse(method.settings, name, ["--model", "m", "--reward", "exact", *arguments], defaults=method.defaults)
+
+
+def as_compared(name: str) -> OnlineConfig:
+    asked = load(OnlineConfig, flags={"model.path": "m", "reward": ["exact"], "num_generations": 2})
+    found = comparison.settings_of(comparison.Comparison((name,), asked), Path("."), name, 0)
+    assert isinstance(found, OnlineConfig)
+    return dataclasses.replace(found, run=Run())
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_method_has_the_same_settings_by_every_entrance(name, monkeypatch):
+    typed = as_typed(name)
+    trained = as_trained(monkeypatch, name)
+    assert dataclasses.replace(trained, data=typed.data) == typed
+    # a comparison gives every method the same number of samples per step
+    assert as_compared(name) == dataclasses.replace(typed, num_generations=2)
+    algorithm = online.method(typed)
+    taught = isinstance(algorithm, PolicyGradient) and not algorithm.needs_reward
+    online.check(dataclasses.replace(typed, reference="t" if taught else ""), algorithm)  # what a method brings is never refused
+
+
+def test_what_the_user_sets_wins_over_what_the_method_brings(monkeypatch):
+    assert (as_trained(monkeypatch, "ppo").num_iterations, as_typed("ppo").num_generations) == (4, 1)
+    mine = as_trained(monkeypatch, "ppo", num_iterations=2, num_generations=3)
+    assert (mine.num_iterations, mine.num_generations) == (2, 3)
+    assert as_typed("ppo", "--num-iterations", "2").num_iterations == 2
+    assert as_typed("grpo").num_iterations == OnlineConfig().num_iterations == 1
+
+
+def test_a_variant_of_a_method_brings_what_the_method_brings(monkeypatch):
+    variants = [{"preset": "ppo", "kl": None}, dataclasses.replace(catalog.PPO, kl=None)]
+    for variant in variants:
+        found = as_trained(monkeypatch, variant)
+        assert (found.num_iterations, found.num_generations, found.algorithm) == (4, 1, variant)
+    own = as_trained(monkeypatch, dataclasses.replace(catalog.PPO, name="mine"))
+    assert (own.num_iterations, own.num_generations) == (1, 8)
+    assert of_spec(preference_catalog.DPO).settings is PreferenceConfig
+    with pytest.raises(UserError, match="did you mean 'grpo'"):
+        of_spec("grop")
+    with pytest.raises(UserError, match=r"psigrad\.control\.PPO"):
+        of_spec("control")
+
+
+def test_the_class_of_the_settings_says_which_recipe_runs(monkeypatch):
+    from psigrad.language.recipes import preference, reward, sft
+
+    ran = []
+    for recipe in (sft, online, preference, reward):
+        monkeypatch.setattr(recipe, "run", lambda config, given, name=recipe.__name__: ran.append(name))
+    for name in ("sft", "grpo", "dpo", "reward"):
+        api.run(load(declaration(name).settings, flags={"model.path": "m"}))
+    assert ran == [
+        "psigrad.language.recipes.sft",
+        "psigrad.language.recipes.online",
+        "psigrad.language.recipes.preference",
+        "psigrad.language.recipes.reward",
+    ]
+
+
+def test_compare_refuses_what_it_cannot_compare():
+    asked = OnlineConfig(model=Model(path="m"), run=Run(max_steps=1))
+    for name, sentence in (("sft", "sft is neither"), ("grop", "did you mean 'grpo'"), ("dpo", "--pairs")):
+        with pytest.raises(UserError, match=sentence):
+            comparison.check(comparison.Comparison((name,), asked))
+
+
+@pytest.mark.parametrize("written", ["mine.py:ADVANTAGE", "mine:ADVANTAGE"])
+def test_a_part_of_the_users_own_is_found_in_the_current_folder(written, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("from psigrad.objective.parts.advantage import ones as ADVANTAGE\n")
+    monkeypatch.chdir(tmp_path)
+    assert algorithms.resolve({"preset": "raft", "psi": written}).psi is catalog.ones
+
+
+def test_explain_shows_a_variant_and_its_difference(capsys):
+    assert cli.main(["explain", "grpo", "algorithm.kl=null"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("grpo (changed) minimises") and "KL to the reference: none" in out
+    assert "What differs from grpo:" in out and "KL to the reference differs" in out and "surrogate L differs" not in out
+
+
+def test_explain_changes_belong_to_the_name_before_them(capsys):
+    assert cli.main(["explain", "grpo", "algorithm.kl=null", "dr_grpo", "algorithm.surrogate.high=0.3"]) == 0
+    out = capsys.readouterr().out
+    assert "clip(low=0.2, high=0.3)" in out and "KL to the reference differs" not in out
+    assert cli.main(["explain", "dpo", "loss.beta=0.3"]) == 0
+    assert "beta differs" in capsys.readouterr().out
+    assert cli.main(["explain", "dpo", "ipo"]) == 0
+    assert "link differs" in capsys.readouterr().out
+    assert cli.main(["explain", "dpo", "grpo"]) == 0
+    assert "no parts in common" in capsys.readouterr().out
+    assert cli.main(["explain", "grpo", "algorithm.kll=null"]) == 2
+    assert "did you mean 'kl'" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""CSV and TSV: text with quotes, commas and line ends in it; what is wrong is named by line."""
+
+from __future__ import annotations
+
+import pytest
+
+from psigrad.errors import UserError
+from psigrad.language.data.sources import load
+
+
+def write(tmp_path, text: str | bytes, name: str = "rows.csv") -> str:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_cells_are_text_whatever_is_in_them(tmp_path):
+    text = 'prompt,answer,note\n"2 + 2, quickly\nplease",04,\n"say ""yes""",yes,x\n'
+    first, second = load(write(tmp_path, text), form="prompt-only").rows
+    assert first.prompt == "2 + 2, quickly\nplease" and first.columns == {"answer": "04"}
+    assert second.prompt == 'say "yes"' and second.columns == {"answer": "yes", "note": "x"}
+    assert first.source == "rows.csv:3" and second.source == "rows.csv:4"
+
+
+def test_tabs_separate_a_tsv_and_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
+    rows = load(write(tmp_path, b"\xef\xbb\xbfprompt\tcompletion\none, two\tthree\n", "rows.tsv"), form="sft").rows
+    assert (rows[0].prompt, rows[0].completion) == ("one, two", "three")
+
+
+@pytest.mark.parametrize(("cell", "label"), [("true", True), ("False", False), ("1", True), ("0", False)])
+def test_labels_are_read_as_such(tmp_path, cell, label):
+    (row,) = load(write(tmp_path, f"prompt,completion,label\na,b,{cell}\n"), form="unpaired-preference").rows
+    assert row.label is label
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prompt,answer\na\n", "rows.csv:2: has fewer values than the first line has columns"),
+        ("prompt,answer\na,b,c\n", "rows.csv:2: has more values than the first line has columns"),
+        ("prompt,prompt\na,b\n", "must name its columns, each once"),
+        ("prompt,\na,b\n", "must name its columns, each once"),
+        ("", "must name its columns"),
+        ('prompt\n"a\n', "is not CSV"),
+        (b"prompt\n\xff\xfe\n", "is not UTF-8 (byte 0xff)"),
+        ("answer\nx\n", "prompt"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, said):
+    with pytest.raises(UserError) as error:
+        load(write(tmp_path, text), form="prompt-only")
+    assert said in str(error.value)
+
+
+def test_bad_rows_may_be_left_out(tmp_path):
+    found = load(write(tmp_path, "prompt,answer\na,b\nc\nd,e\n"), form="prompt-only", bad_rows="skip")
+    assert [row.prompt for row in found.rows] == ["a", "d"] and len(found.skipped) == 1

@@ -1,0 +1,147 @@
+"""Several datasets as one, tasks by name, and reading only the first rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import datasets
+import pytest
+
+from psigrad.cli import flags
+from psigrad.config import OnlineConfig
+from psigrad.config.load import load as settings
+from psigrad.config.load import to_dict
+from psigrad.errors import UserError
+from psigrad.language.data import sources
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.mixing import mixed, quotas, several
+from psigrad.language.recipes import setup
+
+
+def rows_of(name: str, n: int) -> list[Row]:
+    return [Row(f"{name}:{i}", prompt=f"{name} {i}") for i in range(n)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, n in (("a", 60), ("b", 20)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"{name} {i}"}) + "\n" for i in range(n)))
+    return tmp_path
+
+
+def read(files, *names: str, **given):
+    asked = ["--dataset", *(str(files / name) for name in names), "--eval-prompts", "8"]
+    config = flags.parse(OnlineConfig, "grpo", [*asked, *given.get("more", [])], {"algorithm": "grpo"})
+    train, held = setup.read_rows(config, "prompt-only")
+    return config, [str(row.prompt) for row in train], [str(row.prompt) for row in held]
+
+
+def shares(prompts) -> Counter:
+    return Counter(prompt[0] for prompt in prompts)
+
+
+@pytest.mark.parametrize("total", [1, 7, 10, 1000, 999_983])
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1, 1), (3, 1, 5, 1), (0.001, 0.999)])
+def test_quotas_lose_nothing_and_are_within_one(total, weights):
+    found = quotas(total, weights)
+    assert sum(found) == total
+    assert all(abs(n - total * w / sum(weights)) < 1 for n, w in zip(found, weights, strict=True))
+
+
+def test_weights_give_shares_and_each_row_its_fair_number_of_times(files):
+    config, train, held = read(files, "a.jsonl:0.25", "b.jsonl:0.75")
+    assert shares(held) == {"a": 2, "b": 6} and not set(train) & set(held)
+    assert shares(train) == {"a": 18, "b": 54}, "72 rows are left to train on"
+    times = Counter(prompt for prompt in train if prompt[0] == "b")
+    assert len(times) == 14 and set(times.values()) == {3, 4}
+    assert len({prompt for prompt in train if prompt[0] == "a"}) == 18, "no row twice where there are enough"
+    assert read(files, "a.jsonl:0.25", "b.jsonl:0.75")[1] == train
+    assert read(files, "a.jsonl:0.25", "b.jsonl:0.75", more=["--seed", "1"])[1] != train
+    assert to_dict(config)["data"]["dataset"] == [f"{files}/a.jsonl:0.25", f"{files}/b.jsonl:0.75"]
+    assert settings(OnlineConfig, flags=to_dict(config)) == settings(OnlineConfig, flags=to_dict(config))
+
+
+def test_without_weights_every_row_comes_once_and_held_out_rows_go_by_size(files):
+    _, train, held = read(files, "a.jsonl", "b.jsonl")
+    assert shares(held) == {"a": 6, "b": 2} and shares(train) == {"a": 54, "b": 18} and len(set(train)) == 72
+
+
+def test_one_dataset_stays_one(files):
+    config, train, _ = read(files, "a.jsonl")
+    assert config.data.dataset == str(files / "a.jsonl") and train == [f"a {i}" for i in range(52)]
+
+
+def test_a_mixture_in_a_file_and_in_python(files):
+    given = {"data": {"dataset": [f"{files}/a.jsonl:1", f"{files}/b.jsonl:1"]}, "evaluation": {"eval_prompts": 0}}
+    train, _ = setup.read_rows(settings(OnlineConfig, flags=given), "prompt-only")
+    assert shares(row.prompt for row in train) == {"a": 40, "b": 40}
+
+
+def test_what_is_no_list_of_names_is_no_mixture():
+    assert several("a.jsonl:0.5") == several([{"prompt": "x"}]) == several([]) == []
+    assert several(["openai/gsm8k:main:0.5", "b:2"]) == [("openai/gsm8k:main", 0.5), ("b", 2.0)]
+    assert several(["openai/gsm8k:main", "b"]) == [("openai/gsm8k:main", None), ("b", None)]
+
+
+@pytest.mark.parametrize(("names", "said"), [(["a:0.5", "b"], "'b' has none"), (["a:0", "b:1"], "weight 0")])
+def test_weights_that_say_nothing_are_refused(names, said):
+    with pytest.raises(UserError, match=said):
+        several(names)
+
+
+def test_the_rows_that_come_once_more_are_drawn_by_the_seed_alone():
+    a, b = rows_of("a", 10), rows_of("b", 30)
+    found = mixed([a, b], [0.5, 0.5], seed=3)
+    assert found == mixed([a, b], [0.5, 0.5], seed=3) and Counter(row.source[0] for row in found) == {"a": 20, "b": 20}
+
+
+def test_a_task_is_a_dataset_of_different_prompts():
+    rows = sources.load("task:gcd,size=50,seed=2,max_value=60", form="prompt-only").rows
+    assert len({row.prompt for row in rows}) == 50 and all(row.columns["task"] == "gcd" for row in rows)
+    assert [row.prompt for row in sources.load("task:gcd,size=50,seed=2,max_value=60", form="prompt-only").rows] == [
+        row.prompt for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("task:gdc", "did you mean 'gcd'"),
+        ("task:gcd,50", "expected settings such as task:gcd,size=2000"),
+        ("task:gcd,size=many", "expected whole numbers"),
+        ("task:gcd,max_valeu=3", "cannot be made with"),
+        ("task:gcd,size=10,max_numbers=-1", "cannot be made with"),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_answered(name, said):
+    with pytest.raises(UserError, match=said):
+        sources.load(name, form="prompt-only")
+
+
+def test_only_the_first_rows_of_a_streamed_dataset_are_read(monkeypatch):
+    """datasets' own streaming form, of local rows: the hub is not reached in tests."""
+    seen: list[int] = []
+
+    def rows():
+        for i in range(1000):
+            seen.append(i)
+            yield {"prompt": f"p {i}"}
+
+    asked = {}
+
+    def load_dataset(name, config, split, streaming):
+        asked.update(name=name, streaming=streaming)
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = sources.load("someone/large", form="prompt-only", max_rows=5)
+    assert [row.prompt for row in found.rows] == [f"p {i}" for i in range(5)]
+    assert asked == {"name": "someone/large", "streaming": True} and max(seen) < 10
+
+
+def test_only_the_first_rows_of_a_file_are_read(files):
+    (files / "a.jsonl").open("a").write("not json\n")
+    assert len(sources.load(str(files / "a.jsonl"), form="prompt-only", max_rows=3).rows) == 3
+    with pytest.raises(UserError, match="is not JSON"):
+        sources.load(str(files / "a.jsonl"), form="prompt-only")

@@ -1,0 +1,99 @@
+"""Comparisons: the forms of rows, what they share, whose tokens count, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from psigrad.errors import UserError
+from psigrad.language.data import pairs
+from psigrad.language.data.dataset_rows import RowError, validate
+from psigrad.language.data.templates import CHATML, decode, prompt_ids
+from psigrad.language.models import tiny
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = tiny.tokenizer(["say one two three user assistant step"], 280)
+    made.chat_template = CHATML
+    return made
+
+
+PLAIN = {"prompt": "say:", "chosen": " one two", "rejected": " three"}
+CHAT = {
+    "prompt": [{"role": "user", "content": "say"}],
+    "chosen": [{"role": "assistant", "content": "one two"}],
+    "rejected": [{"role": "assistant", "content": "three"}],
+}
+
+
+def test_a_plain_pair_is_its_two_texts_with_their_ends(tokenizer):
+    made = pairs.pair(tokenizer, validate(PLAIN, "preference", "x"))
+    assert made.prompt == tokenizer("say:").input_ids
+    assert made.chosen.ids == [*tokenizer(" one two").input_ids, tokenizer.eos_token_id]
+    assert made.rejected.ids == [*tokenizer(" three").input_ids, tokenizer.eos_token_id]
+    assert all(made.chosen.mask) and all(made.rejected.mask) and made.margin is None
+    assert made.tokens == len(made.prompt) + len(made.chosen.ids) + len(made.rejected.ids)
+
+
+def test_a_conversations_answer_starts_where_sampling_would_and_counts_what_the_assistant_wrote(tokenizer):
+    row = validate(CHAT, "preference", "x")
+    made = pairs.pair(tokenizer, row)
+    assert made.prompt == prompt_ids(tokenizer, row)
+    written = [i for i, own in zip(made.chosen.ids, made.chosen.mask, strict=True) if own]
+    assert decode(tokenizer, written) == "one two" and written[-1] == tokenizer.eos_token_id
+    assert not made.chosen.mask[-1], "the line break behind the turn is the template's"
+
+
+@pytest.mark.parametrize("form", [PLAIN, CHAT], ids=["plain", "chat"])
+def test_a_prompt_that_is_not_named_is_what_both_begin_with(form, tokenizer):
+    joined = {key: form["prompt"] + form[key] for key in ("chosen", "rejected")}
+    ours = pairs.pair(tokenizer, validate(joined, "preference", "x"))
+    assert ours == pairs.pair(tokenizer, validate(form, "preference", "x"))
+
+
+def test_margins_come_from_their_column(tokenizer):
+    assert pairs.pair(tokenizer, validate({**PLAIN, "margin": 2}, "preference", "x")).margin == 2.0
+    with pytest.raises(UserError, match="margin"):
+        pairs.pair(tokenizer, validate({**PLAIN, "margin": "much"}, "preference", "x"))
+
+
+def test_unpaired_rows(tokenizer):
+    row = {"prompt": "say:", "completion": " one", "label": True}
+    made = pairs.judged(tokenizer, validate(row, "unpaired-preference", "x"))
+    assert made.desirable and made.prompt == tokenizer("say:").input_ids and all(made.answer.mask)
+
+
+def test_steps_end_where_their_separator_does(tokenizer):
+    row = {"prompt": "say:", "completions": ["one", "two three\n"], "labels": [True, 0.25]}
+    made = pairs.steps(tokenizer, validate(row, "stepwise", "x"))
+    assert tokenizer.decode(made.ids) == "say:one\ntwo three\n"
+    assert [tokenizer.decode(made.ids[: end + 1]) for end in made.ends] == ["say:one\n", "say:one\ntwo three\n"]
+    assert made.labels == [1.0, 0.25]
+
+
+def test_rows_above_the_limit_are_left_out_and_counted(tokenizer):
+    made = [pairs.pair(tokenizer, validate(PLAIN, "preference", "x"))] * 3
+    assert pairs.within(made, pairs.longest, 5) == ([], 3)
+    assert pairs.within(made, pairs.longest, 0) == (made, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "said"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "preference", "same as chosen"),
+        ({"chosen": "abc", "rejected": "xyz"}, "preference", "do not begin alike"),
+        ({"chosen": "a", "rejected": [1]}, "preference", "both must be strings or lists"),
+        ({"prompt": "p", "chosen": "a"}, "preference", "'rejected' is missing"),
+        ({"prompt": "p", "chosen": "a", "rejected": ""}, "preference", "empty string"),
+        ({"prompt": "p", "completion": "a", "label": "good"}, "unpaired-preference", "true (desirable) or false"),
+        ({"prompt": "p", "completion": "a"}, "unpaired-preference", "'label' is missing"),
+        ({"prompt": "p", "completions": ["a"], "labels": [True, False]}, "stepwise", "2 entries for 1 steps"),
+        ({"prompt": "p", "completions": ["a"], "labels": [2]}, "stepwise", "between 0 and 1"),
+        ({"prompt": "p", "completions": [], "labels": []}, "stepwise", "one entry per step"),
+        ({"prompt": "p", "completions": [3], "labels": [1]}, "stepwise", "must be a string"),
+    ],
+)
+def test_malformed_rows_are_refused_by_row_and_column(row, form, said):
+    with pytest.raises(RowError) as refused:
+        validate(row, form, "my.jsonl:3")
+    assert said in str(refused.value) and "my.jsonl:3" in str(refused.value)

@@ -1,0 +1,249 @@
+"""Where rows come from: files, folders, saved datasets, the hub (faked), Python iterables; and what must survive on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from psigrad.errors import UserError
+from psigrad.language.data import network
+from psigrad.language.data.dataset_rows import Row, RowError, validate
+from psigrad.language.data.sources import LoadedRows, from_rows, holdout, load
+
+USER = {"role": "user", "content": "hi"}
+BOT = {"role": "assistant", "content": "yes"}
+RECORDS = [{"prompt": f"p{i}", "answer": i, "info": {"x": [i, None]}} for i in range(5)]
+
+
+def jsonl(path: Path, records: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return path
+
+
+def prompts(rows: LoadedRows) -> list[Any]:
+    return [row.prompt for row in rows.rows]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json", "parquet"])
+def test_all_file_types_give_the_same_rows(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"my.{suffix}"
+    if suffix == "parquet":
+        datasets.Dataset.from_list(RECORDS).to_parquet(str(path))
+    elif suffix == "json":
+        path.write_text(json.dumps(RECORDS))
+    else:
+        jsonl(path, RECORDS)
+    rows = load(str(path), form="prompt-only")
+    lines = [1] * 5 if suffix == "json" else range(1, 6)
+    columns = [{"answer": i, "info": {"x": [i, None]}} for i in range(5)]
+    expected = [Row(f"my.{suffix}:{line}", prompt=f"p{i}", columns=columns[i]) for i, line in enumerate(lines)]
+    assert rows == LoadedRows(expected, [])
+
+
+def test_json_lines_in_a_json_file_and_a_list_over_many_lines_keep_their_line_numbers(tmp_path: Path) -> None:
+    lines = jsonl(tmp_path / "lines.json", RECORDS[:2])
+    assert [row.source for row in load(str(lines), form="prompt-only").rows] == ["lines.json:1", "lines.json:2"]
+    listed = tmp_path / "list.json"
+    listed.write_text('\n[\n\n{"prompt":\n"a"},{"prompt": "b"}\n,\n{"prompt": "c"}]\n')
+    assert [row.source for row in load(str(listed), form="prompt-only").rows] == ["list.json:4", "list.json:5", "list.json:7"]
+
+
+def test_a_byte_order_mark_blank_lines_and_windows_line_ends_are_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "my.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \n{"prompt": "b"}\r\n')
+    rows = load(str(path), form="prompt-only")
+    assert [(row.source, row.prompt) for row in rows.rows] == [("my.jsonl:1", "a"), ("my.jsonl:4", "b")]
+    (tmp_path / "my.json").write_bytes(b'\xef\xbb\xbf[{"prompt": "a"}]')
+    assert prompts(load(str(tmp_path / "my.json"), form="prompt-only")) == ["a"]
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff", "nul\x00", "\u202ebidi", "line\u2028\x85", "x" * 1_000_000, "<|im_end|>"])
+def test_odd_text_survives_reading(text: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "my.jsonl", [{"prompt": text, "note": text}, {"prompt": [{"role": "user", "content": text}]}])
+    rows = load(str(path), form="prompt-only").rows
+    assert rows[0].prompt == text and rows[0].columns == {"note": text}
+    assert rows[1].prompt == [{"role": "user", "content": text}]
+
+
+def test_an_error_about_odd_text_can_be_printed() -> None:
+    with pytest.raises(UserError) as caught:
+        from_rows([{"prompt": 1, "a\ud800": 2}, {"prompt": [{"role": "\udfff", "content": "a"}]}], "prompt-only")
+    assert "rows:2" in str(caught.value).encode("utf-8").decode()
+
+
+def test_every_form_is_read_into_its_fields() -> None:
+    def read(form: Any, **raw: Any) -> Row:
+        return validate(raw, form, "x")
+
+    chat, answer = [USER], [BOT]
+    assert read("prompt-only", prompt="a", completion="gold", k=1) == Row("x", prompt="a", columns={"k": 1})
+    assert read("prompt-only", prompt=chat) == Row("x", prompt=chat)
+    assert read("prompt-completion", prompt="a", completion="b", messages="m") == Row("x", "a", "b", columns={"messages": "m"})
+    assert read("prompt-completion", prompt=chat, completion=answer) == Row("x", chat, answer)
+    assert read("messages", messages=[*chat, *answer], prompt="p") == Row("x", messages=[*chat, *answer], columns={"prompt": "p"})
+    assert read("messages", text="a") == Row("x", completion="a")
+
+
+def test_the_sft_form_takes_prompt_and_completion_first_then_messages_then_text() -> None:
+    both = {"prompt": "a", "completion": "b", "messages": [USER, BOT]}
+    assert validate(both, "sft", "x").completion == "b"
+    assert validate(both | {"completion": None}, "sft", "x").messages == [USER, BOT]
+    assert validate({"messages": None, "text": "t"}, "sft", "x").completion == "t"
+
+
+def test_nulls_that_parquet_puts_into_messages_are_dropped(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add"}}
+    turns = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "", "name": "add"}]
+    turns += [{"role": "tool", "content": "4"}, BOT]
+    datasets.Dataset.from_list([{"messages": turns}]).to_parquet(str(tmp_path / "my.parquet"))
+    row = load(str(tmp_path / "my.parquet"), form="messages").rows[0]
+    assert row.messages == turns
+
+
+def test_a_bad_row_raises_a_typed_error_with_column_and_reason() -> None:
+    with pytest.raises(RowError) as caught:
+        validate({"prompt": "a", "x": np.float32("inf")}, "prompt-only", "my.jsonl:3")
+    assert (caught.value.bad.source, caught.value.bad.column) == ("my.jsonl:3", "x")
+    assert "inf" in caught.value.bad.reason
+
+
+def test_python_rows_are_checked_like_files() -> None:
+    assert prompts(from_rows(iter(RECORDS), "prompt-only")) == [f"p{i}" for i in range(5)]
+    stored = from_rows(datasets.Dataset.from_list(RECORDS), "prompt-only", source="mine")
+    assert prompts(stored) == [f"p{i}" for i in range(5)] and stored.rows[4].source == "mine:5"
+    skipped = from_rows([{"prompt": "a"}, 7, {3: "b"}], "prompt-only", bad_rows="skip").skipped
+    assert [(bad.source, bad.column) for bad in skipped] == [("rows:2", ""), ("rows:3", "")]
+    for wrong in ({"form": "prompts"}, {"form": "sft", "bad_rows": "drop"}):
+        with pytest.raises(UserError, match="must be"):
+            from_rows([{"prompt": "a"}], **wrong)
+
+
+def test_a_folder_is_read_in_name_order_and_by_split(tmp_path: Path) -> None:
+    for name in ("b", "a", "sub/c"):
+        jsonl(tmp_path / "plain" / f"{name}.jsonl", [{"prompt": name}])
+    (tmp_path / "plain" / "notes.txt").write_text("not data")
+    rows = load(str(tmp_path / "plain"), form="prompt-only")
+    assert [(row.source, row.prompt) for row in rows.rows] == [("a.jsonl:1", "a"), ("b.jsonl:1", "b"), ("sub/c.jsonl:1", "sub/c")]
+    shards = ["data/train-00000-of-00002", "data/train-00001-of-00002"]
+    for name in (*shards, "data/test-00000-of-00001", "dev"):
+        jsonl(tmp_path / "split" / f"{name}.jsonl", [{"prompt": name}])
+    assert prompts(load(str(tmp_path / "split"), form="prompt-only")) == shards
+    assert prompts(load(str(tmp_path / "split"), form="prompt-only", split="test")) == ["data/test-00000-of-00001"]
+    assert prompts(load(str(tmp_path / "split"), form="prompt-only", split="validation")) == ["dev"]
+    (tmp_path / "split" / "dev.jsonl").unlink()
+    with pytest.raises(UserError, match="no files of the split 'validation'; it has test, train"):
+        load(str(tmp_path / "split"), form="prompt-only", split="validation")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no \.jsonl"):
+        load(str(tmp_path / "empty"), form="prompt-only")
+
+
+def test_a_dataset_saved_to_disk_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_list(RECORDS)
+    one.save_to_disk(str(tmp_path / "one"))
+    assert prompts(load(str(tmp_path / "one"), form="prompt-only")) == [f"p{i}" for i in range(5)]
+    datasets.DatasetDict({"train": one, "test": one.select([4])}).save_to_disk(str(tmp_path / "two"))
+    assert prompts(load(str(tmp_path / "two"), form="prompt-only", split="test")) == ["p4"]
+    with pytest.raises(UserError, match="no split 'dev'; it has train, test"):
+        load(str(tmp_path / "two"), form="prompt-only", split="dev")
+    data = next((tmp_path / "one").glob("*.arrow"))
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(UserError, match="one can't be read"):
+        load(str(tmp_path / "one"), form="prompt-only")
+
+
+def test_other_names_go_to_the_hub_with_split_and_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def fake(path: str, name: str | None, split: str, streaming: bool = False) -> datasets.Dataset:
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(RECORDS)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    rows = load("openai/gsm8k:main", form="prompt-only", split="test")
+    load("trl-lib/tldr", form="prompt-only")
+    assert asked == [("openai/gsm8k", "main", "test"), ("trl-lib/tldr", None, "train")]
+    assert rows.rows[2].source == "openai/gsm8k:main[test]:3"
+
+
+def test_a_name_that_is_neither_file_nor_reachable_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nwith a long trace")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-prompts").mkdir()
+    with pytest.raises(UserError) as caught:
+        load("my-promts", form="prompt-only")
+    message = str(caught.value)
+    assert "neither a file or folder here; did you mean 'my-prompts'?" in message and "Couldn't reach the Hub" in message
+    assert "long trace" not in message
+
+
+@pytest.mark.parametrize("name", ["promts.jsonl", "./promts.jsonl", "{folder}/promts.jsonl"])
+def test_a_mistyped_path_gets_the_nearest_name_of_its_folder(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    jsonl(tmp_path / "prompts.jsonl", RECORDS)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no file or folder .* did you mean 'prompts.jsonl'"):
+        load(name.format(folder=tmp_path), form="prompt-only")
+
+
+def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path: Path) -> None:
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 7
+    with pytest.raises(UserError) as caught:
+        load(str(jsonl(tmp_path / "pairs.jsonl", pairs)), form="sft")
+    said = str(caught.value)
+    assert said.count("column 'completion' is missing") == 1 and "7 malformed of 7 rows" in said
+    assert "they fit the form preference" in said
+    with pytest.raises(UserError, match="none is left for the form preference; mend them"):
+        load(str(jsonl(tmp_path / "odd.jsonl", [{"question": "a"}])), form="preference")
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl:0.5", "prompts.csv:x"])
+def test_what_stands_behind_a_file_name_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match="A weight stands there, a number, and only beside other datasets"):
+        load(name, form="prompt-only")
+
+
+def test_without_a_network_the_hub_is_not_asked_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(network, "_network", {"missing": False})
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.getaddrinfo", nobody)
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: asked.append(constants.HF_HUB_OFFLINE) or RECORDS)
+    assert load("org/name", form="prompt-only").rows and asked == [True]
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\0b", "x" * 5000, "/no/such/folder/x.jsonl"])
+def test_impossible_names_are_user_errors(name: str) -> None:
+    with pytest.raises(UserError):
+        load(name, form="prompt-only")
+
+
+def test_the_last_rows_are_held_out() -> None:
+    rows = from_rows([*RECORDS, 7], "prompt-only", bad_rows="skip")
+    train, held = holdout(rows, 2)
+    assert (prompts(train), prompts(held)) == (["p0", "p1", "p2"], ["p3", "p4"])
+    assert train.skipped == rows.skipped and held.skipped == []
+    assert holdout(rows, 0)[0].rows == rows.rows
+    for n in (-1, 5, 6):
+        with pytest.raises(UserError, match=rf"Holding out {n} of 5.*--eval-prompts"):
+            holdout(rows, n)
+
+
+def test_the_splits_of_a_dataset_are_no_rows() -> None:
+    with pytest.raises(UserError, match="a mapping of train, test; give one of them"):
+        from_rows({"train": "d.jsonl", "test": "t.jsonl"}, "prompt-only")

@@ -1,0 +1,116 @@
+"""Log-probs under a head that is too large to hold its logits: the closed form against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psigrad.language.models import logprobs
+
+
+def relative(found, right) -> float:
+    """The distance of two gradients, as a share of the second."""
+    a, b = (torch.cat([g.flatten() for g in gradient]) for gradient in (found, right))
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("tile", [(250, 100), (250, 7), (6, 4), (50 * 23 - 1, 100)], ids=str)
+@pytest.mark.parametrize("learns", [True, False], ids=["a head that learns", "a frozen head"])
+def test_log_probs_under_a_large_head_have_autograds_gradient(tile, temperature, learns, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(12, 50, bias=False).double().requires_grad_(learns)
+    hidden = (3 * torch.randn(23, 12, generator=draw, dtype=torch.double)).requires_grad_()
+    ids, weights = torch.randint(50, (23,), generator=draw), torch.randn(23, generator=draw, dtype=torch.double)
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile[0])
+    monkeypatch.setattr(logprobs, "TILE_ROWS", tile[1])
+    monkeypatch.setattr(logprobs, "checkpoint", None)  # the closed form, or nothing
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
+        logp = logprobs.token_stats(hidden, ids, head, 50, logprobs.TokenStatsRequest(temperature)).logp
+    assert not any(50 in s and 12 not in s for s in sizes), "no logits are kept"
+    inputs = [hidden, head.weight] if learns else [hidden]
+    found = torch.autograd.grad((weights * logp).sum(), inputs)
+    oracle = torch.log_softmax(head(hidden) / temperature, -1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(logp, oracle, rtol=1e-12, atol=1e-12)
+    for a, b in zip(found, torch.autograd.grad((weights * oracle).sum(), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_large_head_in_bfloat16_is_as_near_as_autograd(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    exact = torch.nn.Linear(64, 200, bias=False)
+    hidden, ids = torch.randn(40, 64, generator=draw), torch.randint(200, (40,), generator=draw)
+
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1000)
+    monkeypatch.setattr(logprobs, "TILE_ROWS", 16)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 16 * 200)
+
+    def gradient(dtype, closed=True):
+        head = torch.nn.Linear(64, 200, bias=False)
+        head.load_state_dict(exact.state_dict())
+        head.to(dtype)
+        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, logprobs.TokenStatsRequest(accuracy=not closed)).logp
+        assert logp.dtype == torch.float32
+        return torch.autograd.grad(logp.sum(), head.weight)[0].float()
+
+    right = gradient(torch.float32, closed=False)
+    assert relative([gradient(torch.float32)], [right]) < 1e-5
+    assert relative([gradient(torch.bfloat16)], [right]) < relative([gradient(torch.bfloat16, closed=False)], [right]) < 0.02
+
+
+def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
+    head, hidden = torch.nn.Linear(4, 30, bias=False), torch.randn(8, 4)
+    ids = torch.tensor([0, 1, 2, 3, 4, 5, 29, 30])
+    with pytest.raises((IndexError, RuntimeError)):
+        logprobs.token_stats(hidden, ids, head, 30, logprobs.TokenStatsRequest())
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
+    with pytest.raises(IndexError, match="token 30; the head has 30"):
+        logprobs.token_stats(hidden, ids, head, 30, logprobs.TokenStatsRequest())
+    logprobs.token_stats(hidden[:7], ids[:7], head, 30, logprobs.TokenStatsRequest())
+
+
+def test_tiles_of_tokens_that_cannot_come_are_passed_over(monkeypatch):
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 8)
+    head = torch.nn.Linear(1, 40, bias=False)
+    with torch.no_grad():
+        head.weight[:20] = -torch.inf
+    hidden, ids = torch.ones(2, 1), torch.tensor([25, 39])
+    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.TokenStatsRequest()).logp
+    torch.testing.assert_close(logp, torch.log_softmax(head(hidden), -1).gather(1, ids[:, None])[:, 0])
+
+
+def test_logits_too_large_for_exp_are_not(monkeypatch):
+    """The maximum comes tile by tile: what was summed under a lower one is scaled down."""
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 8)
+    head = torch.nn.Linear(1, 40, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-500.0, 900.0, 40)[:, None])
+    hidden, ids = torch.tensor([[1.0], [-1.0]]), torch.tensor([39, 3])
+    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.TokenStatsRequest()).logp
+    oracle = torch.log_softmax(head(hidden).double(), -1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(logp.double(), oracle, rtol=1e-5, atol=1e-5)
+    assert logp.isfinite().all()
+
+
+@pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_and_exact_kl_of_tokens_that_cannot_come_are_those_of_the_others(least, temperature):
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    barred, fewer = logits.clone(), logits[:, :5].clone().requires_grad_()
+    barred[:, 5:] = least
+    barred.requires_grad_()
+    reference = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    reference[:, 5:] = least
+    ids = torch.arange(5)
+
+    def figures(given, ref):
+        wanted = logprobs.TokenStatsRequest(temperature, entropy=True, reference_head=lambda h: h)
+        return wanted.of(given, ids, ref)[:3]
+
+    for found, expected in zip(figures(barred, reference), figures(fewer, reference[:, :5]), strict=True):
+        torch.testing.assert_close(found, expected)
+    sum(x.sum() for x in figures(barred, reference)).backward()
+    sum(x.sum() for x in figures(fewer, reference[:, :5])).backward()
+    torch.testing.assert_close(barred.grad[:, :5], fewer.grad)
+    assert (barred.grad[:, 5:] == 0).all()

@@ -1,0 +1,134 @@
+"""The kept kernels: a damaged or foreign library is never loaded, and compiled anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from psigrad.language.models.native import build
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A cache with the library in it."""
+    home = tmp_path_factory.mktemp("cache")
+    assert loads(home) == "loaded", "the compiler works here"
+    return home
+
+
+def loads(home: Path, **environment) -> str:
+    """What `library()` says in a fresh process, or how the process ended."""
+    code = (
+        "from psigrad.language.models.native.build import library; found = library();"
+        "print(found if isinstance(found, str) else 'loaded')"
+    )
+    root = str(Path(build.__file__).parents[4])
+    given = {**os.environ, "XDG_CACHE_HOME": str(home), "PYTHONPATH": root, **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else f"ended by {done.returncode}: {done.stderr[-200:]}"
+
+
+@pytest.fixture
+def cache(compiled, tmp_path, monkeypatch):
+    """A copy of the cache, where a "compiler" only notes that it was asked and gives the sound library."""
+    import shutil
+
+    shutil.copytree(compiled, tmp_path / "cache")
+    folder = tmp_path / "cache" / "psigrad" / "native"
+    (library,) = folder.glob("*.so")
+    shutil.copy(library, tmp_path / "sound.so")
+    # the key names the compiler's version, so it answers as the real one does
+    real = shutil.which("g++") or shutil.which("clang++")
+    (tmp_path / "c++").write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then exec {real} --version; fi\n'
+        f'echo asked >> {tmp_path}/asked\nfor last; do :; done\ncp {tmp_path}/sound.so "$last"\n'
+    )
+    (tmp_path / "c++").chmod(0o755)
+    return tmp_path
+
+
+def found_in(cache):
+    (library,) = (cache / "cache" / "psigrad" / "native").glob("*.so")
+    return library
+
+
+def again(cache):
+    """What is said, and whether it was compiled."""
+    (cache / "asked").unlink(missing_ok=True)
+    said = loads(cache / "cache", CXX=str(cache / "c++"))
+    return said, (cache / "asked").exists()
+
+
+def damage(how, library):
+    content = library.read_bytes()
+    if how == "truncated":
+        library.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        library.write_bytes(b"")
+    elif how == "flipped":
+        library.write_bytes(content[:5000] + bytes([content[5000] ^ 255]) + content[5001:])
+    elif how == "no checksum":
+        library.with_suffix(".sha256").unlink()
+    elif how == "a link":
+        library.rename(library.with_suffix(".real"))
+        library.symlink_to(library.with_suffix(".real"))
+    elif how == "others may write":
+        library.chmod(0o666)
+    elif how == "another owner":
+        os.chown(library, 12345, 12345)
+    elif how == "garbage":
+        library.write_bytes(b"\x7fELF" + b"x" * 5000)
+
+
+def test_a_sound_library_is_loaded_as_it_is(cache):
+    assert again(cache) == ("loaded", False)
+
+
+@pytest.mark.parametrize(
+    "how", ["truncated", "empty", "flipped", "no checksum", "a link", "others may write", "another owner", "garbage"]
+)
+def test_a_damaged_or_foreign_library_is_compiled_again(how, cache):
+    if how == "another owner" and os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    damage(how, found_in(cache))
+    assert again(cache) == ("loaded", True)
+    assert again(cache) == ("loaded", False), "and is sound from then on"
+
+
+def test_a_compiler_whose_library_is_wrong_is_noticed_before_it_is_kept(cache):
+    found_in(cache).unlink()
+    (cache / "sound.so").write_bytes(b"\x7fELF nothing")
+    said, asked = again(cache)
+    assert asked and "failed" in said
+    assert not list((cache / "cache" / "psigrad" / "native").glob("*.so"))
+
+
+def test_a_folder_of_another_user_is_refused(cache):
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(cache / "cache" / "psigrad" / "native", 12345, 12345)
+    said, asked = again(cache)
+    assert "belongs to another user" in said and not asked
+
+
+def test_a_folder_that_others_may_write_to_is_closed_to_them(cache):
+    folder = cache / "cache" / "psigrad" / "native"
+    folder.chmod(0o777)
+    assert again(cache)[0] == "loaded" and folder.stat().st_mode & 0o022 == 0
+
+
+def test_leftovers_of_a_killed_compile_go_and_two_processes_compile_once(cache):
+    folder = cache / "cache" / "psigrad" / "native"
+    (folder / "tmpabc").mkdir()
+    found_in(cache).unlink()
+    (cache / "asked").unlink(missing_ok=True)
+    code = "from psigrad.language.models.native.build import library; assert not isinstance(library(), str), library()"
+    root = str(Path(build.__file__).parents[4])
+    given = {**os.environ, "XDG_CACHE_HOME": str(cache / "cache"), "PYTHONPATH": root, "CXX": str(cache / "c++")}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=given) for _ in range(4)]
+    assert [process.wait() for process in running] == [0] * 4
+    assert (cache / "asked").read_text() == "asked\n" and not (folder / "tmpabc").exists()

@@ -1,0 +1,91 @@
+"""What is saved opens with plain transformers, and computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from psigrad.errors import UserError
+from psigrad.language.models import language_model, tiny
+from psigrad.language.models.language_model import Lora, prepare
+
+
+def logits(model) -> torch.Tensor:
+    return model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits
+
+
+def test_a_saved_model_opens_with_transformers_and_computes_the_same(model, tmp_path):
+    model.save(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(opened), logits(model.as_transformers()))
+    assert "psigrad" not in (tmp_path / "config.json").read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path)("hello").input_ids == model.tokenizer("hello").input_ids
+
+
+def test_a_saved_model_goes_on_bitwise(model, tmp_path, groups):
+    model.save(tmp_path)
+    again = language_model.load(str(tmp_path))
+    assert torch.equal(again.evaluate(groups).logp, model.evaluate(groups).logp)
+
+
+def test_a_lora_model_is_saved_merged_for_others_and_as_an_adapter_for_itself(tokenizer, tmp_path, groups):
+    prepare(tiny.model("qwen3", len(tokenizer)), tokenizer).save(tmp_path / "base")
+    model = language_model.load(str(tmp_path / "base"), lora=Lora(4))
+    for name, p in model.trainable().items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    model.save(tmp_path / "adapter")
+    model.save_merged(tmp_path / "merged")
+    merged = prepare(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), tokenizer)
+    assert torch.allclose(merged.evaluate(groups).logp, model.evaluate(groups).logp, atol=1e-5)
+    again = language_model.load(str(tmp_path / "base"), lora=Lora(4), adapter=tmp_path / "adapter")
+    assert torch.equal(again.evaluate(groups).logp, model.evaluate(groups).logp)
+    assert list(again.trainable()) == list(model.trainable())
+    assert "model.safetensors" not in {f.name for f in (tmp_path / "adapter").iterdir()}
+
+
+def test_a_path_without_a_model_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="No causal language model could be loaded from") as error:
+        language_model.load(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_weights_are_refused_in_one_sentence(qwen3, tmp_path):
+    qwen3.save(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match="No causal language model could be loaded from"):
+        language_model.load(str(tmp_path))
+
+
+def test_others_may_read_what_the_umask_lets_them(qwen3, tmp_path):
+    before = os.umask(0o022)
+    try:
+        qwen3.save(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+
+
+def test_a_tokenizer_without_eos_is_refused(tokenizer):
+    bare = tiny.tokenizer(["x"], 260)
+    bare.eos_token = None
+    with pytest.raises(UserError, match="no EOS token"):
+        prepare(tiny.model("qwen3", len(tokenizer)), bare)
+
+
+def test_lora_on_modules_that_do_not_exist_is_refused(tokenizer):
+    with pytest.raises(UserError, match=r"No LoRA adapter could be put on .* are .*q_proj.*; all-linear"):
+        prepare(tiny.model("qwen3", len(tokenizer)), tokenizer, lora=Lora(4, target_modules=("nowhere",)))
+
+
+def test_dropout_of_the_model_is_off_and_its_configuration_is_kept(tokenizer, tmp_path):
+    model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer, gradient_checkpointing=True)
+    ids = torch.tensor([[5, 6, 7]])
+    model.as_transformers().train()
+    assert torch.equal(model.as_transformers()(input_ids=ids).logits, model.as_transformers()(input_ids=ids).logits)
+    model.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["resid_pdrop"] == 0.1

@@ -1,0 +1,111 @@
+"""Models with an attention of another kind, or none, are computed rightly; what cannot be trained is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM as Causal
+from transformers import (
+    DeepseekV3Config,
+    MambaConfig,
+    Qwen2_5_VLConfig,
+    T5Config,
+)
+
+from psigrad.errors import UserError
+from psigrad.language.models import language_model, tiny
+from psigrad.language.models.language_model import prepare
+from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers import samplers
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
+from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.preflight.plan.shape import counted
+
+COMMON = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
+# keys are 24 wide, values 16: multi-head latent attention
+MLA = DeepseekV3Config(
+    **COMMON, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64, moe_intermediate_size=32, n_routed_experts=4,
+    num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, max_position_embeddings=64,
+)  # fmt: skip
+MAMBA = MambaConfig(**COMMON, state_size=4, time_step_rank=4)
+PARAMS = SamplingParams(max_tokens=8)
+REQUESTS = [Request((5, 9, 7), (1, 2)), Request((8, 6, 5, 4, 9, 20, 33), (3, 4, 5)), Request((11,), (6,))]
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    hf = Causal.from_config(config)
+    with torch.no_grad():
+        for p in hf.parameters():
+            p.mul_(2)
+    return prepare(hf, tiny.tokenizer(["hello world 123"] * 5, 280))
+
+
+def one_by_one(model, groups: Groups) -> list[torch.Tensor]:
+    """log π of each completion by the model's own forward pass on one sequence, without any padding or packing."""
+    hf, found = model.as_transformers(), []
+    for prompt, completions in zip(groups.prompts, groups.completions, strict=True):
+        for ids in completions:
+            with torch.no_grad():
+                logits = hf(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("config", [MLA, MAMBA], ids=["mla", "mamba"])
+def test_sampler_trainer_and_the_model_itself_agree(config):
+    model = model_of(config)
+    assert bool(model.why_padded) == (config is MAMBA)
+    sampler = samplers.make(samplers.Sampling(), model)
+    assert isinstance(sampler, TransformersSampler if config is MAMBA else EmbeddedSampler)
+    out = sampler.sample(REQUESTS, PARAMS)
+    groups = Groups([r.prompt_ids for r in REQUESTS], [[c.ids for c in g] for g in out])
+    trainer = model.evaluate(groups, temperature=1.0).logp.detach()
+    for n, (completion, own) in enumerate(zip((c for g in out for c in g), one_by_one(model, groups), strict=True)):
+        size = len(completion.ids)
+        assert torch.allclose(trainer[n, :size], own, atol=1e-5, rtol=0)
+        assert torch.allclose(torch.tensor(completion.logprobs), own, atol=1e-5, rtol=0)
+
+
+def test_mla_writes_the_tokens_of_transformers_generate():
+    model = model_of(MLA)
+    ours, theirs = (made(model).sample(REQUESTS, PARAMS) for made in (EmbeddedSampler, TransformersSampler))
+    assert [[c.ids for c in g] for g in ours] == [[c.ids for c in g] for g in theirs]
+
+
+@pytest.mark.parametrize("config", [MLA, MAMBA], ids=["mla", "mamba"])
+def test_their_parameters_are_counted(config):
+    assert counted(config).parameters == sum(p.numel() for p in Causal.from_config(config).parameters())
+
+
+REFUSED = {
+    "encoder-decoder": (T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=300), {}),
+    "vision-language": (Qwen2_5_VLConfig(), {}),
+    "quantised": (MLA, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
+    "quantised otherwise": (MLA, {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(kind, tmp_path):
+    config, more = REFUSED[kind]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), **more}))
+    if more:
+        Causal.from_config(MLA).save_pretrained(tmp_path / "weights")
+        (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    tiny.tokenizer(["hello"] * 5, 280).save_pretrained(tmp_path)
+    with pytest.raises(UserError) as refused:
+        language_model.load(str(tmp_path))
+    assert "\n" not in str(refused.value) and str(refused.value).endswith(".")

@@ -1,0 +1,255 @@
+"""Whole runs: what they leave behind, in every precision and form of fine-tuning, and what they refuse to go on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from resuming import digest, events_of
+from tiny_jobs import online_config, sft_config
+from tiny_rewards import early_letters
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import psigrad
+from psigrad.config import EvalConfig, Evaluation, Model
+from psigrad.errors import UserError
+from psigrad.language.recipes import evaluate, online, sft
+from psigrad.records import checkpoint
+from psigrad.records.rows import EventRow, RolloutRow, TimingsRow
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_its_folder(job, tmp_path):
+    result = online.run(online_config(job, tmp_path / "run", report=True))
+    assert {p.name for p in result.folder.iterdir()} >= {
+        "config.json", "metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "events.jsonl", "checkpoints", "model", "report.html",
+    }  # fmt: skip
+    assert [kind for kind in events_of(result.folder) if kind != "warning"] == ["started", "saved", "saved", "saved", "finished"]
+    steps = [row["step"] for row in lines(result.folder / "metrics.jsonl") if "reward" in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in lines(result.folder / "metrics.jsonl") if "eval/prompts" in row] == [0, 3, 6]
+    rollouts = lines(result.folder / "rollouts.jsonl")
+    assert sum(row["kind"] == "train" for row in rollouts) == 6 * 16 and sum(row["kind"] == "eval" for row in rollouts) == 3 * 4
+    for name, schema in (("rollouts", RolloutRow), ("timings", TimingsRow), ("events", EventRow)):
+        written = {key for row in lines(result.folder / f"{name}.jsonl") for key in row if not key.startswith("time/")}
+        assert written <= schema.__annotations__.keys(), "a key that psigrad/records/rows.py does not document"
+    opened = AutoModelForCausalLM.from_pretrained(result.model)
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    assert opened(input_ids=torch.tensor([tokenizer("say a:").input_ids])).logits.isfinite().all()
+    assert len(list((result.folder / "checkpoints").glob("step-*"))) == 2
+    assert result.before["step"] == 0 and result.after["step"] == 6
+
+
+def test_what_is_written_about_a_completion_is_what_was_sampled(job, tmp_path):
+    """A random byte-level model writes garbage: broken UTF-8, control characters, special tokens."""
+    result = online.run(online_config(job, tmp_path / "run"))
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    rows = lines(result.folder / "rollouts.jsonl")
+    assert any("\ufffd" in row["completion"] for row in rows)
+    for row in rows:
+        assert row["completion"] == tokenizer.decode(row["completion_ids"], skip_special_tokens=True)
+        assert row["finish_reason"] == ("stop" if row["completion_ids"][-1] == tokenizer.eos_token_id else "length")
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["rloo", "dapo", "reinforce_pp", "reinforce_moving_average", {"preset": "grpo", "kl": None}], ids=str
+)
+def test_other_methods_run_and_resume_bitwise(algorithm, job, tmp_path):
+    whole = online.run(online_config(job, tmp_path / "whole", algorithm))
+    online.run(online_config(job, tmp_path / "parts", algorithm, max_steps=4))
+    # the schedule is a function of max_steps, so only a constant one goes on as if nothing had been
+    expected, parts = digest(whole.folder), tmp_path / "parts"
+    assert expected["metrics"] and checkpoint.latest(parts / "checkpoints").step == 4
+
+
+@pytest.fixture(scope="module")
+def teacher(job, tmp_path_factory):
+    """The base model, somewhat changed."""
+    path = tmp_path_factory.mktemp("teacher")
+    model = AutoModelForCausalLM.from_pretrained(job / "base")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(job / "base").save_pretrained(path)
+    return path
+
+
+def test_the_reference_can_be_another_model(job, teacher, tmp_path):
+    own = online.run(online_config(job, tmp_path / "own", "rloo", max_steps=1))
+    other = online.run(replace(online_config(job, tmp_path / "other", "rloo", max_steps=1), reference=str(teacher)))
+    (mine,), (theirs,) = ([row for row in lines(r.folder / "metrics.jsonl") if "objective/kl" in row] for r in (own, other))
+    assert abs(mine["objective/kl"]) < 1e-4 < 1e-2 < abs(theirs["objective/kl"])
+    with pytest.raises(UserError, match=r"name a reference model, but dapo has no KL term"):
+        free = online_config(job, tmp_path / "none", "dapo", max_steps=1)
+        online.run(replace(free, reference=str(teacher), evaluation=replace(free.evaluation, eval_kl=False)))
+
+
+def test_a_policy_comes_near_to_its_teacher_on_its_own_samples(job, teacher, tmp_path):
+    """On-policy distillation by the exact reverse KL at the states that the policy visits, without a reward."""
+
+    def nearer(rate: float) -> float:
+        config = online_config(job, tmp_path / f"rate {rate}", "distill", max_steps=30)
+        config = replace(config, reference=str(teacher), optim=replace(config.optim, learning_rate=rate), reward=())
+        rows = [row["kl"] for row in lines(online.run(config).folder / "metrics.jsonl") if "kl" in row]
+        return sum(rows[-6:]) / sum(rows[:1]) / 6
+
+    assert nearer(1e-2) < 0.7 and nearer(1e-9) > 0.8
+
+
+@pytest.mark.parametrize("form", ["lora", "bfloat16", "checkpointing", "transformers sampler"])
+def test_every_form_of_training_is_repeatable(form, job, tmp_path):
+    def config(name: str, steps: int):
+        made = online_config(job, tmp_path / name, max_steps=steps)
+        made = replace(made, optim=replace(made.optim, lr_scheduler_type="constant"))
+        model = {
+            "lora": {"lora_rank": 4},
+            "bfloat16": {"dtype": "bfloat16"},
+            "checkpointing": {"gradient_checkpointing": True},
+        }.get(form, {})
+        sampling = {"sampler": "transformers"} if form == "transformers sampler" else {}
+        return replace(made, model=replace(made.model, **model), sampling=replace(made.sampling, **sampling))
+
+    whole = online.run(config("whole", 6))
+    online.run(config("parts", 4))
+    # the evaluation at the end of the first part is not in the whole run: take the run back to its checkpoint at step 4
+    longer = config("parts", 6)
+    resumed = online.run(replace(longer, run=replace(longer.run, extend=True)))
+    assert (resumed.folder / "model/model.safetensors").read_bytes() == (whole.folder / "model/model.safetensors").read_bytes()
+    trained = [row for row in lines(resumed.folder / "metrics.jsonl") if "reward" in row]
+    assert trained == [row for row in lines(whole.folder / "metrics.jsonl") if "reward" in row]
+    opened = AutoModelForCausalLM.from_pretrained(resumed.model)
+    assert opened.dtype == (torch.bfloat16 if form == "bfloat16" else torch.float32)
+
+
+def test_lora_checkpoints_hold_the_adapter_and_the_model_is_whole(job, tmp_path):
+    config = online_config(job, tmp_path / "run")
+    result = online.run(replace(config, model=Model(path=config.model.path, lora_rank=4)))
+    saved = {p.name for p in checkpoint.latest(result.folder / "checkpoints").path.iterdir()}
+    assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
+    base = AutoModelForCausalLM.from_pretrained(job / "base").state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(result.model).state_dict()
+    assert merged.keys() == base.keys() and any(not torch.equal(merged[k], base[k]) for k in base)
+
+
+def always_a(job: Path, tmp_path: Path, steps: int):
+    """SFT on demonstrations that all say the same: the known optimum is to say it."""
+    rows = [{**row, "completion": " a", "answer": "a"} for row in lines(job / "train.jsonl")]
+    for name, part in (("train", rows[:24]), ("held_out", rows[24:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    config = sft_config(job, tmp_path / "run", max_steps=steps, save_steps=0)
+    data = replace(config.data, dataset=str(tmp_path / "train.jsonl"), eval_dataset=str(tmp_path / "held_out.jsonl"))
+    return sft.run(replace(config, data=data))
+
+
+def test_sft_learns_its_data(job, tmp_path):
+    result = always_a(job, tmp_path, 150)
+    assert result.after["eval/loss"] < 0.1 * result.before["eval/loss"]
+    assert result.after["eval/exact/mean"] >= 0.9 > result.before["eval/exact/mean"]
+
+
+def test_eval_scores_what_was_trained(job, tmp_path):
+    trained = always_a(job, tmp_path, 10)
+    base = sft_config(job, tmp_path / "unused")
+    config = EvalConfig(
+        model=Model(path=str(trained.model)),
+        data=replace(base.data, dataset=str(job / "held_out.jsonl")),
+        sampling=base.sampling,
+        evaluation=Evaluation(eval_prompts=0, num_generations_eval=4, eval_temperature=1.0),
+        run=base.run,
+        reward=("exact",),
+    )
+    report = evaluate.run(config)
+    assert len(report.trajectories) == 8 * 4
+    assert report.figures["eval/pass@4"] >= report.figures["eval/pass@1"] == pytest.approx(report.figures["eval/exact/mean"])
+    assert report.figures["eval/exact/low"] <= report.figures["eval/exact/mean"] <= report.figures["eval/exact/high"]
+
+
+def test_a_bare_length_reward_counts_against_the_runs_own_limit(job, tmp_path):
+    config = online_config(job, tmp_path / "run", max_steps=1)
+    result = online.run(replace(config, reward=("soft_overlong", "length"), max_unscored=0.0))
+    for row in lines(result.folder / "rollouts.jsonl"):
+        n = len(row["completion_ids"])  # of at most 4, with a cache of 1
+        assert row["parts"] == {"soft_overlong": -1.0 if n == 4 else 0.0, "length": -n / 4}
+
+
+def test_python_trains_on_rows(job, tmp_path):
+    rows = lines(job / "train.jsonl")
+    settings = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "eval_prompts": 4}
+    settings |= {"threads": 1, "progress": False, "report": False, "output_dir": str(tmp_path / "run")}
+    result = psigrad.train("rloo", model=str(job / "base"), dataset=rows, reward=early_letters, **settings)
+    assert result.after["eval/prompts"] == 4
+    assert json.loads((result.folder / "config.json").read_text())["data"]["dataset"].startswith("rows:32:")
+    figures = psigrad.evaluate(
+        model=str(result.model), dataset=iter(rows[:3]), reward="exact", max_completion_length=4, threads=1, progress=False
+    )
+    assert figures["eval/prompts"] == 3
+
+
+@pytest.mark.parametrize("change", ["setting", "dataset", "eval dataset"])
+def test_a_run_does_not_go_on_with_something_else(change, job, tmp_path):
+    data, held = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    for file in (data, held):
+        file.write_text((job / file.name).read_text())
+
+    def config(steps: int):
+        made = sft_config(job, tmp_path / "run", max_steps=steps, extend=True)
+        return replace(made, data=replace(made.data, dataset=str(data), eval_dataset=str(held)))
+
+    sft.run(config(2))
+    if change == "setting":
+        with pytest.raises(UserError, match=r"optim.learning_rate was 0.01 and is 0.02"):
+            sft.run(replace(config(4), optim=replace(config(4).optim, learning_rate=0.02)))
+    else:
+        changed = data if change == "dataset" else held
+        changed.write_text(changed.read_text().replace("say ", "says "))
+        with pytest.raises(UserError, match=f"was trained with another {change}"):
+            sft.run(config(4))
+
+
+def test_a_broken_checkpoint_is_passed_over_by_name(job, tmp_path):
+    config = online_config(job, tmp_path / "run")
+    expected = digest(online.run(config).folder)
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints").path
+    weights = newest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
+    shutil.rmtree(tmp_path / "run" / "model")  # as if killed before the end
+    online.run(config)
+    assert digest(tmp_path / "run") == expected
+    ignored = [e for e in lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "checkpoint_ignored"]
+    assert len(ignored) == 1 and "step-00000006/model.safetensors" in ignored[0]["reason"]
+
+
+def test_the_command_line_trains_and_reports(job, tmp_path):
+    (tmp_path / "my_rewards.py").write_text(
+        "def letters(completions, answer, **columns):\n    return [float(len(c)) for c in completions]\n"
+    )
+    command = [sys.executable, "-m", "psigrad", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl")]
+    command += ["--reward", "my_rewards:letters", "--max-steps", "2", "--prompts-per-step", "2", "--num-generations", "2"]
+    command += [
+        "--eval-prompts",
+        "4",
+        "--max-completion-length",
+        "4",
+        "--threads",
+        "1",
+        "--output-dir",
+        "out",
+        "algorithm.kl=null",
+    ]
+    root = str(Path(psigrad.__file__).parents[1])
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report.html").exists() and "out/model" in done.stdout

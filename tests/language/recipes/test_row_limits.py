@@ -1,0 +1,101 @@
+"""Rows that are too long, empty or too deep are found before the first step, by file and line, or left out when asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_jobs import online_config, preference_config, sft_config
+
+from psigrad.errors import UserError
+from psigrad.language.recipes import online, preference, sft
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def events(folder, kind):
+    return [e for line in (folder / "events.jsonl").read_text().splitlines() if (e := json.loads(line))["kind"] == kind]
+
+
+@pytest.fixture
+def narrow(job, tmp_path):
+    """The base model's folder with 24 positions."""
+    shutil.copytree(job / "base", tmp_path / "narrow")
+    file = tmp_path / "narrow" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 24}))
+    return str(tmp_path / "narrow")
+
+
+def with_rows(config, dataset, model=None, **data):
+    made = replace(config, data=replace(config.data, dataset=dataset, **data))
+    return made if model is None else replace(made, model=replace(made.model, path=model))
+
+
+LONG = "say a: " * 30
+
+
+def test_a_prompt_beyond_the_models_positions_is_found_before_the_first_step(job, tmp_path, narrow):
+    rows = rows_of(job / "train.jsonl")
+    rows[20] = {**rows[20], "prompt": LONG}
+    config = with_rows(online_config(job, tmp_path / "run"), written(tmp_path / "rows.jsonl", rows), narrow)
+    with pytest.raises(UserError, match=r"rows\.jsonl:21: the prompt has \d+ tokens, and with max_completion_length 4"):
+        online.run(config)
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_such_rows_are_left_out_and_counted_when_asked(job, tmp_path, narrow, capsys):
+    rows = rows_of(job / "train.jsonl")
+    rows[20] = {**rows[20], "prompt": LONG}
+    config = with_rows(online_config(job, tmp_path / "run"), written(tmp_path / "rows.jsonl", rows), narrow, bad_rows="skip")
+    done = online.run(config)
+    assert events(done.folder, "rows_left_out")[0]["longer_than_max_length"] == 1
+    assert f"1 of {len(rows)} prompts have no tokens or too many and are left out." in capsys.readouterr().err
+    assert all(row["prompt"] != LONG for row in rows_of(done.folder / "rollouts.jsonl"))
+
+
+def test_supervised_rows_are_cut_at_the_models_positions_and_that_is_told(job, tmp_path, narrow, capsys):
+    rows = rows_of(job / "train.jsonl")
+    rows = [{**row, "completion": " a" * 40} for row in rows[:8]] + [{**row, "completion": " a"} for row in rows[8:]]
+    config = with_rows(sft_config(job, tmp_path / "run", max_steps=1), written(tmp_path / "rows.jsonl", rows), narrow)
+    done = sft.run(config)
+    assert events(done.folder, "rows_cut") == [
+        {"time": events(done.folder, "rows_cut")[0]["time"], "kind": "rows_cut", "at": 24, "count": 8}
+    ]
+    assert f"8 of {len(rows)} rows are cut at 24 tokens." in capsys.readouterr().err
+
+
+def test_comparisons_beyond_the_models_positions_are_left_out(job, tmp_path, narrow):
+    config = preference_config(job, tmp_path / "run", max_steps=1)
+    rows = rows_of(Path(config.data.dataset))
+    rows = [{**row, "chosen": row["chosen"] + " a" * 40} for row in rows[:3]] + rows[3:]
+    done = preference.run(with_rows(config, written(tmp_path / "rows.jsonl", rows), narrow))
+    assert events(done.folder, "rows_left_out")[0]["longer_than_max_length"] == 3
+    every = [{**row, "chosen": row["chosen"] + " a" * 40} for row in rows]
+    with pytest.raises(UserError, match=r"rows have more than 24 tokens, the model's number of positions"):
+        preference.run(
+            with_rows(preference_config(job, tmp_path / "none", max_steps=1), written(tmp_path / "all.jsonl", every), narrow)
+        )
+
+
+def test_a_column_nested_too_deep_is_named_by_line(job, tmp_path):
+    deep: object = 1
+    for _ in range(800):
+        deep = [deep]
+    rows = rows_of(job / "train.jsonl")
+    text = "".join(json.dumps(row) + "\n" for row in rows[:3]) + json.dumps({**rows[3], "extra": 0})[:-2]
+    lines = text + "[" * 800 + "1" + "]" * 800 + "}\n" + "".join(json.dumps(row) + "\n" for row in rows[4:])
+    (tmp_path / "rows.jsonl").write_text(lines)
+    config = with_rows(online_config(job, tmp_path / "run"), str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UserError, match=r"rows\.jsonl:4.*'extra' is nested 800 levels deep; at most 100"):
+        online.run(config)
+    online.run(with_rows(online_config(job, tmp_path / "skip", max_steps=1), str(tmp_path / "rows.jsonl"), bad_rows="skip"))

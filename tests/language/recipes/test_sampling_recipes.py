@@ -1,0 +1,315 @@
+"""Online preferences, process rewards in RL, best-of-n, sampled datasets, and comparisons out of rankings and ratings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from in_memory import make
+from tiny_jobs import online_config, reward_config
+from tiny_rewards import early_letters
+
+from psigrad import cli
+from psigrad.config import Data, EvalConfig, Evaluation, Model, Optim, Run, SampleConfig, Sampling
+from psigrad.config.algorithms import resolve_loss, resolve_online
+from psigrad.errors import UserError
+from psigrad.language.data import preferences
+from psigrad.language.models import scalar_model, tiny
+from psigrad.language.recipes import evaluate, online, reward, sample
+from psigrad.language.recipes.online import method
+from psigrad.language.rewards import Failed, Samples, Scored, Scoring, Unscored
+from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.training.offline.reward_task import step_values
+from psigrad.language.training.online import best_and_worst
+from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.online.collection import collect
+from psigrad.language.training.scoring import Mixture, ModelScorer, step_ends
+from psigrad.objective.catalog import GRPO
+from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.runs.journal import Clock
+from psigrad.runs.state import State
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer(["say a: b"], 270)
+
+
+def preferring(tokenizer, loss="dpo", **settings):
+    run = make(tokenizer, "grpo", **settings)
+    return replace(run, algorithm=OnlinePreference(resolve_loss(loss)), reference=run.model.frozen_copy())
+
+
+def begins_with_a_letter(completions, **columns):
+    return [float(text[:1].isascii() and text[:1].islower()) for text in completions]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_online_dpo_finds_the_optimum(seed, tokenizer):
+    settings = {"prompts_per_step": 8, "num_generations": 8, "optim": Optim(learning_rate=1e-2), "steps": 80}
+    run = preferring(tokenizer, function=begins_with_a_letter, seed=seed, **settings)
+    run = replace(run, params=SamplingParams(max_tokens=6, stop_token_ids=tuple(range(132, 264))))
+    state, shares = State(), []
+    for _ in range(80):
+        state, _ = training.step(run, state)
+        shares.append(next(row["reward"] for row in run.journal.rows if row["step"] == state.step))
+    assert shares[0] < 0.4 and sum(shares[-5:]) / 5 > 0.9
+
+
+def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
+    run = preferring(tokenizer, steps=1)
+    collected = collect(run, 0, 0, Clock())
+    groups = [[replace(t, reward=r) for t, r in zip(g, (0.2, 0.9, 0.1, 0.9), strict=True)] for g in collected.groups[:2]]
+    groups.append([replace(t, reward=0.5) for t in collected.groups[2]])
+    found = best_and_worst.pick(groups)
+    assert found.chosen == [1, 5] and found.rejected == [2, 6] and found.rows == 12 and len(found.pairs) == 2
+    assert found.pairs[0].chosen.ids == list(groups[0][1].completion.ids) and all(found.pairs[0].chosen.mask)
+
+
+def test_a_step_of_equal_rewards_moves_no_weight(tokenizer):
+    run = preferring(tokenizer, function=lambda completions, **c: [1.0] * len(completions), steps=1)
+    before = [p.detach().clone() for p in run.model.trainable().values()]
+    training.step(run, State())
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.trainable().values(), strict=True))
+    assert run.journal.rows[-1]["pairs"] == 0 and run.journal.rows[-1]["updates"] == 0
+
+
+def test_online_dpo_by_name_with_another_loss():
+    assert resolve_online("grpo") is GRPO and resolve_online("online_dpo").loss.name == "dpo"
+    assert resolve_online({"preset": "online_dpo", "loss": "ipo"}).name == "online_ipo"
+    for wrong in ({"preset": "online_dpo", "loss": "kto"}, {"preset": "online_dpo", "psi": "gae"}):
+        with pytest.raises(ValueError, match="expected a loss on pairs"):
+            resolve_online(wrong)
+
+
+def test_online_dpo_runs_from_settings(job, tmp_path):
+    config = online_config(job, tmp_path / "run", algorithm={"preset": "online_dpo", "loss": "ipo"}, max_steps=2)
+    assert isinstance(method(config), OnlinePreference)
+    online.run(config)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("rewards/margins" in row for row in rows)
+
+
+def process_model(job, tmp_path):
+    lines = [json.loads(line) for line in (job / "pairs.jsonl").read_text().splitlines()]
+    rows = [{"prompt": r["prompt"], "completions": [r["chosen"], r["rejected"]], "labels": [1, 0]} for r in lines]
+    config = reward_config(job, tmp_path / "prm", max_steps=10, save_steps=0)
+    return reward.run(replace(config, process=True, data=Data(dataset=rows), step_separator="e")).model
+
+
+def test_step_ends_are_at_separators_and_at_the_end_of_an_open_step(tokenizer):
+    ids = tokenizer("ab\ncd\n").input_ids
+    assert [tokenizer.decode(ids[: end + 1]) for end in step_ends(tokenizer, ids, "\n")] == ["ab\n", "ab\ncd\n"]
+    open_step = [*tokenizer("ab\ncd").input_ids, tokenizer.eos_token_id]
+    assert [tokenizer.decode(open_step[: end + 1]) for end in step_ends(tokenizer, open_step, "\n")] == ["ab\n", "ab\ncd"]
+    assert step_ends(tokenizer, [tokenizer.eos_token_id], "\n") == []
+
+
+def test_a_process_reward_model_rewards_each_step_where_it_ends(job, tmp_path):
+    path = process_model(job, tmp_path)
+    model = scalar_model.load(str(path), fresh_head="refuse")
+    scorer = ModelScorer("steps", model, same_tokens=True)
+    assert scorer.separator == "e"
+    prompt, completion = model.tokenizer("say a:").input_ids, model.tokenizer("be see").input_ids
+    (result,) = scorer.score(Samples(["say a:"], ["be see"], [completion], prompt_ids=[prompt]))
+    ends = step_ends(model.tokenizer, completion, "e")
+    (logits,) = step_values(model, [([*prompt, *completion], [len(prompt) + e for e in ends])])
+    assert result.value == 0 and [place for place, _ in result.steps] == ends and len(ends) == 3
+    assert [r for _, r in result.steps] == pytest.approx((torch.sigmoid(logits) / 3).tolist(), abs=1e-6)
+    with pytest.raises(UserError, match="another tokenizer"):
+        ModelScorer("steps", model, same_tokens=False)
+
+
+def test_many_completions_are_scored_in_few_forward_passes_as_each_by_itself(job, tmp_path, monkeypatch):
+    model = scalar_model.load(str(process_model(job, tmp_path)), fresh_head="refuse")
+    texts = ["be see", "b", "eee", "see me be e", "", "reel"]
+    ids = [model.tokenizer(text).input_ids if text else [model.tokenizer.eos_token_id] for text in texts]
+    prompts = [model.tokenizer(f"say {c}:").input_ids for c in "abcdef"]
+
+    def scored(rows: list[int], budget: int):
+        scorer = ModelScorer("steps", model, same_tokens=True, micro_batch_tokens=budget)
+        shown = [texts[i] for i in rows]
+        return scorer.score(Samples(shown, shown, [ids[i] for i in rows], prompt_ids=[prompts[i] for i in rows]))
+
+    alone = [scored([i], 1000)[0] for i in range(6)]
+    calls, original = [], type(model).values
+    monkeypatch.setattr(type(model), "values", lambda self, inputs, **how: calls.append(1) or original(self, inputs, **how))
+    for budget, passes in ((1000, 1), (20, 5)):
+        calls.clear()
+        for found, expected in zip(scored(list(range(6)), budget), alone, strict=True):
+            assert [place for place, _ in found.steps] == [place for place, _ in expected.steps]
+            assert [r for _, r in found.steps] == pytest.approx([r for _, r in expected.steps], abs=1e-6)
+            assert found.parts == pytest.approx(expected.parts, abs=1e-6)
+        assert len(calls) <= passes
+    assert [len(one.steps) for one in alone][:3] == [3, 1, 3]
+
+
+def test_step_rewards_reach_the_advantages_of_rl(job, tmp_path):
+    path = process_model(job, tmp_path)
+    config = online_config(job, tmp_path / "run", algorithm="reinforce_reward_to_go", max_steps=1)
+    online.run(replace(config, reward=(), reward_model=(str(path),), sampling=Sampling(max_completion_length=40)))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    for line in train:
+        assert line["reward"] == pytest.approx(sum(r for _, r in line["step_rewards"]), abs=1e-6)
+        assert line["reward"] == pytest.approx(line["parts"]["prm"], abs=1e-6)
+    assert any(len(line["step_rewards"]) > 1 for line in train)
+
+
+class Fixed:
+    def __init__(self, *results):
+        self.results = list(results)
+
+    def begin(self):
+        return Scoring(lambda groups: self.results)
+
+
+def test_a_mixture_adds_by_weight_and_keeps_every_fault():
+    good = Scored(1.0, {"a": 1.0}, ((0, 0.5),))
+    first = Fixed(good, good, good, Failed(-1.0, "bad"))
+    second = Fixed(Scored(2.0, {"b": 2.0}, ((3, 1.0),)), Unscored("late"), Failed(-9.0, "wrong", {"b": None}), good)
+    results = Mixture([first, second], [1.0, 0.25]).begin().results()
+    assert results[0] == Scored(1.5, {"a": 1.0, "b": 2.0}, ((0, 0.5), (3, 0.25)))
+    assert results[1] == Unscored("late")
+    assert isinstance(results[2], Failed) and results[2].value == -9.0
+    assert isinstance(results[3], Failed) and results[3].reason == "bad"
+
+
+def eval_config(job, **changes) -> EvalConfig:
+    base = EvalConfig(
+        model=Model(path=str(job / "base")),
+        data=Data(dataset=str(job / "held_out.jsonl")),
+        sampling=Sampling(max_completion_length=4),
+        run=Run(threads=1),
+        reward=(early_letters,),
+    )
+    return replace(base, **changes)
+
+
+def sees_no_answers(completions, solution, **columns):
+    return [1.0 for _ in solution]
+
+
+def fails_on_even_lengths(completions, **columns):
+    return [1.0 if len(text) % 2 else float("nan") for text in completions]
+
+
+def test_an_evaluation_says_why_completions_stayed_unscored_and_refuses_one_without_any_score(job):
+    with pytest.raises(UserError, match=r"(\d+) of \1 completions stayed unscored; .*needs the column 'solution'"):
+        evaluate.run(eval_config(job, reward=(sees_no_answers,)))
+    some = evaluate.run(eval_config(job, reward=(fails_on_even_lengths,)))
+    assert 0 < some.figures["eval/unscored"] < len(some.trajectories)
+    assert some.unscored.startswith(
+        f"{some.figures['eval/unscored']} of {len(some.trajectories)} completions stayed unscored; most"
+    )
+    assert evaluate.run(eval_config(job)).unscored == ""
+
+
+def test_best_of_n_is_the_best_of_the_same_completions(job):
+    every = evaluate.run(eval_config(job, evaluation=Evaluation(eval_prompts=0, num_generations_eval=6)))
+    best = evaluate.run(eval_config(job, best_of=6))
+    groups = [every.trajectories[i : i + 6] for i in range(0, len(every.trajectories), 6)]
+    assert [t.reward for t in best.trajectories] == [max(t.reward for t in g) for g in groups]
+    assert best.figures["eval/early_letters/mean"] > every.figures["eval/early_letters/mean"]
+
+
+def test_best_of_n_by_a_proxy_is_measured_by_the_metric(job):
+    config = eval_config(job, best_of=4, evaluation=Evaluation(eval_prompts=0, metric="exact"))
+    figures = evaluate.run(config).figures
+    assert {"eval/early_letters/mean", "eval/exact/mean"} <= figures.keys()
+    with pytest.raises(UserError, match="best_of chooses by a reward"):
+        evaluate.run(replace(config, reward=()))
+
+
+def sample_config(job, tmp_path, keep, **changes) -> SampleConfig:
+    base = SampleConfig(
+        model=Model(path=str(job / "base")),
+        data=Data(dataset=str(job / "held_out.jsonl")),
+        sampling=Sampling(max_completion_length=4),
+        evaluation=Evaluation(eval_prompts=0, num_generations_eval=6),
+        run=Run(threads=1),
+        reward=(early_letters,),
+        keep=keep,
+        output=str(tmp_path / f"{keep}.jsonl"),
+    )
+    return replace(base, **changes)
+
+
+def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp_path):
+    found = {}
+    for keep in ("all", "best", "pairs"):
+        sample.run(sample_config(job, tmp_path, keep))
+        found[keep] = sample.read_jsonl(str(tmp_path / f"{keep}.jsonl"))
+    assert len(found["all"]) == 48 and len(found["best"]) == 8
+    for i, best in enumerate(found["best"]):
+        group = found["all"][6 * i : 6 * i + 6]
+        assert best["reward"] == max(row["reward"] for row in group) and best["prompt"] == group[0]["prompt"]
+    for pair in found["pairs"]:
+        group = [row for row in found["all"] if row["prompt"] == pair["prompt"]]
+        assert pair["score_chosen"] > pair["score_rejected"]
+        assert pair["chosen"] in [row["completion"] for row in group]
+    unscored = sample.run(sample_config(job, tmp_path, "all", reward=()))
+    assert unscored.rows == 48
+    with pytest.raises(UserError, match="chooses completions by their reward"):
+        sample.run(sample_config(job, tmp_path, "best", reward=()))
+    with pytest.raises(UserError, match="No output"):
+        sample.run(sample_config(job, tmp_path, "all", output=""))
+
+
+@pytest.mark.parametrize(("keep", "more"), [("best", {}), ("pairs", {}), ("pairs", {"bradley_terry": 8.0})])
+def test_empty_completions_are_in_no_row_that_is_trained_on(job, tmp_path, monkeypatch, keep, more):
+    real = evaluate.sampled
+
+    def every_third_is_empty(*given):
+        report = real(*given)
+        made = [t if i % 3 else replace(t, text="", reward=2.0) for i, t in enumerate(report.trajectories)]
+        return replace(report, trajectories=made)
+
+    monkeypatch.setattr(evaluate, "sampled", every_third_is_empty)
+    written = sample.run(sample_config(job, tmp_path, keep, **more))
+    rows = sample.read_jsonl(str(written.path))
+    assert rows and written.empty == 16
+    assert all(row[column] for row in rows for column in ("completion", "chosen", "rejected") if column in row)
+
+
+def test_rankings_and_ratings_become_every_ordered_pair_without_ties():
+    ranked = preferences.from_rankings([{"prompt": "p", "completions": ["a", "b", "c"], "ranking": [2, 1, 2]}])
+    assert [(r["chosen"], r["rejected"]) for r in ranked.rows] == [("b", "a"), ("b", "c")] and ranked.ties == 1
+    rated = preferences.from_ratings([{"prompt": "p", "completions": ["a", "b", "c"], "ratings": [5, 2, 4.5]}], scale=5, tie=0.5)
+    assert [(r["chosen"], r["rejected"], r["margin"]) for r in rated.rows] == [
+        ("a", "b", 3.0),
+        ("c", "b", 2.5),
+    ] and rated.ties == 1
+    single = preferences.from_ratings([{"prompt": "p", "completions": ["a"], "ratings": [3]}])
+    assert single.rows == [] and single.alone == 1
+    together = preferences.grouped([{"prompt": "p", "completion": c, "rating": r} for c, r in (("a", 1), ("b", 2))], "rating")
+    assert together == [{"prompt": "p", "completions": ["a", "b"], "ratings": [1, 2]}]
+    assert [row["label"] for row in preferences.unpaired(rated.rows)] == [True, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "p", "completions": ["a", "b"], "ratings": [1, 9]}, "numbers from 1 to 5"),
+        ({"prompt": "p", "completions": ["a", "b"], "ratings": [1]}, "one number for each"),
+        ({"completions": ["a", "b"], "ratings": [1, 2]}, "'prompt' is missing"),
+    ],
+)
+def test_malformed_ratings_are_refused_by_row(row, said):
+    with pytest.raises(UserError, match=said) as refused:
+        preferences.from_ratings([row], "my.jsonl", scale=5)
+    assert "my.jsonl:1" in str(refused.value)
+
+
+def test_pairs_on_the_command_line(tmp_path, capsys):
+    source, output = tmp_path / "ratings.jsonl", tmp_path / "pairs.jsonl"
+    source.write_text(json.dumps({"prompt": "p", "completions": ["a", "b"], "ratings": [1, 2]}) + "\n")
+    assert cli.main(["pairs", "--dataset", str(source), "--output", str(output)]) == 0
+    assert "1 pairs" in capsys.readouterr().out
+    assert json.loads(output.read_text()) == {"prompt": "p", "chosen": "b", "rejected": "a", "margin": 1.0}
+    for wrong, said in (('{"x": 1}', "has the columns x"), ("[1]", "an object"), ("{", "not JSON")):
+        source.write_text(wrong + "\n")
+        assert cli.main(["pairs", "--dataset", str(source), "--output", str(output)]) == 2
+        assert said in capsys.readouterr().err

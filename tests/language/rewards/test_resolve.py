@@ -1,0 +1,176 @@
+"""Every way to name a reward function, in this process and in a worker."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from inline_scorer import InlineScorer
+
+from psigrad.errors import UserError
+from psigrad.language.rewards import RewardSpec, builtin, resolve
+
+ZOO = Path(__file__).with_name("zoo.py")
+SCRIPT = """
+from __future__ import annotations
+from dataclasses import dataclass
+import math
+from psigrad.language.rewards import RewardPool, Failure, Samples, resolve
+
+SCALE = 3.0
+
+class Mine(Failure):
+    pass
+
+@dataclass(frozen=True)
+class Scaled:
+    by: float = 1.0
+    def __call__(self, completions, **columns):
+        return [self.by * helper(c) for c in completions]
+
+def helper(text):
+    return SCALE * math.floor(len(text))
+
+def reward(completions, **columns):
+    if completions == ["bad"]:
+        raise Mine("bad")
+    return [helper(c) for c in completions]
+
+if __name__ == "__main__":
+    fixed = lambda completions, **columns: [SCALE] * len(completions)
+    with RewardPool([resolve(f) for f in (reward, Scaled(2.0), fixed)]) as pool:
+        scoring = pool.begin()
+        for text in ("ab", "bad"):
+            scoring.add(Samples(["q"], [text], [[1]]))
+        print(scoring.results())
+"""
+
+
+@pytest.mark.parametrize("name", builtin.NAMES)
+def test_builtins_resolve_to_themselves(name):
+    assert resolve(name) == RewardSpec(name, builtin.NAMES[name])
+
+
+def test_a_spec_stays_what_it_is():
+    spec = RewardSpec("mine", len)
+    assert resolve(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (math.floor, "floor"),
+        (lambda completions: [], "<lambda>"),
+        (functools.partial(math.pow, 2), "partial"),
+        (builtin.Format(), "Format"),
+        (f"{ZOO}:length", "length"),
+        ("psigrad.language.rewards.builtin:exact", "exact"),
+        ("psigrad.language.rewards.builtin.exact", "exact"),
+        ({"reward": "soft_overlong", "soft_punish_cache": 8}, "soft_overlong"),
+    ],
+)
+def test_names_for_the_log(given, name):
+    assert resolve(given).name == name
+
+
+def test_parameters_reach_a_builtin():
+    assert resolve({"reward": "numeric", "tolerance": 0.5}).function == builtin.Numeric(0.5)
+    assert resolve({"reward": f"{ZOO}:TWICE", "factor": 5.0}).function(["a"]) == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("exat", "no built-in reward 'exat'.*did you mean 'exact'"),
+        (3, "is an int; give a name"),
+        ({"tolerance": 1}, "has no 'reward'"),
+        ({"reward": "exact", "tolerance": 1}, "takes no parameters and got tolerance"),
+        ({"reward": "numeric", "tolerence": 1}, "no parameter 'tolerence'.*did you mean 'tolerance'"),
+        ({"reward": "numeric", "tolerance": -1.0}, "tolerance is -1.0"),
+        ({"reward": "format", "pattern": "("}, "is not a regular expression"),
+        ({"reward": "length", "max_completion_length": 0}, "must be above 0"),
+        ({"reward": "soft_overlong", "soft_punish_cache": 0}, "soft_punish_cache is 0"),
+        ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
+        ("accuracy_reward", "no built-in reward 'accuracy_reward'.*TRL's is trl.rewards:accuracy_reward"),
+        ("psigrad.language.rewards.builtin:exat", "has no 'exat'.*did you mean 'exact'"),
+        ("psigrad.language.rewards.builtin:NAMES", "is a dict; expected a function"),
+        ("no_such_file.py:f", r"there is no file '.*/no_such_file\.py'; give the path"),
+    ],
+)
+def test_mistakes_are_one_sentence(given, said):
+    with pytest.raises(UserError, match=said):
+        resolve(given)
+
+
+@pytest.mark.parametrize("content", ["import sys; sys.exit(3)", "1 / 0", "def f(:", "import no_such_module_at_all"])
+def test_a_file_that_does_not_import_is_one_sentence_and_leaves_nothing(content, tmp_path):
+    (tmp_path / "mine.py").write_text(content)
+    before = set(sys.modules)
+    with pytest.raises(UserError, match=r"mine.py:f' cannot be imported: \w+: "):
+        resolve(f"{tmp_path / 'mine.py'}:f")
+    assert set(sys.modules) == before
+
+
+def test_a_file_called_like_a_module_does_not_become_it(tmp_path):
+    (tmp_path / "math.py").write_text("def f(completions, **columns):\n    return [7.0] * len(completions)\n")
+    assert resolve(f"{tmp_path / 'math.py'}:f").function(["a"]) == [7.0]
+    assert sys.modules["math"] is math
+
+
+def closure(scale: float):
+    def scaled(completions, **columns):
+        return [scale * len(text) for text in completions]
+
+    return scaled
+
+
+WAYS = {
+    "module:function": (lambda: resolve("psigrad.language.rewards.builtin:exact"), 0.0),
+    "file.py:function": (lambda: resolve(f"{ZOO}:length"), 3.0),
+    "file.py:object": (lambda: resolve(f"{ZOO}:TWICE"), 2.0),
+    "method of an object in a file": (lambda: resolve(resolve(f"{ZOO}:TWICE").function.method), 20.0),
+    "partial of a function in a file": (
+        lambda: resolve(functools.partial(resolve(f"{ZOO}:positional_default").function, scale=4.0)),
+        4.0,
+    ),
+    "function of this module": (lambda: resolve(of_this_module), 5.0),
+    "lambda": (lambda: resolve(lambda completions, **columns: [6.0] * len(completions)), 6.0),
+    "closure": (lambda: resolve(closure(3.0)), 9.0),
+    "partial": (lambda: resolve(functools.partial(of_this_module, extra=2.0)), 7.0),
+    "frozen dataclass": (lambda: resolve(builtin.SoftOverlong(2, 1)), 0.0),
+}
+
+
+def of_this_module(completions, extra=0.0, **columns):
+    return [5.0 + extra] * len(completions)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_functions_of_every_origin_run_in_a_worker(way, pool_of, score):
+    make, expected = WAYS[way]
+    spec = make()
+    (result,) = score(pool_of(spec, timeout=60.0), ["abc"], answer=["xyz"])
+    assert result.value == expected
+    assert score(InlineScorer([spec]), ["abc"], answer=["xyz"]) == [result]
+
+
+def test_functions_of_a_script_run_in_a_worker(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = Path(builtin.__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (
+        "[Scored(value=21.0, parts={'reward': 6.0, 'Scaled': 12.0, '<lambda>': 3.0}), "
+        "Failed(value=0.0, reason='reward: bad', parts={'reward': None, 'Scaled': 18.0, '<lambda>': 3.0})]"
+    )

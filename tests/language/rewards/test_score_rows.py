@@ -1,0 +1,105 @@
+"""What rewards give to completions that are there already: psigrad score --reward."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from psigrad import cli
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.language.recipes.score_rows import score, summary
+from psigrad.language.rewards import Failed, Failure, Scored, Unscored
+
+ROWS = [
+    {"prompt": "2 + 2 = ", "completion": "4", "answer": "4"},
+    {"prompt": "2 + 3 = ", "completion": "6", "answer": "5"},
+    {"prompt": "2 + 4 = ", "completion": "six", "answer": "6"},
+]
+
+
+def strict(completions, answer, **columns):
+    out = []
+    for text, right in zip(completions, answer, strict=True):
+        if not text.isdigit():
+            raise Failure(f"{text!r} is no number")
+        out.append(float(text == right))
+    return out
+
+
+def broken(completions, **columns):
+    raise KeyError("mark")
+
+
+def wants_tokens(completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def test_every_row_has_its_reward_its_parts_or_its_reason():
+    found = score([strict], ROWS)
+    assert [type(one.result) for one in found] == [Scored, Scored, Failed]
+    assert [one.row()["reward"] for one in found] == [1.0, 0.0, 0.0]
+    assert found[0].row()["parts"] == {"strict": 1.0} and found[0].source == "rows:1"
+    assert "'six' is no number" in found[2].row()["reason"] and found[2].row()["status"] == "failed"
+    assert all(one.seconds > 0 for one in found)
+    assert summary(found).startswith("3 rows: mean reward 0.3333, 1 failed, 0 unscored")
+
+
+def test_a_reward_that_raises_leaves_rows_unscored_and_says_why():
+    (one, *_) = score([broken], ROWS[:1])
+    assert isinstance(one.result, Unscored) and one.row()["reward"] is None
+    assert "KeyError" in one.row()["reason"] and "test_score_rows.py" in one.row()["reason"]
+
+
+def test_several_rewards_are_weighed():
+    (one, *_) = score([strict, "exact"], ROWS[:1], weights=[0.25, 2.0])
+    assert one.result.value == 2.25 and one.result.parts == {"strict": 1.0, "exact": 1.0}
+
+
+def test_tokens_are_shown_where_a_tokenizer_is_named(tmp_path):
+    tokenizer = tiny.tokenizer(["2 + 2 = 4 six"], 270)
+    tokenizer.save_pretrained(tmp_path)
+    rows = [{"prompt": "2", "completion": "six"}]
+    (shown,) = score([wants_tokens], rows, tokenizer=str(tmp_path))
+    assert shown.result.value >= len(tokenizer("six").input_ids) > 0
+    (bare,) = score([wants_tokens], rows)
+    assert bare.result.value == 0.0
+    with pytest.raises(UserError, match="counts tokens; name the model whose tokenizer"):
+        score(["length"], rows)
+    with pytest.raises(UserError, match="cannot be read"):
+        score(["length"], rows, tokenizer=str(tmp_path / "nothing"))
+
+
+def test_the_command(dataset, tmp_path, capsys):
+    assert cli.main(["score", "--reward", "exact", "numeric", "--dataset", str(dataset)]) == 0
+    said = capsys.readouterr()
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    assert [row["reward"] for row in rows] == [2.0, 0.0, 0.0] and rows[1]["parts"] == {"exact": 0.0, "numeric": 0.0}
+    assert rows[0]["source"].endswith("rows.jsonl:1") and "3 rows: mean reward 0.6667" in said.err
+    output = tmp_path / "scores.jsonl"
+    assert cli.main(["score", "--reward", "exact", "--dataset", str(dataset), "--output", str(output)]) == 0
+    assert len(output.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--reward", "exact"], "No dataset was given"),
+        (["--reward", "exakt", "--dataset", "DATASET"], "exact"),
+        (["--reward", "exact", "--dataset", "nothing.jsonl"], "nothing.jsonl"),
+        (["--reward", "exact", "--model", "x", "--dataset", "DATASET"], "--model and --reward"),
+        (["--reward", "exact", "--reward-weights", "much", "--dataset", "DATASET"], "expected numbers"),
+    ],
+)
+def test_mistakes_are_one_sentence(dataset, capsys, arguments, said):
+    assert cli.main(["score", *(str(dataset) if a == "DATASET" else a for a in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error

@@ -1,0 +1,267 @@
+"""The optimiser's step and its state, against torch's own AdamW."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from psigrad.config import Optim
+from psigrad.language.training.adamw import AdamW, steps_natively
+from psigrad.language.training.update import Optimizer
+from psigrad.records import checkpoint
+from psigrad.records.checkpoint import CheckpointError
+
+SHAPES = {"a.weight": (3, 4), "b.weight": (4, 3), "a.bias": (4,), "b.bias": (4,)}
+
+
+def optimizer_of(shapes: dict[str, tuple[int, ...]]) -> tuple[AdamW, dict[str, nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    return AdamW(parameters, (0.9, 0.95), 1e-7, 0.1), parameters
+
+
+def give_gradients(parameters, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def stepped(optimizer: AdamW, seeds) -> None:
+    for seed in seeds:
+        give_gradients(optimizer.parameters.values(), seed)
+        optimizer.step(1e-2)
+
+
+def peer_of(parameters) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-7, fused=True)
+
+
+def test_gradients_that_come_in_blocks_of_rows_give_the_same_step():
+    whole, _ = optimizer_of(SHAPES)
+    parts, parameters = optimizer_of(SHAPES)
+    cuts = (slice(0, 1), slice(1, 2), slice(2, None))
+    for seed in range(3):
+        stepped(whole, [seed])
+        give_gradients(parameters.values(), seed)
+        gradients = {name: parameters[name].grad for name in ("a.weight", "a.bias")}
+        parameters["a.weight"].grad = parameters["a.bias"].grad = None
+        versions = {name: p._version for name, p in parameters.items()}
+        parts.step(1e-2, {name: [(cut, g[cut]) for cut in cuts] for name, g in gradients.items()})
+        assert all(p._version > versions[name] for name, p in parameters.items())
+        # torch rounds once in whole registers, twice in what is left of a block
+        for key, tensor in whole.tensors().items():
+            assert torch.allclose(parts.tensors()[key], tensor, rtol=1e-6), key
+        assert all(torch.allclose(p, whole.parameters[name], rtol=1e-6) for name, p in parameters.items())
+
+
+def test_every_step_is_torchs_fused_adamw_bit_for_bit():
+    optimizer, ours = optimizer_of(SHAPES)
+    _, theirs = optimizer_of(SHAPES)
+    peer = peer_of(theirs)
+    for seed, rate in enumerate((1e-2, 3e-3, 2e-2)):
+        give_gradients(ours.values(), seed)
+        give_gradients(theirs.values(), seed)
+        if seed == 1:  # a parameter that had no part in the loss is left alone
+            ours["a.weight"].grad = theirs["a.weight"].grad = None
+        optimizer.step(rate)
+        for group in peer.param_groups:
+            group["lr"] = rate
+        peer.step()
+        assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
+    for name, p in theirs.items():
+        assert all(torch.equal(optimizer.state[name][key], value) for key, value in peer.state[p].items())
+
+
+def test_a_step_counts_the_parameters_versions_up():
+    optimizer, parameters = optimizer_of(SHAPES)
+    before = [p._version for p in parameters.values()]
+    stepped(optimizer, [1])
+    assert all(p._version > v for p, v in zip(parameters.values(), before, strict=True))
+
+
+@pytest.mark.parametrize(("which", "imports"), [("ours", "False"), ("torch", "True")])
+def test_only_torchs_own_imports_the_compiler(which, imports):
+    make = {
+        "ours": "from psigrad.language.training.adamw import AdamW; o = AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0); o.step(0.1)",
+        "torch": "o = torch.optim.AdamW([p], fused=True); o.step()",
+    }[which]
+    code = f"import sys, torch; p = torch.nn.Parameter(torch.ones(2, 2)); p.grad = p.detach(); {make}"
+    code += "; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == imports
+
+
+def test_an_optimizer_goes_on_bitwise(tmp_path):
+    through, through_parameters = optimizer_of(SHAPES)
+    stepped(through, range(1, 4))
+    checkpoint.save_tensors(tmp_path / "o.safetensors", through.tensors())
+    resumed, resumed_parameters = optimizer_of(SHAPES)
+    for name, p in resumed_parameters.items():
+        p.data.copy_(through_parameters[name].data)
+    resumed.load(checkpoint.load_tensors(tmp_path / "o.safetensors"))
+    for optimizer in (through, resumed):
+        stepped(optimizer, range(4, 7))
+    assert all(torch.equal(p, through_parameters[name]) for name, p in resumed_parameters.items())
+    ours, theirs = resumed.tensors(), through.tensors()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_what_was_loaded_is_not_shared():
+    first, _ = optimizer_of(SHAPES)
+    stepped(first, [1])
+    second, _ = optimizer_of(SHAPES)
+    second.load(first.tensors())
+    before = {name: t.clone() for name, t in first.tensors().items()}
+    stepped(second, [2])
+    assert all(torch.equal(t, before[name]) for name, t in first.tensors().items())
+
+
+def test_parameters_in_another_order_get_their_own_moments():
+    """a.bias and b.bias have one shape: by position they would be swapped in silence."""
+    first, _ = optimizer_of(SHAPES)
+    stepped(first, [1])
+    tensors = first.tensors()
+    second, _ = optimizer_of({name: SHAPES[name] for name in reversed(SHAPES)})
+    second.load(tensors)
+    again = second.tensors()
+    assert again.keys() == tensors.keys() and all(torch.equal(again[k], tensors[k]) for k in tensors)
+    assert not torch.equal(tensors["exp_avg.a.bias"], tensors["exp_avg.b.bias"])
+
+
+def test_moments_of_other_parameters_are_refused():
+    optimizer, _ = optimizer_of(SHAPES)
+    stepped(optimizer, [1])
+    tensors = optimizer.tensors()
+    other, _ = optimizer_of({"x": (3, 4), **{name: SHAPES[name] for name in list(SHAPES)[1:]}})
+    with pytest.raises(CheckpointError, match=r"holds 'a\.weight', which is not a trainable parameter"):
+        other.load(tensors)
+    with pytest.raises(CheckpointError, match=r"'a\.bias' is incomplete: step is missing"):
+        optimizer.load({key: t for key, t in tensors.items() if key != "step.a.bias"})
+    with pytest.raises(CheckpointError, match=r"of shape \[5\]; the parameter has \[4\]"):
+        optimizer.load({**tensors, "exp_avg.a.bias": torch.zeros(5)})
+
+
+def test_what_was_not_saved_is_zero():
+    """A checkpoint may leave out what never had a gradient."""
+    optimizer, _ = optimizer_of(SHAPES)
+    stepped(optimizer, [1])
+    saved = {key: t.clone() for key, t in optimizer.tensors().items() if "a.bias" not in key}
+    optimizer.load(saved)
+    assert all(torch.equal(t, saved[key]) if key in saved else not t.any() for key, t in optimizer.tensors().items())
+
+
+def test_gradients_are_shrunk_as_they_are_read():
+    """By rows too, and as if they had been divided before; torch leaves what it read where it was."""
+    before, parameters = optimizer_of(SHAPES)
+    shrunk, others = optimizer_of(SHAPES)
+    cuts = (slice(0, 1), slice(1, None))
+    for seed in range(3):
+        give_gradients(parameters.values(), seed)
+        give_gradients(others.values(), seed)
+        for p in parameters.values():
+            p.grad.div_(2.5)
+        before.step(1e-2)
+        rows = others["b.weight"].grad
+        others["b.weight"].grad = None
+        shrunk.step(1e-2, {"b.weight": [(cut, rows[cut]) for cut in cuts]}, shrink=2.5)
+        for name, p in parameters.items():
+            assert torch.allclose(p, others[name], rtol=1e-6), name
+            assert name == "b.weight" or torch.allclose(p.grad, others[name].grad, rtol=1e-6)
+    for key, tensor in before.tensors().items():
+        assert torch.allclose(shrunk.tensors()[key], tensor, rtol=1e-6), key
+    unshrunk, _ = optimizer_of(SHAPES)
+    stepped(unshrunk, range(3))  # the control: Adam's parameters hardly depend on a common factor, its moments do
+    assert not torch.allclose(unshrunk.tensors()["exp_avg.a.weight"], before.tensors()["exp_avg.a.weight"], rtol=0.1)
+
+
+HALVES = {"a.weight": (70, 300), "b.weight": (3, 5), "a.bias": (33,), "b.bias": (1,)}
+
+
+def half_optimizer(monkeypatch, native: bool, *, max_grad_norm: float = 1.0) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    monkeypatch.setattr(
+        "psigrad.language.training.update.steps_natively", steps_natively if native else lambda dtype, device: False
+    )
+    draw = torch.Generator().manual_seed(0)
+    weights = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for name, shape in HALVES.items()}
+    made = Optimizer(weights, Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm))
+    assert bool(made.adamw.low_precision) == native
+    return made, weights
+
+
+def half_steps(optimizer, weights, *, rate: float = 1e-2, scale: float = 1.0) -> list[float]:
+    """Three steps along random gradients, one of them without one of the weights; the norms."""
+    norms = []
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        for p in weights.values():
+            p.grad = (torch.randn(p.shape, generator=draw) * scale).bfloat16()
+        if seed == 1:
+            weights["a.weight"].grad = None
+        norms.append(optimizer.norm())
+        optimizer.apply(norms[-1], rate)
+    return norms
+
+
+def alike(a, b) -> bool:
+    """Up to float32's rounding, some of which is left where almost all cancels."""
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0], ids=["as they are", "clipped"])
+def test_bfloat16_weights_are_stepped_as_torch_does_it(scale, monkeypatch):
+    ours, weights = half_optimizer(monkeypatch, native=True)
+    theirs, expected = half_optimizer(monkeypatch, native=False)
+    found, wanted = half_steps(ours, weights, scale=scale), half_steps(theirs, expected, scale=scale)
+    assert found == pytest.approx(wanted, rel=1e-5) and (wanted[0] > 1 or scale < 1)
+    for key, value in theirs.adamw.tensors().items():
+        assert alike(ours.adamw.tensors()[key], value), key
+    for name, p in weights.items():
+        assert torch.allclose(ours.masters[name], theirs.masters[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(p.detach(), ours.masters[name].detach().bfloat16())
+
+
+@pytest.mark.parametrize("wrong", [{"rate": 1.001e-2}, {"scale": 0.9}], ids=["the rate", "the gradient"])
+def test_negative_control_another_step_of_bfloat16_weights_is_noticed(wrong, monkeypatch):
+    ours, _ = half_optimizer(monkeypatch, native=True, max_grad_norm=0.0)
+    theirs, _ = half_optimizer(monkeypatch, native=False, max_grad_norm=0.0)
+    half_steps(ours, ours.parameters, **wrong)
+    half_steps(theirs, theirs.parameters)
+    pairs = zip(ours.adamw.tensors().values(), theirs.adamw.tensors().values(), strict=True)
+    moments = all(alike(a, b) for a, b in pairs)
+    masters = all(torch.allclose(m, theirs.masters[n], rtol=1e-5, atol=1e-6) for n, m in ours.masters.items())
+    assert not (moments and masters)
+
+
+def test_steps_of_bfloat16_weights_do_not_depend_on_the_threads(monkeypatch):
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        optimizer, weights = half_optimizer(monkeypatch, native=True)
+        found.append((half_steps(optimizer, weights), [m.clone() for m in optimizer.masters.values()]))
+    torch.set_num_threads(before)
+    for norms, masters in found[1:]:
+        assert norms == found[0][0] and all(torch.equal(a, b) for a, b in zip(masters, found[0][1], strict=True))
+
+
+def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
+    optimizer, weights = half_optimizer(monkeypatch, native=True)
+    before = {name: (p._version, optimizer.masters[name]._version) for name, p in weights.items()}
+    half_steps(optimizer, weights)
+    assert all(p._version > before[n][0] and optimizer.masters[n]._version > before[n][1] for n, p in weights.items())
+    assert all(m.grad is None for m in optimizer.masters.values()), "no float32 copy of the gradient is made"
+
+
+def test_the_kernels_are_not_asked_for_where_no_weight_is_bfloat16(monkeypatch):
+    """They may have to be compiled, which takes seconds."""
+    monkeypatch.setattr("psigrad.language.training.adamw.kernels", lambda: pytest.fail("nobody needs them"))
+    for kind in (torch.float32, torch.float16):
+        weight = nn.Parameter(torch.ones(3, 3, dtype=kind))
+        Optimizer({"w": weight}, Optim()).step([lambda weight=weight: weight.float().sum()], 0.1)

@@ -1,0 +1,98 @@
+"""Edges of the training code: rates at the last step, parts that do not apply, failed completions, counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from in_memory import make
+
+from psigrad.config import Optim
+from psigrad.language.models import tiny
+from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.adamw import AdamW
+from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.online.collate import LENGTH_PENALTY, metric_of, to_batch
+from psigrad.language.training.update import learning_rate
+from psigrad.runs.state import State
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+def test_a_run_that_is_all_warm_up_has_a_rate_at_every_step(kind):
+    optim = Optim(learning_rate=1.0, warmup_steps=3, lr_scheduler_type=kind)
+    assert [learning_rate(optim, step, 3) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    if kind != "constant":
+        assert learning_rate(optim, 4, 3) == pytest.approx(0.0)
+        half = replace(optim, warmup_steps=0)
+        assert learning_rate(half, 5, 10) == pytest.approx(0.5)
+
+
+def trajectory(status: str = "scored", reward: float | None = 1.0, **parts) -> Trajectory:
+    written = Completion((3, 4), (-1.0, -1.0), (-1.0, -1.0), "stop", 0)
+    return Trajectory(0, 0, (1, 2), written, 0, reward=reward, parts=parts, status=status)
+
+
+def test_the_metric_is_the_reward_without_the_penalty_on_length():
+    assert metric_of(trajectory(a=0.5, b=None, **{LENGTH_PENALTY: -0.3}), "") == 0.5
+    assert metric_of(trajectory(reward=0.7, a=0.5), "") == 0.7
+    assert metric_of(trajectory(a=0.5, b=0.25), "b") == 0.25
+
+
+def test_a_failed_completion_is_worth_its_reward_to_every_part():
+    groups = [[trajectory(a=1.0, b=None), trajectory("failed", -2.0), trajectory("failed", None)]]
+    parts = to_batch(groups).parts
+    assert parts[0, 0] == 1.0 and math.isnan(parts[0, 1])
+    assert parts[1].tolist() == [-2.0, -2.0] and parts[2].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("shrink", [0.5, 1.0, 2.0])
+def test_gradients_are_divided_by_the_shrink(shrink):
+    """AdamW's first step depends on the gradient through eps alone: a large one shows it."""
+
+    def stepped(gradient: float, shrink: float) -> float:
+        p = torch.nn.Parameter(torch.zeros(3))
+        p.grad = torch.full((3,), gradient)
+        optimizer = AdamW({"p": p}, betas=(0.9, 0.999), eps=1.0, weight_decay=0.0)
+        optimizer.step(0.1, shrink=shrink)
+        return float(p.detach()[0])
+
+    assert stepped(1.0, shrink) == pytest.approx(stepped(1.0 / shrink, 1.0))
+    assert stepped(1.0, 0.5) != pytest.approx(stepped(1.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer(["say a: b"], 270)
+
+
+def test_tokens_are_counted_step_by_step(tokenizer):
+    run = make(tokenizer, steps=3)
+    state, expected = State(algorithm=run.algorithm.initial_state()), 0
+    for _ in range(3):
+        before = len(run.journal.lines)
+        state, _ = training.step(run, state)
+        expected += sum(len(line["prompt_ids"]) + line["tokens"] for line in run.journal.lines[before:] if "tokens" in line) or 0
+        assert state.tokens > 0
+    fresh = make(tokenizer, steps=3)
+    totals, other = [], State(algorithm=fresh.algorithm.initial_state())
+    for _ in range(3):
+        other, _ = training.step(fresh, other)
+        totals.append(other.tokens)
+    parts = [b - a for a, b in zip([0, *totals], totals, strict=False)]
+    assert all(part > 32 * 0 for part in parts) and sum(parts) == state.tokens
+
+
+@pytest.mark.parametrize(
+    ("iterations", "minibatches", "single"), [(1, 1, True), (2, 1, False), (1, 2, False), (3, 2, False), (2, 2, False)]
+)
+def test_one_pass_is_one_optimiser_step_for_each_collection(tokenizer, iterations, minibatches, single):
+    assert training.single_pass(make(tokenizer, num_iterations=iterations, num_minibatches=minibatches)) is single
+
+
+def test_updates_are_counted_with_the_critics(tokenizer):
+    run = make(tokenizer)
+    assert run.updates() == 0
+    training.step(run, State(algorithm=run.algorithm.initial_state()))
+    assert run.updates() == run.optimizer.updates == 1

@@ -1,0 +1,129 @@
+"""A lag between sampling and training: whose weights a step's completions come from, what corrects for them, that it learns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from in_memory import make
+from tiny_jobs import make_job, online_config
+
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.language.recipes import online
+from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.online.collected import Collected
+from psigrad.objective.parts.correction import truncated_importance
+from psigrad.runs.state import State
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer(["say a: b"], 270)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return make_job(tmp_path_factory.mktemp("job"))
+
+
+def begins_with_a_letter(completions, **columns):
+    """The optimum is 1; a random byte-level model gets about 0.1."""
+    return [float(text[:1].isascii() and text[:1].islower()) for text in completions]
+
+
+def corrected(run):
+    return replace(run, algorithm=replace(run.algorithm, correction=truncated_importance()))
+
+
+def versions(run, steps: int) -> list[set[int]]:
+    """Those of the completions that each step trains on."""
+    state, found = State(algorithm=run.algorithm.initial_state()), []
+    for _ in range(steps):
+        before = len(run.journal.lines)
+        state, _ = training.step(run, state)
+        found.append({line["version"] for line in run.journal.lines[before:]})
+    return found
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_a_step_trains_on_the_weights_of_lag_steps_ago(tokenizer, lag):
+    run = corrected(make(tokenizer, lag=lag, steps=6))
+    assert versions(run, 6) == [{max(0, step - lag)} for step in range(6)]
+    ages = [row.get("sampling/staleness") for row in run.journal.rows]
+    assert ages == ([None] * 6 if lag == 0 else [float(min(step, lag)) for step in range(6)])
+
+
+def test_completions_are_drawn_by_the_weights_that_their_version_names(tokenizer):
+    """Sampled with a lag of one, step 2's completions are those that the untouched model writes for the same places."""
+    run = corrected(make(tokenizer, lag=1, steps=3))
+    fresh = corrected(make(tokenizer, lag=0, steps=3))
+    frozen = replace(fresh, config=replace(fresh.config, optim=replace(fresh.config.optim, learning_rate=0.0)))
+    versions(run, 2)
+    versions(frozen, 2)
+    second = [[line["completion"] for line in r.journal.lines if line["step"] == 2] for r in (run, frozen)]
+    assert second[0] == second[1]
+    learnt = corrected(make(tokenizer, lag=0, steps=3))
+    versions(learnt, 2)
+    moved = [line["completion"] for line in learnt.journal.lines if line["step"] == 2]
+    assert moved != second[0], "negative control: without a lag the second step is sampled from other weights"
+
+
+def test_completions_of_another_version_stop_the_run(tokenizer):
+    run = corrected(make(tokenizer, lag=1, steps=4))
+    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    (held,) = state.pending
+    late = [replace(t, version=t.version + 1) for t in held.result().trajectories]
+    with pytest.raises(RuntimeError, match="with lag 1 was given completions of the versions"):
+        training.step(run, replace(state, pending=(replace(held.result(), trajectories=late),)))
+
+
+def test_what_was_sampled_ahead_is_kept_to_the_last_digit(tokenizer):
+    run = corrected(make(tokenizer, lag=1, steps=4))
+    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    held = state.pending[0].result()
+    again = Collected.from_json(held.to_json())
+    assert again == held and any(t.completion.logprobs for t in held.trajectories)
+    assert json.loads(held.to_json())["cursor"] == held.cursor
+
+
+def test_the_end_of_a_run_samples_no_more_than_it_trains_on(tokenizer):
+    run = corrected(make(tokenizer, lag=3, steps=3))
+    state = State(algorithm=run.algorithm.initial_state())
+    for left in (2, 1, 0):
+        state, _ = training.step(run, state)
+        assert len(state.pending) == left
+
+
+def test_a_lag_takes_truncated_weights_and_refuses_to_go_without(job, tmp_path):
+    config = replace(online_config(job, tmp_path / "run", max_steps=2), lag=1)
+    online.run(config)
+    told = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert any(event["kind"] == "correction" and "truncated" in str(event) for event in told)
+    bare = {"preset": "grpo", "correction": None}
+    with pytest.raises(UserError, match="lag is 1 and the algorithm corrects for nothing"):
+        online.run(replace(config, algorithm=bare, run=replace(config.run, output_dir=str(tmp_path / "other"))))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_method_learns_at_lag_four(tokenizer, seed):
+    made = make(tokenizer, function=begins_with_a_letter, seed=seed, steps=60, prompts_per_step=8, num_generations=8, lag=4)
+    # half of the vocabulary ends a completion
+    run = replace(corrected(made), params=SamplingParams(max_tokens=6, stop_token_ids=tuple(range(132, 264))))
+    state = State(algorithm=run.algorithm.initial_state())
+    for _ in range(60):
+        state, _ = training.step(run, state)
+    rewards = [row["reward"] for row in run.journal.rows]
+    assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 > 0.9
+
+
+def test_the_correction_weighs_older_completions_by_how_likely_they_are_now(tokenizer):
+    """Weight = min(pi_now / pi_sampler, 2) of each token, 1 only where nothing has moved."""
+    run = corrected(make(tokenizer, lag=2, steps=4))
+    versions(run, 4)
+    means = [row["sampling/importance_sampling_ratio/mean"] for row in run.journal.rows]
+    assert means[0] == pytest.approx(1.0, abs=1e-5) and abs(means[2] - 1) > 1e-4
+    assert all(torch.isfinite(torch.tensor(means)))

@@ -1,0 +1,348 @@
+"""The gradient half of an online step on a real (tiny) model: what it must not depend on, and when it must do nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from in_memory import make
+from inline_scorer import InlineScorer
+
+from psigrad.config import Optim
+from psigrad.config.algorithms import resolve
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import LanguageModel, Lora, prepare
+from psigrad.language.recipes import online
+from psigrad.language.rewards import resolve as reward
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
+from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.online.collate import metric_of, minibatches, scored_groups, to_batch
+from psigrad.language.training.online.collection import collect
+from psigrad.language.training.online.ledger import prompts_from
+from psigrad.language.training.online.online_run import Online
+from psigrad.objective.catalog import METHODS as PRESETS
+from psigrad.runs.journal import Clock
+from psigrad.runs.state import State
+
+ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
+# groups of four have no signal for the default of one right answer among four
+SPECS = [pytest.param({"preset": "pass_at_k", "psi": {"k": 2, "right": 0.2}} if n == "pass_at_k" else n, id=n) for n in ONLINE]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer(["say a: b"], 270)
+
+
+def weights(model: LanguageModel) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.trainable().values()]).clone()
+
+
+def after(run: Online, steps: int = 1) -> torch.Tensor:
+    state = State(algorithm=run.algorithm.initial_state())
+    for _ in range(steps):
+        state, _ = training.step(run, state)
+    return weights(run.model)
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def trajectory(reward: float, status: str = "scored", **parts: float | None) -> Trajectory:
+    return Trajectory(0, 0, (1,), Completion((2,), (0.0,), (0.0,), "stop", 0), 0, reward=reward, status=status, parts=parts)
+
+
+def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named():
+    short, long = trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)
+    assert metric_of(short) == metric_of(long) == 1.0
+    assert metric_of(trajectory(0.6, exact=0.6)) == 0.6
+    assert metric_of(trajectory(1.5, exact=1.0, format=0.5), "format") == 0.5
+    assert metric_of(trajectory(1.0, exact=1.0, format=None), "format") == 0.0
+    assert metric_of(trajectory(-1.0, "failed", exact=None), "exact") == -1.0
+    with pytest.raises(UserError, match=r"filter_metric is 'acc'.+expected one of exact, format"):
+        metric_of(trajectory(1.5, exact=1.0, format=0.5), "acc")
+    assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]
+
+
+def test_rewards_of_steps_and_of_single_functions_reach_the_batch():
+    """A reward of 0 for a step is one too; an outcome of 0 beside rewards of steps is none."""
+
+    def row(ids: int, reward: float, steps: tuple[tuple[int, float], ...] = (), status: str = "scored", **parts) -> Trajectory:
+        written = Completion(tuple(range(2, 2 + ids)), (0.0,) * ids, (0.0,) * ids, "stop", 0)
+        return Trajectory(0, 0, (1,), written, 0, reward=reward, status=status, parts=parts, step_rewards=steps)
+
+    rows = [
+        row(4, 1.5, ((0, 0.5), (2, 0.0), (3, 1.0)), exact=1.0),
+        row(3, 2.0, ((1, 0.5),), exact=None, style=2.0),
+        row(2, 0.0, exact=0.0, style=1.0),
+        row(1, -1.0, status="failed"),
+    ]
+    batch = to_batch([rows], reward_weights={"style": 0.5})
+    assert batch.rewarded.int().tolist() == [[1, 0, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]]
+    assert batch.reward.tolist() == [[0.5, 0.0, 0.0, 1.0], [0.0, 0.5, 1.5, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
+    nan = math.nan
+    expected = torch.tensor([[1.0, nan], [nan, 2.0], [0.0, 1.0], [-1.0, -1.0]])
+    assert torch.equal(batch.parts.nan_to_num(-9.0), expected.nan_to_num(-9.0)) and batch.part_weights == (1.0, 0.5)
+    assert to_batch([[row(2, 1.0)]]).parts is None
+
+
+def test_the_weights_of_rewards_reach_the_algorithm(tokenizer):
+    """GDPO by two functions of which one has weight 0 is GDPO by the other."""
+
+    def one(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    def other(completions, **columns):
+        return [float(len(text) % 3) for text in completions]
+
+    def learnt(functions, weights) -> torch.Tensor:
+        run = make(tokenizer, "gdpo")
+        run = replace(run, scorer=InlineScorer([reward(f) for f in functions]), reward_weights=weights)
+        return after(run)
+
+    alone = learnt([one], {})
+    assert torch.equal(learnt([one, other], {"other": 0.0}), alone)
+    assert not torch.equal(learnt([one, other], {}), alone)
+
+
+@pytest.mark.parametrize("algorithm", SPECS)
+def test_any_split_into_micro_batches_gives_the_same_gradient(algorithm, tokenizer):
+    def gradient(budget: int) -> torch.Tensor:
+        run = make(tokenizer, algorithm, micro_batch_tokens=budget, optim=Optim(learning_rate=0.0, max_grad_norm=0))
+        after(run)
+        return torch.cat([p.grad.flatten() for p in run.model.trainable().values()])
+
+    whole = gradient(1 << 20)
+    assert float(whole.abs().max()) > 1e-5
+    for budget in (10, 33, 70):
+        assert far(gradient(budget), whole) < 1e-5 * float(whole.abs().max())
+
+
+def test_negative_control_totals_of_each_micro_batch_give_another_gradient(tokenizer, monkeypatch):
+    def gradient(budget: int) -> torch.Tensor:
+        run = make(tokenizer, "grpo", micro_batch_tokens=budget, optim=Optim(learning_rate=0.0, max_grad_norm=0))
+        after(run)
+        return torch.cat([p.grad.flatten() for p in run.model.trainable().values()])
+
+    whole = gradient(1 << 20)
+    original = training.losses
+    monkeypatch.setattr(
+        training,
+        "losses",
+        lambda run, algorithm, prepared, micros, totals, *rest: (
+            loss
+            for micro, counts in micros
+            for loss in original(run, algorithm, prepared, [(micro, counts)], algorithm.totals(prepared, micro.rows), *rest)
+        ),
+    )
+    assert far(gradient(33), whole) > 1e-2 * float(whole.abs().max())
+
+
+def test_rows_without_gradient_skip_the_forward_pass_and_change_nothing(tokenizer, monkeypatch):
+    """With beta = 0 a group of equal rewards adds nothing: leaving it out is exact."""
+
+    def some_equal(completions, prompts, **columns):
+        return [1.0 if p == "say a:" or len(c) % 2 else 0.0 for c, p in zip(completions, prompts, strict=True)]
+
+    def run_counting(skip: bool):
+        # what is kept from sampling would be compared with a few completions more
+        run = make(tokenizer, {"preset": "grpo", "kl": None}, function=some_equal, prompts_per_step=8, keep_activations_gb=0.0)
+        if not skip:
+            original = type(run.algorithm).prepare
+
+            def all_rows(*args):
+                prepared = original(*args)
+                return replace(prepared, needs_gradient=torch.ones_like(prepared.needs_gradient))
+
+            monkeypatch.setattr(type(run.algorithm), "prepare", all_rows)
+        seen = []
+        original_evaluate = LanguageModel.evaluate
+        monkeypatch.setattr(
+            LanguageModel, "evaluate", lambda self, inputs, **k: (seen.append(inputs), original_evaluate(self, inputs, **k))[1]
+        )
+        moved = after(run)
+        monkeypatch.undo()
+        return moved, sum(len(cs) for inputs in seen for cs in inputs.completions)
+
+    skipped, few = run_counting(True)
+    full, many = run_counting(False)
+    assert few < many == 32
+    assert far(skipped, full) < 1e-6
+
+
+def test_on_fresh_samples_the_ratio_is_one_and_the_gap_is_rounding(tokenizer):
+    run = make(tokenizer, "grpo")
+    after(run)
+    row = run.journal.rows[-1]
+    assert row["clip_ratio/region_mean"] == 0.0 and row["policy/approxkl_avg"] == 0.0
+    assert row["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def test_a_sampler_that_is_not_the_policy_stops_the_run(tokenizer):
+    run = make(tokenizer, "grpo")
+    other = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=9)
+    strange = replace(run, sampler=EmbeddedSampler(prepare(other, tokenizer)))
+    with pytest.raises(UserError, match="At step 1 sampler and trainer disagree by"):
+        after(strange)
+
+
+@pytest.mark.parametrize(("iterations", "minibatches"), [(3, 1), (1, 2), (2, 2)])
+def test_several_passes_clip_against_the_policy_that_sampled(iterations, minibatches, tokenizer):
+    run = make(tokenizer, "grpo", num_iterations=iterations, num_minibatches=minibatches, optim=Optim(learning_rate=3e-2))
+    after(run)
+    row = run.journal.rows[-1]
+    assert row["updates"] == iterations * minibatches
+    assert row["policy/approxkl_avg"] > 1e-5 and row["clip_ratio/region_mean"] > 0
+
+
+def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
+    parts = minibatches(4, 3, 0, 0, 0)
+    assert sorted(map(len, parts)) == [1, 1, 2] and sorted(torch.cat(parts).tolist()) == [0, 1, 2, 3]
+    others = [minibatches(4, 3, 0, step, 0) for step in range(1, 6)]
+    assert any(not torch.equal(a, b) for other in others for a, b in zip(parts, other, strict=True))
+    assert minibatches(0, 3, 0, 0, 0) == []
+
+
+def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
+    run, seen, original = make(tokenizer, num_minibatches=3), [], training.micro_batches
+    monkeypatch.setattr(
+        training, "micro_batches", lambda batch, wanted, *rest: seen.append(wanted) or original(batch, wanted, *rest)
+    )
+    after(run)
+    assert len(seen) == 3 and torch.equal(torch.stack(seen).sum(0), torch.ones(16, dtype=torch.long))
+    assert all(len(set(part.view(4, 4)[g].tolist())) == 1 for part in seen for g in range(4))
+
+
+def equal(completions, **columns):
+    return [0.1] * len(completions)
+
+
+@pytest.mark.parametrize("algorithm", [{"preset": "grpo", "kl": None}, "dr_grpo", "dapo", "gspo", "cispo"])
+def test_groups_of_equal_rewards_move_no_weight(algorithm, tokenizer):
+    run = make(tokenizer, algorithm, function=equal)
+    before = weights(run.model)
+    assert torch.equal(after(run, 2), before)
+    row = run.journal.rows[-1]
+    assert row["updates"] == 0 if "updates" in row else row["groups"] == 0
+    assert row["frac_reward_zero_std"] == 1.0
+    assert not any(isinstance(v, float) and math.isnan(v) for v in row.values())
+
+
+def test_truncated_completions_teach_dapo_nothing(tokenizer):
+    run = make(tokenizer, "dapo")
+    run = replace(run, params=SamplingParams(max_tokens=1))
+    before = weights(run.model)
+    moved = after(run)
+    ended = [line["finish_reason"] for line in run.journal.lines]
+    assert "length" in ended
+    if "stop" not in ended:
+        assert torch.equal(moved, before)
+
+
+def test_a_group_of_one_is_refused(tokenizer):
+    config = make(tokenizer, "grpo", num_generations=1, reward=("exact",)).config
+    with pytest.raises(UserError, match="num_generations is 1 and grpo compares completions of one prompt; give at least 2"):
+        online.check(config, resolve("grpo"))
+
+
+def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end(tokenizer):
+    def only_some(completions, prompts, **columns):
+        return [float("a" < p[4] < "d" and len(c) % 2) for c, p in zip(completions, prompts, strict=True)]
+
+    run = make(tokenizer, "dapo", function=only_some, num_generations=8, prompts_per_step=2, max_refills=6)
+    collected = collect(run, 0, 0, Clock())
+    assert len(collected.groups) == 2 and collected.cursor == collected.entries["issued"] > 2
+    assert all(len({t.reward for t in g}) > 1 for g in collected.groups)
+    assert len({t.completion.seed for t in collected.trajectories}) == 8 * collected.entries["issued"]
+    never = make(tokenizer, "dapo", function=equal, max_refills=2)
+    assert collect(never, 0, 0, Clock()).groups == []
+    assert collect(never, 0, 0, Clock()).entries["issued"] == 3 * 4
+
+
+def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
+    def failing(share: float):
+        def function(completions, completion_ids, **columns):
+            if len(completions) > 1:
+                raise RuntimeError("one at a time")
+            if random.Random(str(completion_ids)).random() < share:
+                raise RuntimeError("the judge is out")
+            return [float(len(completions[0]))]
+
+        return function
+
+    run = make(tokenizer, "grpo", function=failing(0.2), max_unscored=0.6)
+    after(run)
+    row = run.journal.rows[-1]
+    assert 0 < row["unscored"] < 10 and row["updates"] == 1
+    lines = [line for line in run.journal.lines if line["status"] == "unscored"]
+    assert len(lines) == row["unscored"]
+    assert all(line["reward"] is None and "the judge is out" in line["reason"] for line in lines)
+    with pytest.raises(UserError, match=r"of 16 completions stayed unscored, above max_unscored 0.1; most often .*judge is out"):
+        after(make(tokenizer, "grpo", function=failing(0.5)))
+
+
+def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
+    run = make(tokenizer)
+    places = [p.index for p in prompts_from(run.prompts, 3, 0, 24)]
+    assert [sorted(places[i : i + 8]) for i in (0, 8, 16)] == [list(range(8))] * 3
+    assert places[:8] != places[8:16]
+    assert places[5:13] == [p.index for p in prompts_from(run.prompts, 3, 5, 8)]
+
+
+def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
+    run = make(tokenizer)
+    collected = collect(run, 0, 0, Clock())
+    groups = list(scored_groups(collected.trajectories, 4, 2))
+    batch = to_batch(groups)
+    for n, t in enumerate(t for g in groups for t in g):
+        size = len(t.completion.ids)
+        assert batch.mask[n].tolist() == [True] * size + [False] * (batch.mask.shape[1] - size)
+        assert batch.reward[n, size - 1] == pytest.approx(t.reward) and float(batch.reward[n].abs().sum()) == pytest.approx(
+            abs(t.reward)
+        )
+        assert batch.logp_old[n, :size].tolist() == pytest.approx(list(t.completion.logprobs))
+        assert bool(batch.truncated[n]) == (t.completion.finish_reason == "length")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", {"preset": "grpo", "kl": {"estimator": "exact"}}], ids=str)
+def test_lora_is_its_own_reference_in_training(algorithm, tokenizer):
+    run = make(tokenizer, algorithm, lora=Lora(4), micro_batch_tokens=40)
+    base = {n: p.detach().clone() for n, p in run.model.as_transformers().named_parameters() if not p.requires_grad}
+    after(run, 2)
+    assert all(torch.equal(p, base[n]) for n, p in run.model.as_transformers().named_parameters() if n in base)
+    first, second = run.journal.rows
+    key = "kl" if "kl" in first else "objective/kl"
+    assert abs(first[key]) < 1e-6 < abs(second[key])
+
+
+def test_bfloat16_trains_with_its_ratio_at_one(tokenizer):
+    run = make(tokenizer, "grpo", dtype=torch.bfloat16)
+    moved = after(run, 2)
+    assert all(row["clip_ratio/region_mean"] == 0.0 and row["updates"] == 1 for row in run.journal.rows)
+    assert float((moved - weights(make(tokenizer, dtype=torch.bfloat16).model)).abs().max()) > 1e-3
+
+
+def test_a_gradient_that_is_not_finite_is_a_logged_no_op(tokenizer, monkeypatch):
+    run = make(tokenizer, "grpo")
+    before = weights(run.model)
+    original = LanguageModel.evaluate
+
+    def poisoned(self, inputs, **settings):
+        out = original(self, inputs, **settings)
+        return replace(out, logp=out.logp * math.nan) if torch.is_grad_enabled() else out
+
+    monkeypatch.setattr(LanguageModel, "evaluate", poisoned)
+    monkeypatch.setattr(training, "check_gap", lambda *a: None)
+    state, _ = training.step(run, State(algorithm=run.algorithm.initial_state()))
+    assert torch.equal(weights(run.model), before)
+    assert state.nonfinite == 1 and run.journal.rows[-1]["updates"] == 0
+    state, _ = training.step(run, state)
+    with pytest.raises(UserError, match="not finite for 3 steps in a row"):
+        training.step(run, state)
+    assert torch.equal(weights(run.model), before)

@@ -1,0 +1,58 @@
+"""Every prompt that a run was given is trained on or dropped for a reason: the ledger balances at every checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tiny_jobs import online_config
+
+from psigrad.language.recipes import online
+from psigrad.language.rewards import Unscored
+from psigrad.language.training.online import ledger
+
+
+def some(prompts, completions, **columns):
+    """Differs within a group for some prompts, is equal for others, and can't judge the rest."""
+    given = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        letter = str(prompt)[4]
+        given.append(Unscored("no judge") if letter in "ab" else float(len(completion) % 2) if letter in "cdef" else 1.0)
+    return given
+
+
+def states(folder):
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("checkpoints/*/state.json"))]
+
+
+@pytest.mark.parametrize("method", ["grpo", "dapo", "online_dpo"])
+def test_the_ledger_balances_in_every_checkpoint_and_at_the_end(method, job, tmp_path):
+    config = online_config(job, tmp_path / "run", method, save_steps=1, save_total_limit=9)
+    config = replace(config, reward=(some,), max_unscored=1.0, num_minibatches=1)
+    done = online.run(config)
+    found = states(done.folder)
+    assert len(found) == 6
+    for state in found:
+        entries = state["ledger"]
+        assert entries[ledger.ISSUED] == state["cursor"] == sum(n for name, n in entries.items() if name != ledger.ISSUED)
+    last = json.loads((done.folder / "events.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "finished" and last["ledger"] == found[-1]["ledger"]
+    assert last["ledger"][ledger.UNSCORED] > 0 and last["ledger"][ledger.TRAINED] > 0
+    assert (ledger.NO_SIGNAL in last["ledger"]) == (method == "dapo")
+
+
+def test_negative_control_a_lost_or_doubled_prompt_is_noticed():
+    entries = {ledger.ISSUED: 8, ledger.TRAINED: 7, ledger.UNSCORED: 1}
+    ledger.check_balance(entries, 8)
+    for wrong in ({ledger.TRAINED: 6}, {ledger.TRAINED: 8}, {ledger.ISSUED: 9}):
+        with pytest.raises(RuntimeError, match="does not balance"):
+            ledger.check_balance({**entries, **wrong}, 8)
+    with pytest.raises(RuntimeError, match="12 were drawn"):
+        ledger.check_balance(entries, 12)
+
+
+def test_a_run_from_before_there_was_a_ledger_goes_on():
+    begun = ledger.entered(ledger.opened({}, 8), {ledger.ISSUED: 4, ledger.TRAINED: 4})
+    ledger.check_balance(begun, 12)
+    assert begun[ledger.EARLIER] == 8 and ledger.opened({}, 0) == {}

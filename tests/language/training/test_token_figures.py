@@ -1,0 +1,79 @@
+"""What rollouts.jsonl says of tokens is what the update saw, and saying it changes nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from in_memory import make
+
+from psigrad.language.models import tiny
+from psigrad.language.models.packing import Groups
+from psigrad.language.training.online import online_rl as training
+from psigrad.runs.state import State
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer(["say a: b"], 270)
+
+
+def lines(tokenizer, algorithm="grpo", **settings):
+    run = make(tokenizer, algorithm, **settings)
+    before = {(r.index): r.ids for r in run.prompts}
+    policy = run.model.frozen_copy()
+    training.step(run, State(algorithm=run.algorithm.initial_state()))
+    return run, policy, before, run.journal.lines
+
+
+def own_logp(model, prompt, row):
+    inputs = Groups([prompt], [[tuple(row["completion_ids"])]])
+    return model.evaluate(inputs, temperature=1.0).logp[0].tolist()
+
+
+def test_log_probs_are_the_policys_own(tokenizer):
+    _, policy, prompts, rows = lines(tokenizer, num_iterations=2)
+    shown = [row for row in rows if "logprobs" in row]
+    assert len(shown) == 16 and any("trained_logprobs" in row for row in shown)
+    for row in shown:
+        exact = own_logp(policy, prompts[row["row"]], row)
+        assert row["logprobs"] == pytest.approx(exact, abs=2e-4)
+        assert len(row["logprobs"]) == len(row["completion_ids"])
+    moved = [row for row in shown if "trained_logprobs" in row]
+    difference = max(abs(a - b) for row in moved for a, b in zip(row["logprobs"], row["trained_logprobs"], strict=True))
+    assert difference > 1e-3  # the second pass sees the policy after the first step
+
+
+def test_in_a_single_pass_the_trained_policy_is_the_one_that_sampled(tokenizer):
+    _, _, _, rows = lines(tokenizer)
+    for row in rows:
+        if "trained_logprobs" in row:
+            assert row["trained_logprobs"] == pytest.approx(row["logprobs"], abs=2e-4)
+
+
+def test_reference_and_advantages_by_token(tokenizer):
+    _, _, _, rows = lines(tokenizer, {"preset": "grpo", "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.04}})
+    assert all(row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=2e-4) for row in rows)
+    assert not any("advantages" in row for row in rows)
+    _, _, _, rows = lines(tokenizer, "ppo")
+    varying = [row for row in rows if "advantages" in row]
+    assert varying
+    for row in varying:
+        assert math.fsum(row["advantages"]) / len(row["advantages"]) == pytest.approx(row["advantage"], abs=2e-4)
+
+
+def test_only_the_first_prompts_are_written_by_token_and_none_where_none_is_wanted(tokenizer):
+    _, _, _, rows = lines(tokenizer, record_tokens=1)
+    assert [("logprobs" in row) for row in rows] == [True] * 4 + [False] * 12
+    _, _, _, rows = lines(tokenizer, record_tokens=0)
+    assert not any({"logprobs", "trained_logprobs", "entropy", "advantages"} & row.keys() for row in rows)
+
+
+def test_what_is_written_changes_nothing_of_what_is_learned(tokenizer):
+    def learned(count):
+        run, *_ = lines(tokenizer, record_tokens=count, num_iterations=2)
+        return torch.cat([p.detach().flatten() for p in run.model.trainable().values()]), run.journal.rows
+
+    (some, figures), (none, same) = learned(4), learned(0)
+    assert torch.equal(some, none) and figures == same

@@ -1,0 +1,134 @@
+"""The optimiser step: schedule, clipping, float32 masters, and steps that must not happen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from psigrad.config import Optim
+from psigrad.language.models.gradients import embedding, sums_for
+from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError, Optimizer, learning_rate
+
+
+def test_the_schedule_at_hand_worked_points():
+    linear = Optim(learning_rate=1.0, warmup_steps=3, lr_scheduler_type="linear")
+    assert [learning_rate(linear, s, 7) for s in range(8)] == [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0]
+    cosine = Optim(learning_rate=2.0, lr_scheduler_type="cosine")
+    assert [round(learning_rate(cosine, s, 4), 12) for s in range(5)] == [
+        2.0,
+        round(1 + math.cos(math.pi / 4), 12),
+        1.0,
+        round(1 - math.cos(math.pi / 4), 12),
+        0.0,
+    ]
+    constant = Optim(learning_rate=3.0, lr_scheduler_type="constant")
+    assert {learning_rate(constant, s, 4) for s in range(9)} == {3.0}
+
+
+def layer(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3).to(dtype)
+
+
+def loss(module: nn.Module, scale: float = 1.0):
+    x = torch.linspace(-1, 1, 8).view(2, 4).to(next(module.parameters()).dtype)
+    return lambda: scale * (module(x) ** 2).sum()
+
+
+def test_a_step_is_torchs_adamw_after_torchs_clipping():
+    ours, theirs = layer(), layer()
+    optim = Optim(learning_rate=0.1, weight_decay=0.3, max_grad_norm=0.5, adam_beta2=0.95)
+    optimizer = Optimizer(dict(ours.named_parameters()), optim)
+    peer = torch.optim.AdamW(
+        [{"params": [theirs.weight], "weight_decay": 0.3}, {"params": [theirs.bias], "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(0.9, 0.95),
+    )
+    for rate in (0.1, 0.05):
+        norm = optimizer.step([loss(ours)], rate)
+        peer.zero_grad()
+        loss(theirs)().backward()
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in peer.param_groups:
+            group["lr"] = rate
+        peer.step()
+        assert norm == pytest.approx(float(expected), rel=1e-6)
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-6) and torch.allclose(ours.bias, theirs.bias, atol=1e-6)
+
+
+def test_micro_batches_add_up():
+    whole, parts = layer(), layer()
+    optim = Optim(learning_rate=0.1)
+    Optimizer(dict(whole.named_parameters()), optim).step([loss(whole)], 0.1)
+    Optimizer(dict(parts.named_parameters()), optim).step([loss(parts, 0.25), loss(parts, 0.75)], 0.1)
+    assert torch.allclose(whole.weight, parts.weight, atol=1e-7)
+
+
+def test_the_losses_of_a_step_are_made_where_gradients_are_written_in_place():
+    module, seen = layer(), []
+
+    def watched():
+        seen.append(sums_for(module.weight))
+        return loss(module)()
+
+    optimizer = Optimizer(dict(module.named_parameters()), Optim())
+    before = optimizer.sums
+    optimizer.step([watched], 0.1)
+    assert seen[0] is before and sums_for(module.weight) is None
+
+
+def test_a_sum_stays_where_it_is_from_step_to_step_unless_autograd_made_its_own():
+    table, ids = nn.Parameter(torch.randn(50, 4)), torch.tensor([3, 7, 7])
+    optimizer = Optimizer({"table": table}, Optim())
+
+    def written():
+        return embedding(table, ids, None, sums_for(table)).sum()
+
+    optimizer.step([written], 0.1)
+    place = optimizer.sums.tensors[table].data_ptr()
+    optimizer.step([written], 0.1)
+    assert table.grad is optimizer.sums.tensors[table] and table.grad.data_ptr() == place
+    optimizer.step([lambda: nn.functional.embedding(ids, table).sum(), written], 0.1)
+    assert optimizer.sums.tensors == {} and bool(table.grad.any())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_stops_the_run_in_the_end(bad):
+    module = layer()
+    optimizer = Optimizer(dict(module.named_parameters()), Optim(learning_rate=0.1))
+    optimizer.step([loss(module)], 0.1)
+    weights = {n: p.detach().clone() for n, p in module.named_parameters()}
+    moments = {i: {k: v.clone() for k, v in s.items()} for i, s in enumerate(optimizer.adamw.state.values())}
+    for count in range(1, MAX_NONFINITE + 1):
+        assert optimizer.step([loss(module), loss(module, bad)], 0.1) is None
+        assert all(torch.equal(p, weights[n]) for n, p in module.named_parameters())
+        for i, s in enumerate(optimizer.adamw.state.values()):
+            assert all(torch.equal(s[k], moments[i][k]) for k in s)
+        if count < MAX_NONFINITE:
+            optimizer.check(7)
+    with pytest.raises(NonFiniteError, match="not finite for 3 steps in a row, up to step 7"):
+        optimizer.check(7)
+    assert optimizer.step([loss(module)], 0.1) is not None
+    optimizer.check(8)
+
+
+def test_bfloat16_weights_accumulate_updates_too_small_for_them():
+    """At 1e-4 each step is far below bfloat16's spacing near 1; float32 masters add 200 of them up, and the plain way loses
+    all.
+    """
+    start = torch.ones(8, 8)
+    kept = nn.Parameter(start.bfloat16())
+    optimizer = Optimizer({"w": kept}, Optim(learning_rate=1e-4, max_grad_norm=0))
+    lost = nn.Parameter(start.bfloat16())
+    plain = torch.optim.AdamW([lost], lr=1e-4, weight_decay=0.0)
+    for _ in range(200):
+        optimizer.step([lambda: kept.float().sum()], 1e-4)
+        plain.zero_grad()
+        lost.float().sum().backward()
+        plain.step()
+    assert torch.allclose(optimizer.masters["w"], torch.full((8, 8), 0.98), atol=1e-4)
+    assert torch.equal(kept.detach(), optimizer.masters["w"].detach().bfloat16())
+    assert torch.equal(lost.detach(), start.bfloat16())

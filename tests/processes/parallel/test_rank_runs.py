@@ -1,0 +1,215 @@
+"""Runs on several processes: alike on any number of them, bitwise after a kill -9, checkpoints that any number can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+from rank_gradients import make_models
+from safetensors.torch import load_file
+from tiny_jobs import make_job
+
+from psigrad.processes.parallel.world import RankLost
+from psigrad.records import checkpoint
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Path:
+    return make_job(tmp_path_factory.mktemp("job"))
+
+
+def train(job: Path, out: Path, recipe: str, size: int, strategy: str, kill: str = "", lora: str = "") -> Path:
+    ranks.run(size, "rank_runs", "main", job, out, recipe, strategy, kill, lora, lockstep=strategy == "fsdp")
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(job, tmp_path_factory):
+    """whole(recipe, size, strategy): the folder of a run that nobody interrupted."""
+    done = {}
+
+    def of(recipe: str, size: int, strategy: str) -> Path:
+        key = (recipe, size, strategy)
+        if key not in done:
+            done[key] = train(job, tmp_path_factory.mktemp("whole") / "run", recipe, size, strategy)
+        return done[key]
+
+    return of
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo", *(pytest.param(r, marks=pytest.mark.long) for r in ("sft", "ppo", "dpo", "reward", "online_dpo", "episodes"))],
+)
+def test_two_processes_train_as_one_does(whole, recipe, strategy):
+    one, two = rows(whole(recipe, 1, "ddp")), rows(whole(recipe, 2, strategy))
+    for row in (*one, *two):  # a process alone reuses what sampling computed, and compares less often
+        for name in [name for name in row if name.startswith("sampling/")]:
+            row.pop(name)
+    assert [row.keys() for row in one] == [row.keys() for row in two]
+    for before, after in zip(one, two, strict=True):
+        for name, value in before.items():
+            close = 2e-3 if name == "explained_variance" else 2e-4  # a ratio to a variance of next to nothing
+            assert after[name] == pytest.approx(value, rel=2e-3, abs=close), (before["step"], name)
+    assert (whole(recipe, 2, strategy) / "model" / "config.json").exists()
+
+
+KILLS = [
+    ("ddp", "backward 1 5"),
+    ("fsdp", "save 1 2"),
+    *(
+        pytest.param(*x, marks=pytest.mark.long)
+        for x in (("fsdp", "backward 1 5"), ("ddp", "save-alone 0 2"), ("ddp", "gather 0 40"), ("ddp", "forward 1 9"))
+    ),
+    *(pytest.param("fsdp", kill, marks=pytest.mark.long) for kill in ("gather 0 40", "forward 0 9", "save 0 2", "save 0 1")),
+]
+
+
+@pytest.mark.parametrize(("strategy", "kill"), KILLS)
+def test_a_killed_process_ends_the_others_and_the_run_goes_on_bitwise(job, whole, tmp_path, strategy, kill):
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (job, tmp_path / "run", "grpo", strategy, kill)
+        group = ranks.start(2, "rank_runs", "main", *arguments, lockstep=strategy == "fsdp", folder=meeting)
+        killed = int(kill.split()[1])
+        assert group[killed].wait(240) == -signal.SIGKILL
+        began = time.monotonic()
+        said = group[1 - killed].communicate(timeout=240)[1]
+        assert time.monotonic() - began < 60 * ranks.MINUTES / 2, "it was told, and did not wait for the time-out"
+        assert group[1 - killed].returncode not in (0, -signal.SIGKILL) and "RankLost" in said, said[-2000:]
+        group[killed].communicate()
+    train(job, tmp_path / "run", "grpo", 2, strategy)
+    undisturbed = whole("grpo", 2, strategy)
+    for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    assert any(row["step"] > 2 for row in rows(tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """saved(case): (folder of the models, checkpoint of two processes in shards, what was in it)."""
+    models, out, done = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saved"), {}
+    make_models(models)
+
+    def of(case: str):
+        if case not in done:
+            name = out / case.replace(" ", "-")
+            ranks.run(2, "rank_runs", "checkpoint", models, case, name, lockstep=True)
+            done[case] = (models, name / "step-00000003", load_file(f"{name}-tensors.safetensors"))
+        return done[case]
+
+    return of
+
+
+@pytest.mark.parametrize(("size", "sharded"), [(1, False), (4, True), pytest.param(2, False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "case", ["dapo bfloat16", pytest.param("lora", marks=pytest.mark.long), pytest.param("reward", marks=pytest.mark.long)]
+)
+def test_what_two_processes_saved_in_shards_any_number_reads_bitwise(saved, tmp_path, case, size, sharded):
+    models, place, before = saved(case)
+    assert checkpoint.verify(place)["step"] == 3
+    ranks.run(size, "rank_runs", "checkpoint", models, case, tmp_path / "again", place, lockstep=sharded)
+    after = load_file(tmp_path / "again-tensors.safetensors")
+    assert before.keys() == after.keys()
+    assert all((before[key] == after[key]).all() for key in before)
+    assert any(key.startswith("exp_avg.") and bool(x.any()) for key, x in before.items())
+
+
+def test_a_damaged_shard_is_named(saved, tmp_path):
+    place = saved("dapo bfloat16")[1]
+    copy = tmp_path / place.name
+    copy.mkdir()
+    for file in place.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    shard = sorted(copy.glob("shard-*"))[1]
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(checkpoint.CheckpointError, match=shard.name):
+        checkpoint.verify(copy)
+
+
+def command(job: Path, out: Path, *more: str) -> list[str]:
+    settings = [
+        "--model",
+        str(job / "base"),
+        "--dataset",
+        str(job / "train.jsonl"),
+        "--output-dir",
+        str(out),
+        "--batch-size",
+        "4",
+    ]
+    quiet = ["--no-progress", "--no-report", "--eval-prompts", "0", "--threads", "1"]
+    return [sys.executable, "-m", "psigrad", "sft", *settings, *quiet, *more]
+
+
+def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "run"
+    endless = command(job, out, "--processes", "2", "--max-steps", "100000")
+    run = subprocess.Popen(endless, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or metrics.stat().st_size < 500:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.1)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    by_rank = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
+    os.kill(by_rank[b"1"], signal.SIGKILL)
+    said = run.communicate(timeout=240)[1]
+    assert run.returncode == 137
+    assert "process 1 of 0 to 1 was ended by SIGKILL" in said
+    assert "Traceback" not in said
+    # asked to stop, all stop together, and the same command goes on
+    run = subprocess.Popen(endless, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = metrics.stat().st_size
+    while metrics.stat().st_size < before + 500:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=240)[1]
+    assert run.returncode == 143 and "everything is saved" in said and said.count("psigrad:") == 1, said
+    # a mistake is told once
+    wrong = subprocess.run(
+        command(job, out, "--processes", "2", "--resume", "never"), env=environment, capture_output=True, text=True
+    )
+    assert wrong.returncode == 2 and wrong.stderr.count("psigrad:") == 1 and "resume is never" in wrong.stderr, wrong.stderr
+
+
+def test_from_python_several_processes_are_refused_with_the_way_to_start_them(job, tmp_path):
+    import psigrad
+    from psigrad.errors import UserError
+
+    with pytest.raises(UserError, match="torchrun --nproc-per-node=2"):
+        psigrad.train("sft", model=job / "base", dataset=str(job / "train.jsonl"), processes=2, output_dir=str(tmp_path / "run"))
+    assert RankLost.exit_status == 75
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_rank_0_calls_the_callbacks_and_all_ranks_do_what_they_ask_for(job, tmp_path, strategy):
+    for size in (1, 2):
+        ranks.run(size, "rank_runs", "directed", job, tmp_path / str(size), "sft", strategy, lockstep=strategy == "fsdp")
+    one, two = rows(tmp_path / "1"), rows(tmp_path / "2")
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [0, 0, 1, 1, 1, 2, 3, 4, 4, 4]
+    rates = [row["learning_rate"] for row in two if "learning_rate" in row]
+    assert rates == pytest.approx([1e-4, 1e-4 * 5 / 6, 1e-5 * 4 / 6, 1e-5 * 3 / 6])
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+
+
+def test_a_callback_that_fails_ends_every_rank_with_its_name(job, tmp_path):
+    ranks.run(2, "rank_runs", "directed", job, tmp_path / "run", "sft", "ddp", "fails")
+    told = [(tmp_path / f"run-{rank}.error").read_text() for rank in (0, 1)]
+    assert told[0] == told[1] and "The callback Director raised in on_step_end" in told[0]

@@ -1,0 +1,169 @@
+"""What a user's code does in a worker ends with the worker: it answers for nobody else and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+
+from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
+from psigrad.processes.workers import output
+from psigrad.processes.workers.environment import passed_on, withheld
+
+
+def scored(function, texts=("a", "b"), **settings):
+    with RewardPool([RewardSpec("mine", function)], **{"timeout": 60.0, **settings}) as pool:
+        scoring = pool.begin()
+        scoring.add(Samples(list(texts), list(texts), [[1]] * len(texts)))
+        return scoring.results()
+
+
+def alive_with(mark):
+    """Processes whose command line has this word."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] and mark in process.info["cmdline"]:
+            found.append(process.pid)
+    return found
+
+
+def gone(mark, seconds=60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not alive_with(mark):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("way", ["child", "session", "double fork"])
+def test_nothing_that_a_hanging_reward_started_outlives_it(way):
+    mark = f"{7000 + os.getpid() % 1000}.{['child', 'session', 'double fork'].index(way)}1234"
+
+    def hangs(completions, **columns):
+        import subprocess
+        import time
+
+        if way == "double fork":
+            subprocess.run(["sh", "-c", f"setsid sleep {mark} & exit 0"], check=True)
+        else:
+            subprocess.Popen(["sleep", mark], start_new_session=way == "session")
+        time.sleep(60)
+
+    (result,) = scored(hangs, ["a"], timeout=1.0)
+    assert isinstance(result, Unscored) and "time-out" in result.reason
+    assert gone(mark)
+
+
+def test_memory_has_a_limit():
+    def greedy(completions, **columns):
+        return [float(len(bytearray(3 << 30)))] * len(completions)
+
+    results = scored(greedy, memory_gb=1.0)
+    assert all(isinstance(r, Unscored) and "MemoryError" in r.reason for r in results)
+    (fine,) = scored(greedy, ["a"], memory_gb=0.0, timeout=60.0)  # negative control: without a limit there is none
+    assert fine.value == float(3 << 30)
+
+
+def test_what_is_printed_has_a_limit_and_nobody_waits(capfd):
+    def talks(completions, **columns):
+        import sys
+
+        for _ in range(300):
+            sys.stderr.write("x" * (1 << 20))
+        print("done")
+        return [1.0] * len(completions)
+
+    assert [r.value for r in scored(talks, timeout=60.0)] == [1.0, 1.0]
+    printed, end = "", time.monotonic() + 60
+    while "the rest is dropped" not in printed and time.monotonic() < end:
+        time.sleep(0.2)
+        printed += capfd.readouterr().err
+    assert output.SHOWN <= len(printed) < output.SHOWN + 1000 and "the rest is dropped" in printed
+
+
+def test_secrets_of_the_trainer_are_not_in_the_worker(monkeypatch):
+    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "DATABASE_URL"):
+        monkeypatch.setenv(name, "secret")
+
+    def looks(completions, **columns):
+        import os
+
+        return [float(sum(value == "secret" for value in os.environ.values()))] * len(completions)
+
+    assert scored(looks)[0].value == 0.0
+    assert scored(looks, variables=("OPENAI_API_KEY",))[0].value == 1.0
+    assert {"HF_TOKEN", "DATABASE_URL"} <= set(withheld()) and {"PATH", "HOME"} <= passed_on().keys()
+
+
+def test_a_pickle_that_a_reward_writes_is_never_loaded(tmp_path):
+    canary = tmp_path / "ran"
+
+    def forges(completions, **columns):
+        import os
+        import pickle
+        import struct
+
+        class Bomb:
+            def __reduce__(self):
+                return (open, (str(canary), "w"))
+
+        data = pickle.dumps(Bomb())
+        for number in range(8):
+            frame = struct.pack("<8sQQ", b"psigrad\x01", number, len(data)) + data
+            for descriptor in range(3, 64):
+                try:
+                    os.write(descriptor, frame)
+                except OSError:
+                    continue
+        return [1.0] * len(completions)
+
+    results = scored(forges)
+    assert not canary.exists() and all(isinstance(r, Unscored) for r in results)
+
+
+def test_a_header_that_promises_gigabytes_does_not_grow_the_trainer():
+    def lies(completions, **columns):
+        import os
+        import struct
+
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, struct.pack("<8sQQ", b"psigrad\x01", 1, 1 << 40))
+            except OSError:
+                continue
+        return [1.0] * len(completions)
+
+    before = psutil.Process().memory_info().rss
+    assert all(isinstance(r, Unscored) for r in scored(lies))
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_a_forked_child_never_answers():
+    def forks(completions, **columns):
+        import os
+        import sys
+
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        return [float(len(c)) for c in completions]
+
+    with RewardPool([RewardSpec("mine", forks)], timeout=60.0) as pool:
+        for count in range(1, 8):
+            scoring = pool.begin()
+            texts = ["x" * (i + 1) for i in range(count)]
+            scoring.add(Samples(texts, texts, [[1]] * count))
+            assert [r.value for r in scoring.results()] == [float(i + 1) for i in range(count)]
+
+
+def test_where_a_reward_raised_is_named_by_file_and_line():
+    def raises(completions, **columns):
+        return [1.0 / (len(c) - 1) for c in completions]
+
+    line = raises.__code__.co_firstlineno + 1
+    (result,) = scored(raises, ["a"])
+    assert result == Unscored(f"mine raised ZeroDivisionError: float division by zero (test_limits.py, line {line})")

@@ -1,0 +1,50 @@
+"""A run tells once of what its figures warn of: on stderr, as an event, in the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tiny_jobs import online_config
+
+from psigrad.language.recipes import online
+from psigrad.records.run_folder import RunFolder
+from psigrad.runs.journal import Announcer, Journal
+
+
+def constant(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def events(folder, kind="warning"):
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_rewards_that_do_not_differ_are_told_once(job, tmp_path, capsys):
+    config = online_config(job, tmp_path / "run", max_steps=8)
+    done = online.run(replace(config, reward=(constant,), run=replace(config.run, report=True)))
+    told = capsys.readouterr().err
+    assert told.count("Rewards do not differ") == 1 and "psigrad: warning from step 1 on:" in told
+    assert [e["rule"] for e in events(done.folder)].count("flat_reward") == 1
+    assert "Rewards do not differ" in done.report.read_text()
+
+
+def test_negative_control_a_sound_run_is_quiet(tmp_path, capsys):
+    with RunFolder.open(tmp_path / "run", {}) as folder:
+        journal = Journal(folder, announcer=Announcer(folder))
+        for step in range(1, 60):
+            journal.metrics(step, {"reward": step / 60, "reward_std": 0.3, "frac_reward_zero_std": 0.1, "grad_norm": 1.0})
+    assert capsys.readouterr().err == "" and events(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("before", [3, 5])
+def test_a_run_that_goes_on_is_told_of_nothing_twice(before, tmp_path, capsys):
+    flat = {"reward": 1.0, "reward_std": 0.0}
+    for steps in (range(1, before + 1), range(before + 1, 12)):
+        with RunFolder.open(tmp_path / "run", {}) as folder:
+            journal = Journal(folder, announcer=Announcer(folder))
+            for step in steps:
+                journal.metrics(step, flat)
+    assert len(events(tmp_path / "run")) == 1, "five rows in a row, some of them from before the stop"

@@ -1,0 +1,234 @@
+"""When the cycle saves, what it prints where there is no terminal, and what is left of a run that fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_jobs import online_config
+
+from psigrad.config import Run
+from psigrad.errors import UserError
+from psigrad.processes.parallel.world import ALONE
+from psigrad.language.recipes import online
+from psigrad.records import checkpoint
+from psigrad.language.rewards import RewardError
+from psigrad.runs import cycle as module
+from psigrad.language.training.online import online_rl as training
+from psigrad.runs.callbacks import Callbacks
+from psigrad.runs.cycle import cycle
+from psigrad.runs.progress import bar
+from psigrad.runs.state import State
+from psigrad.language.training.update import NonFiniteError
+
+
+class Quiet:
+    world = ALONE
+    callbacks = Callbacks()
+    folder = SimpleNamespace(checkpoints=Path("checkpoints"))
+
+    def stop_requested(self):
+        return False
+
+    def disk_low(self):
+        return ""
+
+
+def saves(settings, total=10, step=None):
+    """The steps that were saved."""
+    found = []
+    turn = step or (lambda state: (replace(state, step=state.step + 1), ""))
+    cycle(
+        "x", State(evaluated=True), total, turn, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet(), lambda: 0
+    )
+    return found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on by a minute each time that it is asked."""
+    minutes = iter(range(10_000))
+    monkeypatch.setattr(module.time, "monotonic", lambda: 60.0 * next(minutes))
+
+
+def test_a_checkpoint_is_made_by_time_and_at_the_end(clock):
+    assert saves(Run(progress=False, save_minutes=3.0)) == [3, 6, 9, 10]
+    assert saves(Run(progress=False, save_minutes=0.0)) == [10]
+    assert saves(Run(progress=False, save_minutes=0.0, save_steps=4)) == [4, 8, 10]
+
+
+def test_a_run_is_saved_by_time_unless_it_is_told_otherwise():
+    assert Run().save_minutes == 10.0 and Run().save_total_limit == 2
+
+
+@pytest.mark.parametrize("error", [RewardError("rewards"), NonFiniteError("gradient")])
+def test_what_was_good_is_saved_before_an_error_that_leaves_the_weights_alone(error):
+    found = []
+
+    def step(state):
+        if state.step == 6:
+            raise error
+        return replace(state, step=state.step + 1, nonfinite=int(state.step + 1 > 4)), ""
+
+    settings = Run(progress=False, save_minutes=0.0)
+    with pytest.raises(type(error)):
+        cycle(
+            "x", State(evaluated=True), 10, step, lambda s: None, lambda s: found.append(s.step), settings, 0, Quiet(), lambda: 0
+        )
+    assert found == [4], "the steps behind it had no finite gradient"
+
+
+def test_an_error_after_a_weight_has_moved_saves_nothing():
+    found, moves = [], itertools.count()
+
+    def step(state):
+        if state.step == 3:
+            raise ValueError
+        return replace(state, step=state.step + 1), ""
+
+    with pytest.raises(ValueError):
+        cycle(
+            "x",
+            State(evaluated=True),
+            10,
+            step,
+            lambda s: None,
+            found.append,
+            Run(progress=False),
+            0,
+            Quiet(),
+            lambda: next(moves),
+        )
+    assert found == []
+
+
+def fails_later(prompts, completions, **columns):
+    """Good for the first evaluation and some steps, then broken for good."""
+    fails_later.calls += 1
+    if fails_later.calls > 24:
+        raise RuntimeError("the service is gone")
+    return [float(len(text)) for text in completions]
+
+
+fails_later.calls = 0
+
+
+def test_a_run_whose_rewards_fail_leaves_a_checkpoint_the_reason_and_the_traceback(job, tmp_path):
+    config = online_config(job, tmp_path / "run", max_steps=50, save_steps=0)
+    config = replace(config, reward=(fails_later,), evaluation=replace(config.evaluation, eval_steps=0))
+    with pytest.raises(RewardError, match="the service is gone"):
+        online.run(config)
+    folder = tmp_path / "run"
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert checkpoint.latest(folder / "checkpoints").step == max(steps) > 0
+    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "failed" and "the service is gone" in last["reason"] and "check_unscored" in last["traceback"]
+
+
+def test_without_a_terminal_a_line_of_figures_is_printed_now_and_then(capsys):
+    with bar("grpo", 25, every=10) as advance:
+        for step in range(25):
+            advance(note=f"reward {step}")
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split("  ")[:2] for line in lines]
+    assert shown == [["grpo 10/25", "reward 9"], ["grpo 20/25", "reward 19"], ["grpo 25/25", "reward 24"]]
+    with bar("grpo", 25, every=0) as advance:
+        advance()
+    with bar("grpo", 25, shown=False, every=1) as advance:
+        advance()
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_that_are_not_finite_are_never_sealed(job, tmp_path):
+    config = online_config(job, tmp_path / "run", max_steps=6, save_steps=1)
+    config = replace(config, optim=replace(config.optim, learning_rate=3e38, max_grad_norm=0.0), num_minibatches=1)
+    with pytest.raises(UserError, match=r"not finite|sampler and trainer disagree"):
+        online.run(config)
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    for file in [] if found.path is None else found.path.glob("*.safetensors"):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
+
+
+def failing(error, at, moves=None):
+    """The steps saved by a cycle whose step number `at` raises `error`, and the error that came out."""
+    found = []
+
+    def step(state):
+        if state.step + 1 == at:
+            raise error
+        return replace(state, step=state.step + 1), ""
+
+    settings = Run(progress=False, save_minutes=0.0)
+    count = (lambda: next(moves)) if moves else (lambda: 0)
+    with pytest.raises(Exception) as raised:
+        cycle(
+            "x",
+            State(evaluated=True),
+            10,
+            step,
+            lambda s: None,
+            lambda s: found.append(s.step),
+            settings,
+            0,
+            Quiet(),
+            count,
+        )
+    return found, raised.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+        ),
+    ],
+    ids=["python", "gpu", "cpu"],
+)
+def test_a_run_out_of_memory_is_saved_and_told_what_takes_less(error):
+    found, raised = failing(error, 7)
+    assert found == [6] and isinstance(raised, UserError)
+    assert "Step 7 ran out of memory; the run is saved at step 6. Go on with a smaller micro_batch_tokens" in str(raised)
+
+
+def test_out_of_memory_after_a_weight_has_moved_names_the_last_checkpoint():
+    found, raised = failing(MemoryError(), 7, moves=itertools.count())
+    assert found == [] and "saved at step 0" in str(raised)
+
+
+def test_memory_that_does_not_suffice_in_a_real_run_leaves_a_checkpoint(job, tmp_path, monkeypatch):
+    config = online_config(job, tmp_path / "run", max_steps=6, save_steps=0)
+    steps = itertools.count()
+    whole = training.learn
+
+    def learn(*given):
+        if next(steps) == 3:
+            torch.empty(1 << 60)
+        return whole(*given)
+
+    monkeypatch.setattr(training, "learn", learn)
+    with pytest.raises(UserError, match=r"Step 4 ran out of memory; the run is saved at step 3\."):
+        online.run(config)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").step == 3
+    monkeypatch.setattr(training, "learn", whole)
+    smaller = replace(config, micro_batch_tokens=16)
+    assert online.run(smaller).after["step"] == 6
+
+
+def test_a_disk_that_gets_full_stops_the_run_while_a_checkpoint_still_fits(job, tmp_path, monkeypatch):
+    config = online_config(job, tmp_path / "run", max_steps=6, save_steps=2)
+    free = iter([1 << 40] * 2 + [1000] * 9)
+    monkeypatch.setattr("psigrad.records.run_folder.disk.free_bytes", lambda path: next(free))
+    with pytest.raises(UserError, match=r"has 1000 bytes free, and a checkpoint takes \d+\. The run is saved at step 5"):
+        online.run(config)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").step == 5
+    monkeypatch.undo()
+    assert online.run(config).after["step"] == 6

@@ -1,0 +1,259 @@
+"""A run that goes on finds everything as it was, or says by name what changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_jobs import online_config, preference_config, sft_config
+
+from psigrad import importing
+from psigrad.config import OnlineConfig
+from psigrad.config.load import load, to_dict
+from psigrad.errors import UserError
+from psigrad.language.recipes import online, preference, sft
+from psigrad.records import pins, read
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def interrupted(folder):
+    """A finished run as one that was killed before its end."""
+    shutil.rmtree(folder / "model")
+    newest = max((folder / "checkpoints").iterdir())
+    shutil.rmtree(newest)
+
+
+def events(folder, kind):
+    return [event for event in lines(folder / "events.jsonl") if event["kind"] == kind]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+
+
+@pytest.fixture
+def copied(job, tmp_path):
+    """The job in a folder that a test may change."""
+    shutil.copytree(job, tmp_path / "job")
+    return tmp_path / "job"
+
+
+REWARD = "def mine(completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+HELPER = "import scales\n\ndef mine(completions, **columns):\n    return [scales.FACTOR * len(c) for c in completions]\n"
+
+
+def with_reward(job, tmp_path, **settings):
+    made = online_config(job, tmp_path / "run", **settings)
+    return replace(made, reward=(f"{tmp_path / 'mine.py'}:mine",), evaluation=replace(made.evaluation, eval_prompts=0))
+
+
+def test_another_reward_is_refused_by_name_and_taken_when_allowed(copied, tmp_path):
+    source = tmp_path / "mine.py"
+    source.write_text(REWARD)
+    online.run(with_reward(copied, tmp_path))
+    interrupted(tmp_path / "run")
+    source.write_text(REWARD.replace("float(", "2.0 * ("))
+    with pytest.raises(UserError, match=r"was trained with another reward\. .* --allow reward,"):
+        online.run(with_reward(copied, tmp_path))
+    online.run(with_reward(copied, tmp_path, allow=("reward",)))
+    (taken,) = events(tmp_path / "run", "allowed")
+    assert taken["name"] == "reward" and taken["before"] != taken["now"]
+    interrupted(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    # the checkpoint that is left is from before the change: it still wants the word
+    with pytest.raises(UserError, match="another reward"):
+        online.run(with_reward(copied, tmp_path))
+
+
+def test_what_a_reward_imports_is_pinned_too(copied, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "scales.py").write_text("FACTOR = 1.0\n")
+    (tmp_path / "mine.py").write_text(HELPER)
+    first = pins.code_of(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward"))
+    assert first == pins.code_of(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward"))
+    (tmp_path / "scales.py").write_text("FACTOR = 2.0\n")
+    assert pins.code_of(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward")) != first
+
+
+def test_a_librarys_code_and_psigrads_are_not_pinned():
+    assert pins.code_of(json.dumps, torch.nn.Linear, sft.run) is None
+
+
+@pytest.mark.parametrize("made", ["online", "sft"])
+def test_another_base_model_is_refused_by_name(made, copied, tmp_path):
+    run, config = {"online": (online.run, online_config), "sft": (sft.run, sft_config)}[made]
+    run(config(copied, tmp_path / "run"))
+    interrupted(tmp_path / "run")
+    weights = copied / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x00\x3f")
+    pins._folder_hash.cache_clear()  # one process would not look again
+    with pytest.raises(UserError, match="was trained with another model"):
+        run(config(copied, tmp_path / "run"))
+    run(config(copied, tmp_path / "run", allow=("model",)))
+
+
+def test_another_reference_is_refused_by_name(copied, tmp_path):
+    shutil.copytree(copied / "base", copied / "reference")
+    config = replace(preference_config(copied, tmp_path / "run"), reference=str(copied / "reference"))
+    preference.run(config)
+    interrupted(tmp_path / "run")
+    (copied / "reference" / "note.txt").write_text("another")
+    pins._folder_hash.cache_clear()
+    with pytest.raises(UserError, match="was trained with another reference"):
+        preference.run(config)
+
+
+def test_other_threads_are_refused_with_both_numbers(job, tmp_path):
+    sft.run(sft_config(job, tmp_path / "run", threads=1))
+    interrupted(tmp_path / "run")
+    with pytest.raises(UserError, match=r"run\.threads was 1 and is 2.*--allow run\.threads"):
+        sft.run(sft_config(job, tmp_path / "run", threads=2))
+    with pytest.raises(UserError, match=r"threads 1 \(now 2\).*--allow threads"):  # 0: one per core, of another machine
+        pins.check_pins(tmp_path, {"threads": "1"}, {"threads": "2"})
+    sft.run(sft_config(job, tmp_path / "run", threads=2, allow=("threads",)))
+
+
+def test_kernels_switched_off_are_noticed(job, tmp_path, monkeypatch):
+    sft.run(sft_config(job, tmp_path / "run"))
+    interrupted(tmp_path / "run")
+    monkeypatch.setattr("psigrad.runs.session.kernels", lambda: "switched off")
+    with pytest.raises(UserError, match=r"kernels on \(now off\)"):
+        sft.run(sft_config(job, tmp_path / "run"))
+
+
+def test_a_name_that_nothing_has_is_refused(job, tmp_path):
+    sft.run(sft_config(job, tmp_path / "run"))
+    with pytest.raises(UserError, match=r"run\.allow has 'rewards'.*did you mean"):
+        sft.run(sft_config(job, tmp_path / "run", allow=("rewards",)))
+
+
+def test_a_setting_may_be_changed_by_name_and_is_recorded(job, tmp_path):
+    sft.run(sft_config(job, tmp_path / "run"))
+    interrupted(tmp_path / "run")
+
+    def changed(**settings):
+        made = sft_config(job, tmp_path / "run", **settings)
+        return replace(made, optim=replace(made.optim, learning_rate=0.02))
+
+    with pytest.raises(UserError, match=r"optim\.learning_rate was 0\.01 and is 0\.02.*--allow optim\.learning_rate"):
+        sft.run(changed())
+    sft.run(changed(allow=("learning_rate",)))
+    assert events(tmp_path / "run", "settings_changed")[-1]["changes"] == {"optim.learning_rate": [0.01, 0.02]}
+
+
+def test_a_changed_part_of_an_algorithm_is_told_and_not_that_it_has_no_name_now(tmp_path):
+    before, now = (to_dict(load(OnlineConfig, flags={"algorithm": "grpo", **more})) for more in ({}, {"beta": 0.1}))
+    with pytest.raises(UserError, match=r"algorithm\.kl") as refused:
+        pins.check_settings(tmp_path, before, now)
+    assert "grpo" not in str(refused.value)
+    for other in ("ppo", {"preset": "ppo", "kl": {"coefficient": 0.1}}):
+        with pytest.raises(UserError, match=r"\(algorithm was 'grpo' and is 'ppo'"):
+            pins.check_settings(tmp_path, before, before | {"algorithm": other})
+
+
+def test_a_smaller_micro_batch_mends_a_run_that_was_out_of_memory(job, tmp_path):
+    sft.run(sft_config(job, tmp_path / "run"))
+    interrupted(tmp_path / "run")
+    smaller = replace(sft_config(job, tmp_path / "run"), micro_batch_tokens=16)
+    sft.run(smaller)
+    assert "micro_batch_tokens" in events(tmp_path / "run", "settings_changed")[-1]["changes"]
+
+
+def test_a_finished_run_says_so_and_does_nothing(job, tmp_path, capsys):
+    first = sft.run(sft_config(job, tmp_path / "run"))
+    before = contents(first.folder)
+    again = sft.run(sft_config(job, tmp_path / "run"))
+    assert "is finished; nothing was done" in capsys.readouterr().err
+    assert (again.model, again.before, again.after) == (first.model, first.before, first.after)
+    assert contents(first.folder) == before
+
+
+def test_a_longer_run_is_asked_for_by_name(job, tmp_path):
+    sft.run(sft_config(job, tmp_path / "run", max_steps=4))
+    with pytest.raises(UserError, match=r"run\.max_steps was 4 and is 8.*give --extend"):
+        sft.run(sft_config(job, tmp_path / "run", max_steps=8))
+    with pytest.raises(UserError, match=r"was 4 and is 2.*more than 4"):
+        sft.run(sft_config(job, tmp_path / "run", max_steps=2, extend=True))
+    sft.run(sft_config(job, tmp_path / "run", max_steps=8, extend=True))
+    assert max(row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")) == 8
+    sft.run(sft_config(job, tmp_path / "run", max_steps=8, extend=True))  # the same command again: finished
+
+
+def test_other_versions_are_recorded(job, tmp_path, monkeypatch):
+    sft.run(sft_config(job, tmp_path / "run"))
+    interrupted(tmp_path / "run")
+    monkeypatch.setattr("psigrad.runs.state.versions", lambda: {"torch": "9.9"})
+    sft.run(sft_config(job, tmp_path / "run"))
+    (event,) = events(tmp_path / "run", "versions_changed")
+    assert event["versions"]["torch"] == [torch.__version__, "9.9"]
+
+
+CUSTOM = """
+from pathlib import Path
+from transformers import PreTrainedConfig
+Path({mark!r}).write_text("ran")
+class CustomConfig(PreTrainedConfig):
+    model_type = "custom"
+"""
+
+
+@pytest.mark.parametrize("run", [online.run, sft.run])
+def test_code_that_comes_with_a_model_never_runs_unasked(run, copied, tmp_path):
+    mark, base = tmp_path / "ran", copied / "base"
+    settings = json.loads((base / "config.json").read_text())
+    auto = {"AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomModel"}
+    (base / "config.json").write_text(json.dumps({**settings, "model_type": "custom", "auto_map": auto}))
+    (base / "custom.py").write_text(CUSTOM.format(mark=str(mark)))
+    config = (online_config if run is online.run else sft_config)(copied, tmp_path / "run")
+    with pytest.raises(UserError, match=r"set model\.trust_remote_code=true if you have read"):
+        run(config)
+    assert not mark.exists()
+    with pytest.raises(UserError):  # negative control: asked for, it runs, and there is no such class in it
+        run(
+            replace(
+                config,
+                model=replace(config.model, trust_remote_code=True),
+                run=replace(config.run, output_dir=str(tmp_path / "b")),
+            )
+        )
+    assert mark.exists()
+
+
+def test_a_revision_of_a_folder_is_refused(job, tmp_path):
+    config = sft_config(job, tmp_path / "run")
+    with pytest.raises(UserError, match=r"model\.revision is 'v1' and .* is on this disk"):
+        sft.run(replace(config, model=replace(config.model, revision="v1")))
+
+
+def test_a_revision_is_what_is_loaded_and_pinned(job, tmp_path, monkeypatch):
+    asked, commit = [], tmp_path / "hub" / "models--some--model" / "snapshots" / "0123abc"
+    shutil.copytree(job / "base", commit)
+
+    def download(path, *, revision, allow_patterns):
+        asked.append((path, revision))
+        return str(commit)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("psigrad.records.pins.try_to_load_from_cache", lambda path, name, revision: str(commit / name))
+    config = sft_config(job, tmp_path / "run")
+    sft.run(replace(config, model=replace(config.model, path="some/model", revision="v1")))
+    assert asked == [("some/model", "v1")]
+    manifest = json.loads((max((tmp_path / "run" / "checkpoints").iterdir()) / "manifest.json").read_text())
+    assert manifest["model"] == "0123abc"
+
+
+def test_pages_show_an_algorithms_name_in_one_place(tmp_path):
+    named, changed = tmp_path / "named", tmp_path / "changed"
+    for folder, algorithm in ((named, "grpo"), (changed, {"preset": "grpo", "kl": {"coefficient": 0.1}})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"recipe": "online", "algorithm": algorithm}))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    one, other = (read.load(folder).settings for folder in (named, changed))
+    assert one["algorithm"] == other["algorithm"] == "grpo"
+    assert other.items() - one.items() == {("algorithm.kl.coefficient", 0.1)}

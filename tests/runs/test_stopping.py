@@ -1,0 +1,56 @@
+"""SIGTERM in every phase of a step: the run saves, leaves with 143, and goes on to the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from resuming import RECIPES, digest, events_of, run_to_end
+from tiny_jobs import forked
+
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.records import checkpoint
+from psigrad.language.rewards.pool import PoolScoring
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.training.evaluator import Evaluator
+from psigrad.runs.journal import Stopped
+from psigrad.language.training.update import Optimizer
+
+PHASES = {
+    "start": (LanguageModel, "trainable", 1),
+    "rollout": (EmbeddedSampler, "steps", 4),
+    "reward": (PoolScoring, "results", 3),
+    "update": (Optimizer, "apply", 3),
+    "evaluation": (Evaluator, "__call__", 2),
+    "save": (checkpoint, "save", 1),
+}
+
+
+@pytest.mark.parametrize(("phase", "number"), [*((phase, signal.SIGTERM) for phase in PHASES), ("update", signal.SIGHUP)])
+def test_a_signal_is_served_in_every_phase(phase, number, job, tmp_path):
+    run, config = RECIPES["grpo"]
+    owner, name, count = PHASES[phase]
+
+    def asked_to_stop():
+        original, calls = getattr(owner, name), [0]
+
+        def wrapped(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] == count:
+                os.kill(os.getpid(), number)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+        try:
+            run(config(job, tmp_path / "run"))
+        except Stopped as stopped:
+            os._exit(stopped.exit_status)
+
+    status = forked(asked_to_stop)
+    assert os.waitstatus_to_exitcode(status) == 128 + number
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").path is not None or phase == "start"
+    assert events_of(tmp_path / "run")[-1] == "stopped"
+    assert run_to_end(run, config, job, tmp_path / "run") == 0
+    assert run_to_end(run, config, job, tmp_path / "whole") == 0
+    assert digest(tmp_path / "run") == digest(tmp_path / "whole")
