@@ -264,7 +264,11 @@ def _plain(value: Any, field: str = "") -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__module__
         plain = to_dict(value)
-        return plain if name.startswith("psigrad.config") else {"part": f"{name}:{type(value).__qualname__}", **plain}
+        return (
+            plain
+            if re.match(r"psigrad\.(config\b|\w+\.settings$)", name)
+            else {"part": f"{name}:{type(value).__qualname__}", **plain}
+        )
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

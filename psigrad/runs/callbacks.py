@@ -293,7 +293,7 @@ class Callbacks:
             self._rows = []
         c = self.control
         asked = (failure, c.should_training_stop, c.should_evaluate, c.should_save, c.changes)
-        failure, c.should_training_stop, c.should_evaluate, c.should_save, changes = self.world.same(asked)
+        failure, c.should_training_stop, c.should_evaluate, c.should_save, changes = self.world.broadcast(asked)
         if failure:
             raise CallbackError(failure)
         c.changes = {}

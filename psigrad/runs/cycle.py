@@ -73,7 +73,7 @@ class _Saves:
         """Whether the settings want a checkpoint now."""
         minutes = state.changes.get("run.save_minutes", self.settings.save_minutes)
         every = state.changes.get("run.save_steps", self.settings.save_steps)
-        spent = self.journal.world.same(time.monotonic() - self.saved_at) if minutes else 0.0
+        spent = self.journal.world.broadcast(time.monotonic() - self.saved_at) if minutes else 0.0
         return bool(minutes and spent >= 60 * minutes) or bool(every and state.step % every == 0)
 
     def keep(self, state: State) -> State:

@@ -100,7 +100,7 @@ class Journal:
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does."""
-        return self.world.same(self.folder.disk_low())
+        return self.world.broadcast(self.folder.disk_low())
 
     def metrics(self, step: int, figures: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl, shown to the trackers as well; the run is warned of what it shows."""
@@ -127,11 +127,11 @@ class Journal:
 
     def stop_requested(self) -> bool:
         """Whether SIGTERM or Ctrl-C came, to any process."""
-        return any(self.world.gathered(self.signal is not None and self.signal.requested))
+        return any(self.world.all_gather(self.signal is not None and self.signal.requested))
 
     def stopped(self, step: int) -> None:
         """Leave the loop after a stop was asked for and the state saved."""
         self.folder.event("stopped", step=step)
         stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
-        stopped.exit_status += max(self.world.gathered(self.signal.number if self.signal is not None else 0))
+        stopped.exit_status += max(self.world.all_gather(self.signal.number if self.signal is not None else 0))
         raise stopped

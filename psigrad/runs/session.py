@@ -57,7 +57,7 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
             world = stack.enter_context(joined(device=device(config.run), lockstep=lockstep, minutes=minutes))
         else:
             prepare_torch(config.run)
-        path = world.same(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
+        path = world.broadcast(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
         yield stack.enter_context(_open_as(world, path, config, recipe))
 
 
@@ -67,11 +67,11 @@ def _open_as(world: World, path: Path, config: Config, recipe: str) -> Iterator[
     usual = to_dict(type(config)())
     if world.rank:
         with StopSignal() as stop:
-            bystander = Bystander(path, world.same(False))
+            bystander = Bystander(path, world.broadcast(False))
             yield Journal(bystander, signal=stop, world=world, callbacks=_callbacks(config, bystander, world))
         return
     with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
-        world.same(folder.finished)
+        world.broadcast(folder.finished)
         trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
         watchdog = Watchdog(
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
@@ -159,7 +159,7 @@ def finished(config: Config, journal: Journal) -> Result | None:
 def newest_checkpoint(journal: Journal) -> Path | None:
     """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
     world = journal.world
-    found = world.same(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Found(None))
+    found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Found(None))
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
     journal.folder.rewind(found.step if found.path is not None else -1)

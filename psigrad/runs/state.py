@@ -12,11 +12,11 @@ import torch
 import transformers
 
 import psigrad
+from psigrad.language.training.online.collected import Collected, Pending
+from psigrad.language.training.update import NonFiniteError, Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records import checkpoint
-from psigrad.language.training.online.collected import Collected, Pending
-from psigrad.language.training.update import NonFiniteError, Optimizer
 
 OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
 
@@ -112,13 +112,13 @@ def save(
             if state.pending:
                 (folder / PENDING).write_text("".join(p.result().to_json() + "\n" for p in state.pending))
         if world.lockstep:
-            world.gathered(None)  # all have written
+            world.all_gather(None)  # all have written
 
     if world.rank:
         if world.lockstep:
-            write(world.same(root))
+            write(world.broadcast(root))
         return None
-    together = (lambda folder: write(world.same(folder))) if world.lockstep else write
+    together = (lambda folder: write(world.broadcast(folder))) if world.lockstep else write
     path = checkpoint.save(root, state.step, together, meta={**versions(), **(meta or {})})
     checkpoint.prune(root, keep)
     return path

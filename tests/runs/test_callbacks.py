@@ -15,9 +15,9 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 import psigrad
 from psigrad.cli import flags
-from psigrad.control.settings import ControlConfig
 from psigrad.config import OnlineConfig, Run, SFTConfig
 from psigrad.config.load import load
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
 from psigrad.runs import callbacks

@@ -15,17 +15,17 @@ from tiny_jobs import online_config
 
 from psigrad.config import Run
 from psigrad.errors import UserError
-from psigrad.processes.parallel.world import ALONE
 from psigrad.language.recipes import online
-from psigrad.records import checkpoint
 from psigrad.language.rewards import RewardError
-from psigrad.runs import cycle as module
 from psigrad.language.training.online import online_rl as training
+from psigrad.language.training.update import NonFiniteError
+from psigrad.processes.parallel.world import ALONE
+from psigrad.records import checkpoint
+from psigrad.runs import cycle as module
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.cycle import cycle
 from psigrad.runs.progress import bar
 from psigrad.runs.state import State
-from psigrad.language.training.update import NonFiniteError
 
 
 class Quiet:

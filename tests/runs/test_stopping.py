@@ -10,12 +10,12 @@ from resuming import RECIPES, digest, events_of, run_to_end
 from tiny_jobs import forked
 
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.records import checkpoint
 from psigrad.language.rewards.pool import PoolScoring
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.runs.journal import Stopped
 from psigrad.language.training.update import Optimizer
+from psigrad.records import checkpoint
+from psigrad.runs.journal import Stopped
 
 PHASES = {
     "start": (LanguageModel, "trainable", 1),

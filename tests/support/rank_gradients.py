@@ -36,7 +36,7 @@ from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.processes.parallel import sharded
-from psigrad.processes.parallel.world import World, mine
+from psigrad.processes.parallel.world import World, shard
 
 VOCABULARY, BUDGET = 300, 120
 
@@ -107,7 +107,7 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
     tally = Tally(world=world)
     tally.steps = 1
     rows = torch.arange(len(batch.mask))
-    parts = mine(world, micro_batches(batch, prepared.needs_gradient, BUDGET, world.size))
+    parts = shard(world, micro_batches(batch, prepared.needs_gradient, BUDGET, world.size))
     totals = algorithm.totals(prepared, rows)
     if control == "own counts":  # the usual mistake: each process divides by what it has
         own = torch.cat([micro.rows for micro, _ in parts])
@@ -119,7 +119,7 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
 def offline(make_task, case: Case, world: World, model, critic, groups, control: str) -> list[Callable[[], torch.Tensor]]:
     task = make_task(model, [t for group in groups for t in group], groups)
     tally = Tally(world=world)
-    return [partial(tally.of, share, w) for share, w in mine(world, task.shares(range(len(task)), BUDGET, world.size))]
+    return [partial(tally.of, share, w) for share, w in shard(world, task.shares(range(len(task)), BUDGET, world.size))]
 
 
 def _answer(t: Trajectory) -> Answer:
@@ -233,7 +233,7 @@ def held_out(world: World, folder: str, out: str, control: str = "") -> None:
 
     Pretrained.forward = counting
     if control == "own share":  # the usual mistake: a rank takes what it has for the whole
-        sft_task.each_once = lambda world, parts, of: [of(part) for part, _ in mine(world, parts)]
+        sft_task.each_once = lambda world, parts, of: [of(part) for part, _ in shard(world, parts)]
     found = {}
     for name in ("sft", "dpo", "kto", "reward"):
         model, _ = load(CASES[name], Path(folder), world)
@@ -242,7 +242,7 @@ def held_out(world: World, folder: str, out: str, control: str = "") -> None:
         read.clear()
         with torch.no_grad():
             figures = task.held_out(BUDGET, world)
-        found[name] = {"figures": world.gathered(figures), "tokens": world.gathered(sum(read))}
+        found[name] = {"figures": world.all_gather(figures), "tokens": world.all_gather(sum(read))}
     if world.rank == 0:
         Path(f"{out}-held-out.json").write_text(json.dumps(found))
 

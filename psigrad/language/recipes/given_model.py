@@ -68,12 +68,12 @@ class GivenModel:
                 "The model is an object and placement.strategy is fsdp, which reads a model shard by shard; save it with "
                 "save_pretrained and give the folder."
             )
-        known = world.same(json.loads((folder / _DIGEST).read_text()) if (folder / _DIGEST).exists() else None)
+        known = world.broadcast(json.loads((folder / _DIGEST).read_text()) if (folder / _DIGEST).exists() else None)
         now = {"class": type(network).__name__, "weights": weights_digest(network)}
         if known is None:
             if world.rank == 0:
                 self._write(folder, now)
-            world.gathered(None)  # it is there
+            world.all_gather(None)  # it is there
         elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
             raise UserError(
                 f"The run in {folder.parent} began with another model than the one that was given (a copy of its own is in "

@@ -124,7 +124,7 @@ def _logps(
     held: list[list[float]] | None = None
     with contextlib.suppress(OSError, SafetensorError):
         held = load_file(path)["logps"].tolist()
-    if (known := world.same(held)) is not None:
+    if (known := world.broadcast(held)) is not None:
         return known
     computed = reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
     if world.rank:
@@ -140,7 +140,7 @@ def _logps(
 def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
     """SHA-256 of the reference's weights and of every token."""
     digest = hashlib.sha256()
-    held = model.network.state_dict().items() if model.root is None else sharded.gathered(model)
+    held = model.network.state_dict().items() if model.root is None else sharded.gather(model)
     for name, tensor in sorted(held):
         if not (model.is_own_reference and "lora_" in name):
             digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())

@@ -51,7 +51,7 @@ def parcels(sampler: Sampler) -> dict[str, dict[str, int]]:
 def weights_of(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of all that learns."""
     learns = model.trainable()
-    return iter(learns.items()) if model.root is None else sharded.gathered(model, set(learns))
+    return iter(learns.items()) if model.root is None else sharded.gather(model, set(learns))
 
 
 def _samplers(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Journal) -> contextlib.AbstractContextManager[Fleet]:

@@ -103,7 +103,7 @@ class Optimizer:
             gradient = self.masters[name].grad if self.masters[name].grad is not None else own.grad
             if gradient is not None:
                 parts[own is self.parameters[name]] += float(gradient.double().pow(2).sum())
-        return math.sqrt(float(self.world.sum(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
+        return math.sqrt(float(self.world.all_reduce(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
     def apply(self, norm: float, lr: float) -> None:
         """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""

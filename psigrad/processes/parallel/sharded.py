@@ -108,7 +108,7 @@ def _describe(model: Pretrained, folder: Path) -> None:
 
 
 @torch.no_grad()
-def gathered(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, whole weight) of every parameter, or of the `wanted`, one after the other, on every process."""
     reshard(model)
     for name, parameter in model.network.named_parameters():
@@ -123,7 +123,7 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
     With `kept` the adapter alone ("adapter"), or beside it in adapter/ ("both").
     """
     state: dict[str, Tensor] = {}
-    for name, weight in gathered(model):
+    for name, weight in gather(model):
         if world.rank == 0:
             state[name] = weight.cpu().clone()
     if world.rank == 0:
@@ -197,5 +197,5 @@ class Replica:
     def refresh(self) -> None:
         """Give the copy the model's weights."""
         own = dict(self.twin.network.named_parameters())
-        for name, weight in gathered(self.model, self._learns):
+        for name, weight in gather(self.model, self._learns):
             own[name].copy_(weight)

@@ -52,15 +52,15 @@ class World(Protocol):
         """Whether all of them must make the same number of forward passes: they hold a model in shards."""
         ...
 
-    def same(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""
         ...
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What each gives, by rank."""
         ...
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all of them, in place of `x`."""
         ...
 
@@ -70,15 +70,15 @@ class Alone:
 
     rank, size, lockstep = 0, 1, False
 
-    def same(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The value itself."""
         return value
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The value as the only one."""
         return [value]
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """The tensor itself."""
         return x
 
@@ -92,7 +92,7 @@ class Ranks:
     def __init__(self, *, lockstep: bool = False) -> None:
         self.rank, self.size, self.lockstep = dist.get_rank(), dist.get_world_size(), lockstep
 
-    def same(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The value that rank 0 gives."""
         box: list[Any] = [value if self.rank == 0 else None]
         with losses_named():
@@ -100,14 +100,14 @@ class Ranks:
         found: T = box[0]
         return found
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What each gives, by rank."""
         box: list[Any] = [None] * self.size
         with losses_named():
             dist.all_gather_object(box, value)
         return box
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all of them, in place of `x`."""
         with losses_named():
             dist.all_reduce(x)
@@ -175,7 +175,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 def agree(world: World, what: Mapping[str, str]) -> None:
     """Raise `UserError` where the processes do not have the same of something, by its name."""
-    each = world.gathered(dict(what))
+    each = world.all_gather(dict(what))
     for name in what:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
         if others:
@@ -185,14 +185,14 @@ def agree(world: World, what: Mapping[str, str]) -> None:
             )
 
 
-def added(world: World, figures: Mapping[str, float]) -> dict[str, float]:
+def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
     """The sum of each figure over those that have it, in the order of the ranks: the same bits on all of them."""
-    each = world.gathered(dict(figures))
+    each = world.all_gather(dict(figures))
     names = dict.fromkeys(name for own in each for name in own)
     return {name: math.fsum(own.get(name, 0.0) for own in each) for name in names} if world.size > 1 else dict(figures)
 
 
-def mine(world: World, parts: Sequence[T]) -> list[tuple[T, float]]:
+def shard(world: World, parts: Sequence[T]) -> list[tuple[T, float]]:
     """This rank's share of what all ranks do, every `size`-th part, each with weight 1.
 
     In lockstep ranks with a part less do the first one once more, with weight 0.
@@ -207,7 +207,7 @@ def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]
 
     In lockstep all ranks call it as often.
     """
-    every = world.gathered([of(part) for part, _ in mine(world, parts)])
+    every = world.all_gather([of(part) for part, _ in shard(world, parts)])
     return [every[i % world.size][i // world.size] for i in range(len(parts))]
 
 
@@ -219,7 +219,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:
     """
     if world.size == 1 or not parameters:
         return
-    counts = world.sum(torch.tensor([float(p.grad is not None) for p in parameters])).tolist()
+    counts = world.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters])).tolist()
     learns = [p for p, count in zip(parameters, counts, strict=True) if count]
     for bucket in _buckets(learns):
         for p in bucket:
@@ -228,10 +228,10 @@ def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:
         gradients = [p.grad for p in bucket if p.grad is not None]
         first = gradients[0]
         if len(bucket) == 1 and first.dtype in (torch.float32, torch.float64) and first.is_contiguous():
-            world.sum(first)
+            world.all_reduce(first)
             continue
         wide = torch.promote_types(first.dtype, torch.float32)
-        flat = world.sum(torch.cat([g.flatten().to(wide) for g in gradients]))
+        flat = world.all_reduce(torch.cat([g.flatten().to(wide) for g in gradients]))
         for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             g.copy_(part.view_as(g))
 

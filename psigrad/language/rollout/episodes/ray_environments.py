@@ -148,7 +148,7 @@ class OfRankZero(Playing):
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
         """See `Playing`."""
-        return self._world.same(None if self.there is None else self.there.rows(count, seed))
+        return self._world.broadcast(None if self.there is None else self.there.rows(count, seed))
 
 
 def _ask(batch: int, calls: Sequence[Call], worker: Any) -> Any:

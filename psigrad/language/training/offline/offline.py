@@ -17,7 +17,7 @@ from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.offline.task import Share, Task
 from psigrad.language.training.update import Optimizer, learning_rate
-from psigrad.processes.parallel.world import added, mine
+from psigrad.processes.parallel.world import shard, sum_figures
 from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
@@ -88,9 +88,9 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     figures: dict[str, float] = {}
     with clock("time/update"):
         world = run.journal.world
-        shares = mine(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
+        shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
         norm = run.optimizer.step([partial(_counted, share, weight, figures) for share, weight in shares], lr)
-        figures = added(world, figures)
+        figures = sum_figures(world, figures)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
         **figures,

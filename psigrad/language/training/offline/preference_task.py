@@ -19,7 +19,7 @@ from psigrad.language.training.offline.sft_task import summed, terms_of
 from psigrad.language.training.offline.task import Share
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
-from psigrad.processes.parallel.world import ALONE, World, each_once, mine
+from psigrad.processes.parallel.world import ALONE, World, each_once, shard
 
 
 def answer_logps(
@@ -42,13 +42,13 @@ def reference_logps(
     """log π_ref of every answer of every prompt; a LoRA model is its own reference, without its adapter."""
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(len(a.ids) for a in group) for p, group in zip(prompts, answers, strict=True)]
-    for part, _ in mine(world, pack_by_tokens(sizes, budget, world.size)):
+    for part, _ in shard(world, pack_by_tokens(sizes, budget, world.size)):
         with model.without_adapter() if model.is_own_reference else torch.no_grad():
             logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
         values = iter(logp.tolist())
         for i in part:
             found[i] = [next(values) for _ in answers[i]]
-    each = world.gathered(found)
+    each = world.all_gather(found)
     return [next(own for own in several if own) for several in zip(*each, strict=True)]
 
 

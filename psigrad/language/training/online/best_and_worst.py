@@ -19,7 +19,7 @@ from psigrad.language.training.online.collate import minibatches
 from psigrad.language.training.online.tally import Outcome, Tally
 from psigrad.language.training.update import Optimizer
 from psigrad.objective.preferences.preference_loss import Preference
-from psigrad.processes.parallel.world import ALONE, World, mine
+from psigrad.processes.parallel.world import ALONE, World, shard
 from psigrad.runs.state import State
 
 
@@ -80,7 +80,7 @@ def learn_preferences(
     for iteration in range(config.num_iterations):
         for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
             tally.steps += 1
-            shares = mine(world, task.shares(rows.tolist(), config.micro_batch_tokens, world.size))
+            shares = shard(world, task.shares(rows.tolist(), config.micro_batch_tokens, world.size))
             norm = optimizer.step([partial(tally.of, share, weight) for share, weight in shares], lr)
             tally.stepped(None if norm is None else [norm])
     signs = torch.zeros(picked.rows)

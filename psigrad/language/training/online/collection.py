@@ -48,7 +48,7 @@ def upcoming(run: Online, state: State, phase: Phase, cache: ActivationCache | N
     if not central:
         return pending[0].result(), tuple(pending[1:])
     with phase("time/wait"):
-        return run.world.same(pending[0].result()), tuple(pending[1:])
+        return run.world.broadcast(pending[0].result()), tuple(pending[1:])
 
 
 def _untimed(name: str) -> AbstractContextManager[Any]:

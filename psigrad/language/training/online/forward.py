@@ -12,7 +12,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.training.online.collate import MicroBatch, micro_batches
 from psigrad.objective import Batch, PolicyOutputs
-from psigrad.processes.parallel.world import ALONE, World, mine
+from psigrad.processes.parallel.world import ALONE, World, shard
 
 
 def log_probs(
@@ -68,11 +68,13 @@ def filled(
     Each process of the world does its share, and all of them get the whole.
     """
     out = torch.zeros_like(batch.logp_old)
-    for micro, counts in mine(world, micro_batches(batch, batch.present.cpu() if wanted is None else wanted, budget, world.size)):
+    for micro, counts in shard(
+        world, micro_batches(batch, batch.present.cpu() if wanted is None else wanted, budget, world.size)
+    ):
         found = of(micro)
         if counts:
             out[micro.rows.to(out.device), : found.shape[1]] = found.to(out.dtype)
-    return world.sum(out)
+    return world.all_reduce(out)
 
 
 def widened(evaluation: PolicyOutputs, width: int) -> PolicyOutputs:

@@ -123,8 +123,8 @@ def _shared(
     found = alone([prompts[i] for i in own], seed_of=lambda i, k: seed_of(own[i], k))
     with phase("time/gather"):
         if central:
-            return world.same(found)
-        each = world.gathered([found[i : i + size] for i in range(0, len(found), size)])
+            return world.broadcast(found)
+        each = world.all_gather([found[i : i + size] for i in range(0, len(found), size)])
     return [t for i in range(len(prompts)) for t in each[i % world.size][i // world.size]]
 
 

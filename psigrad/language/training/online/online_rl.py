@@ -33,7 +33,7 @@ from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.objective.parts.penalty import adapted, kl_penalty, measured_kl
 from psigrad.objective.preferences.online_preference import OnlinePreference
-from psigrad.processes.parallel.world import mine
+from psigrad.processes.parallel.world import shard
 from psigrad.records.rows import rollout_row
 from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
@@ -153,7 +153,7 @@ def learn(
                 continue
             tally.steps += 1
             totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
-            micros = mine(run.world, micro_batches(batch, wanted, config.micro_batch_tokens, run.world.size))
+            micros = shard(run.world, micro_batches(batch, wanted, config.micro_batch_tokens, run.world.size))
             made = losses(run, algorithm, prepared, micros, totals, tally, seen, cache, warms_up)
             tally.stepped(step_together(optimizers, made))
     check_gap(run, tally.joined().mean_gap, state.step + 1)

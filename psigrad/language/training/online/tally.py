@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from psigrad.objective import Batch, Loss
-from psigrad.processes.parallel.world import ALONE, World, added
+from psigrad.processes.parallel.world import ALONE, World, sum_figures
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Tally:
 
     def stepped(self, norms: list[float] | None) -> None:
         """An optimiser step ended, with these gradient norms (policy, critic) unless one was not finite."""
-        self.last, self._now = added(self.world, self._now), {}
+        self.last, self._now = sum_figures(self.world, self._now), {}
         for name, value in self.last.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         if norms is not None:
@@ -71,7 +71,7 @@ class Tally:
 
     def joined(self) -> Tally:
         """This tally after the processes have put together what each compared."""
-        each = self.world.gathered((self._gap_sum, self._gap_max, self._gap_count))
+        each = self.world.all_gather((self._gap_sum, self._gap_max, self._gap_count))
         sums, largest, counts = zip(*each, strict=True)
         self._gap_sum, self._gap_max, self._gap_count = math.fsum(sums), max(largest), sum(counts)
         return self

@@ -40,7 +40,7 @@ class TokenFigures:
 
     def joined(self, world: World) -> TokenFigures:
         """These figures with those that other processes have seen."""
-        for logp, entropy in world.gathered((self.logp, self.entropy)):
+        for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
         return self
