@@ -27,7 +27,7 @@ class State:
 
     `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
     `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `evaluated` says that the model was
-    evaluated before its first step; `ledger` says what became of the prompts (online; see `psigrad.language.training.online.ledger`).
+    evaluated before its first step; `ledger` says what became of the prompts (online; see `language/training/online/ledger.py`).
     """
 
     step: int = 0
