@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from psigrad.objective.batch import PER_ROW, PER_STEP, Batch
+from psigrad.objective.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,7 @@ Group functions take and return [N]: each row gets its own group's figure. Group
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from psigrad.objective.lazy_torch import Tensor, torch
 
 __all__ = [
     "all_equal",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from psigrad.objective.batch import zero_outside
+from psigrad.objective.lazy_torch import Tensor
 from psigrad.objective.parts.ratio import exp_ratio
 
 __all__ = ["kl_penalty"]

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.ratio import exp_ratio
 
 __all__ = ["clip", "dual_clip", "score", "truncated_weight", "unclipped"]

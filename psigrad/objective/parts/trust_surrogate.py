@@ -11,11 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from psigrad.objective import stats
 from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.ratio import exp_ratio
 from psigrad.objective.parts.surrogate import SEQUENCES, RatioSurrogate, SilentSurrogate, clip
 
