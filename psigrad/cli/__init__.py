@@ -11,7 +11,6 @@ from psigrad import __version__
 from psigrad.cli import language_models as language
 from psigrad.cli import projects, worlds
 from psigrad.cli.completion import completion
-from psigrad.compat import conversion
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
@@ -37,7 +36,7 @@ GROUPS = {
             "what makes your shell (bash, zsh, fish) complete commands and flags",
             lambda arguments: completion(arguments, COMMANDS),
         ),
-        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", conversion.from_trl),
+        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", language.from_trl),
         "check": Command("whether a model, its data and its settings will train rightly, before they do", language.check),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),

@@ -13,8 +13,7 @@ def explain(arguments: list[str]) -> int:
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
         print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
         return 0
-    from psigrad.config.load import read_value
-    from psigrad.config.nested import put
+    from psigrad.config.nested import put, read_value
 
     methods: list[dict[str, object]] = []
     for text in arguments:

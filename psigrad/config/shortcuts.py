@@ -88,7 +88,7 @@ def _usual(name: str) -> Part:
     return Part(name, {n: None if value is MISSING else describe(value) for n, value in usual.items() if n != "name"})
 
 
-Found = list[tuple[str, Any]]
+Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
@@ -96,7 +96,7 @@ class Shortcut(NamedTuple):
 
     what: str
     help: str
-    places: Callable[[Part], Found]
+    places: Callable[[Part], Places]
     """Method -> (dotted place, value now) of each setting that it stands for; none where the method has no such part."""
     written: Callable[[Part, str, Any], Any] = lambda root, place, value: value
     """Method, place, value given -> value of that setting."""
@@ -110,29 +110,35 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
     return SHORTCUTS if ("algorithm" in names and "prompts_per_step" in names) or "loss" in names else {}
 
 
-def leads_to(name: str, spec: Any) -> Found:
+def leads_to(name: str, spec: Any) -> Places:
     """(dotted place, value now) of what a shortcut stands for in the method that the setting `spec` means."""
     root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].places(root)
 
 
 def expand(
-    cls: Any, values: Mapping[str, Any], given: Sequence[Given], more: Mapping[str, Shortcut] = MappingProxyType({})
-) -> list[Given]:
-    """`given` with every shortcut, of ours and of `more`, in the place that it stands for. `values` rank below them.
+    cls: Any,
+    values: Mapping[str, Any],
+    given: Sequence[Given],
+    more: Mapping[str, Shortcut] = MappingProxyType({}),
+    needless: Callable[[Given], bool] = lambda one: False,
+) -> tuple[list[Given], list[tuple[Given, str]]]:
+    """(`given` with every shortcut, of ours and of `more`, in the place that it stands for; those of which the method has no such
+    part, with what to say of them).
 
-    What is there already is left out. Raises `UserError` where the method has no such part.
+    `values` rank below `given`. What is there already is left out, and what is `needless` where the method has no such part.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
     if not any(one.name in short for one in given):
-        return list(given)
+        return list(given), []
     setting = "loss" if "loss" in get_type_hints(cls) else "algorithm"
     stated = {setting: deepcopy(values.get(setting, getattr(cls(), setting)))}
     for one in given:
         if one.name.partition(".")[0] == setting:
             put(stated, one.name, one.value, one.source)
     made: list[Given] = []
+    lacking: list[tuple[Given, str]] = []
     order = {name: i for i, name in enumerate(short)}
     for one in sorted(given, key=lambda g: (_rank(g.source), order.get(g.name, -1))):
         if one.name not in short:
@@ -147,13 +153,13 @@ def expand(
                 "there."
             )
         places = short[one.name].places(root)
-        if not places:
-            raise UserError(_lacking(one.name, short[one.name], stated[setting]))
+        if not places and not needless(one):
+            lacking.append((one, _lacking(one.name, short[one.name], stated[setting])))
         for place, now in places:
             if now != one.value:
                 made.append(Given(f"{setting}.{place}", short[one.name].written(root, place, one.value), one.source))
                 put(stated, *made[-1])
-    return made
+    return made, lacking
 
 
 def _rank(source: str) -> int:
@@ -167,10 +173,10 @@ def _lacking(name: str, short: Shortcut, spec: Any) -> str:
     return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
 
 
-def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Found]:
+def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
     """Finds the parameter of every such part, in these slots or in all."""
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         return [
             (f"{place}.{field}", part.parameters.get(field))
             for place, part in find_parts(root)
@@ -180,14 +186,14 @@ def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[
     return places
 
 
-def _either(*finders: Callable[[Part], Found]) -> Callable[[Part], Found]:
+def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
     return lambda root: [place for find in finders for place in find(root)]
 
 
-def _may_have(slot: str, field: str) -> Callable[[Part], Found]:
+def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
     """The parameter of a slot that every policy gradient may fill."""
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
             return []
         part = root.parameters.get(slot)
@@ -196,10 +202,35 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Found]:
     return places
 
 
-def _preference(*fields: str) -> Callable[[Part], Found]:
+def _kl_weight(root: Part) -> Places:
+    """The coefficient of the KL term; in distillation, whose loss it is, where it lies between forward (0) and reverse KL (1)."""
+    if not _is_distillation(root):
+        return _may_have("kl", "coefficient")(root)
+    kl = root.parameters["kl"].parameters
+    return [("kl", {"exact_forward": 0.0, "exact": 1.0}.get(kl["estimator"], kl.get("mixture")))]
+
+
+def _write_kl_weight(root: Part, place: str, value: Any) -> Any:
+    if place != "kl":
+        return value
+    estimator = {0: "exact_forward", 1: "exact"}.get(value, "exact_js")
+    return {"estimator": estimator, **({"mixture": value} if estimator == "exact_js" else {})}
+
+
+def _is_distillation(root: Part) -> bool:
+    kl = root.parameters.get("kl")
+    return root.parameters.get("psi") == Part("no_reward") and isinstance(kl, Part)
+
+
+def _preference_weight(root: Part) -> Places:
+    """β; where the odds enter as they are, as in ORPO, their weight beside the likelihood."""
+    return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
+
+
+def _preference(*fields: str) -> Callable[[Part], Places]:
     """A number of a preference loss, or of online DPO's loss."""
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
             return [(f"loss.{place}", value) for place, value in places(root.parameters["loss"])]
         known = root.name in ("Preference", "KahnemanTversky")
@@ -208,8 +239,8 @@ def _preference(*fields: str) -> Callable[[Part], Found]:
     return places
 
 
-def _slot(slot: str) -> Callable[[Part], Found]:
-    def places(root: Part) -> Found:
+def _slot(slot: str) -> Callable[[Part], Places]:
+    def places(root: Part) -> Places:
         part = root.parameters.get(slot)
         return [(slot, part.name if isinstance(part, Part) else None)] if root.name == "PolicyGradient" else []
 
@@ -219,7 +250,7 @@ def _slot(slot: str) -> Callable[[Part], Found]:
 _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
-def _standardised(root: Part) -> Found:
+def find_grouped(root: Part) -> Places:
     """The psi that compares a group, and by which standard deviation it divides."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
@@ -249,13 +280,13 @@ _AGGREGATES = {
 _RATIOS = {"sequence_token": "sequence"}
 
 
-def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Found], Callable[[Part, str, Any], Any]]:
+def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
     """A filter that is put beside those that are there, or taken out; with a parameter, which may be null."""
 
     def names(root: Part) -> list[Part]:
         return [item for item in root.parameters.get("keep") or () if isinstance(item, Part)]
 
-    def places(root: Part) -> Found:
+    def places(root: Part) -> Places:
         mine = [item for item in names(root) if item.name == part]
         now = bool(mine) if not field else mine[0].parameters.get(field) if mine else None
         return [("keep", now)] if root.name == "PolicyGradient" else []
@@ -274,8 +305,10 @@ _CLIPS = ("clip", "dual_clip", "geometric_clip")
 SHORTCUTS = {
     "beta": Shortcut(
         "KL term",
-        "weight of the KL term to the reference, 0: none; in a preference loss how far the policy may go from it",
-        _either(_may_have("kl", "coefficient"), _preference("beta")),
+        "weight of the KL term to the reference, 0: none; in a preference loss how far the policy may go from it, in orpo the "
+        "weight of the odds; in distillation 0 is forward KL, 1 reverse KL, and between them a mixture",
+        _either(_kl_weight, _preference_weight),
+        _write_kl_weight,
     ),
     "kl_estimator": Shortcut(
         "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", _parameter("estimator", "KL")
@@ -295,7 +328,7 @@ SHORTCUTS = {
         _either(_parameter("high", *_CLIPS), _parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
-        "advantage within groups", "standard deviation to divide by: group, batch or none", _standardised, _by_std
+        "advantage within groups", "standard deviation to divide by: group, batch or none", find_grouped, _by_std
     ),
     "aggregate": Shortcut(
         "aggregate",

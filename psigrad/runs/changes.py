@@ -8,7 +8,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from psigrad.config.load import expected, flat_names
+from psigrad.config.load import expected
+from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 
 R = TypeVar("R")

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from psigrad.compat.trl_values import REWARDS
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, with_colon
 
@@ -41,7 +40,9 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
     if reward not in builtin.NAMES:
         if (own := with_colon(reward)) != reward:
             return resolve(own)
-        known, trls = ", ".join(builtin.NAMES), f"; TRL's is trl.rewards:{reward}" if reward in REWARDS else ""
+        from psigrad.config.load import trl_reward
+
+        known, trls = ", ".join(builtin.NAMES), f"; TRL's is {own}" if (own := trl_reward(reward)) else ""
         raise UserError(
             f"There is no built-in reward {reward!r}; expected one of {known} or "
             f"module:function{trls or nearest(reward, builtin.NAMES)}"
