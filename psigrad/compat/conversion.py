@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
@@ -90,8 +90,8 @@ def convert_object(args: Any) -> Conversion:
         )
     machine = {option: getattr(args, option) for option in ("output_dir", "use_cpu", "bf16", "fp16")}
     fresh = type(args)(**machine)  # the same machine: a GPU's defaults are not a CPU's
-    values: dict[str, Any] = {"bf16": bool(args.bf16), "use_cpu": bool(args.use_cpu)}
-    for option, default in {**DEFAULTS[name], **vars(fresh)}.items():
+    values: dict[str, Any] = {"bf16": bool(args.bf16), "use_cpu": args.use_cpu}
+    for option, default in {**DEFAULTS[name], **{f.name: getattr(fresh, f.name) for f in fields(fresh)}}.items():
         value, usual = (one.value if isinstance(one, enum.Enum) else one for one in (getattr(args, option, default), default))
         if value != usual and (is_known(option) or option in names_of(METHODS[name][1])):
             values[option] = value
@@ -120,6 +120,8 @@ def convert(script: TrlScript) -> Conversion:
     _tell(cls, translation, made)
     _tell_differences({**usual, **script.values}, script, made)
     _take_trainer(script, made)
+    if {"reward", "reward_model"} <= made.settings.keys():
+        made.differs.append("Reward models score after the reward functions, in that order.")
     below = declaration(made.method).defaults
     made.settings = {
         name: value
@@ -236,7 +238,6 @@ def _take_rewards(given: list[Any], made: Conversion) -> None:
     if models:
         made.settings["reward_model"] = models
     made.look_at += [f"reward_funcs has {one}: name it as module:function." for one in given if isinstance(one, Unread)]
-    made.differs += ["Reward models score after the reward functions, in that order."] if functions and models else []
 
 
 def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:

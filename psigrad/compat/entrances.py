@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
-from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values
+from psigrad.compat.translate import is_known, is_refused, names_of, one_value, our_name, refusal, refuse_two_values
 from psigrad.config.nested import Given, read_value
+from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
 
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -62,13 +63,13 @@ def split_flags(
     others: dict[str, Any] = {}
     wrong: list[str] = []
     refuse_two_values(cls, _spell(arguments))
+    flags = {name: flag_of(name) for name in (*names_of(cls).values(), *shortcuts_of(cls))}
     for text, values in _group(arguments):
         typed, sign, value = text.partition("=")
         flag = typed.replace("_", "-")
         name = typed.lstrip("-").replace("-", "_")
         if typed.startswith("--") and typed not in switches and flag not in switches:
-            own = flag_of(our_name(cls, name))
-            flag = own if own in switches else flag
+            flag = flags.get(our_name(cls, name), flag)
         if not text.startswith("--"):
             ours += [text, *values]
         elif flag in switches:

@@ -10,21 +10,17 @@ from typing import Any
 
 from psigrad.compat.conversion import Conversion, TrlScript, Unread, convert
 from psigrad.compat.translate import is_known, names_of
-from psigrad.compat.trl import DEFAULTS, METHODS, REWARDS
+from psigrad.compat.trl import DEFAULTS, METHODS
 from psigrad.config import algorithms
 from psigrad.config.load import load
 from psigrad.config.methods import declaration
 from psigrad.config.nested import read_file
 from psigrad.errors import UserError, nearest
-from psigrad.importing import with_colon
 
 _SIGNS: dict[type[ast.operator], Any] = {
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv,
-    ast.Add: operator.add,
+    ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.Add: operator.add,
     ast.Sub: operator.sub,
-}
+}  # fmt: skip
 _TRAINERS = {f"{name.removesuffix('Config')}Trainer": name for name in METHODS}
 _COMMANDS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "kto": "KTOConfig",
              "reward": "RewardConfig", "ppo": "PPOConfig", "online_dpo": "OnlineDPOConfig", "orpo": "ORPOConfig",
@@ -95,19 +91,8 @@ def _of_file(path: str, config: str) -> TrlScript:
     if adapter and not values.get("use_peft"):
         found.look_at.append(f"{', '.join(adapter)}: without use_peft TRL puts no adapter on the model.")
         values = {name: value for name, value in values.items() if name not in adapter}
-    named = {"reward_funcs", "reward_model_name_or_path", "model_name_or_path", "teacher_model_name_or_path"}
-    found.trainer = {name: values.pop(name) for name in list(values) if name in named and name != "teacher_model_name_or_path"}
-    if functions := found.trainer.get("reward_funcs"):
-        found.trainer["reward_funcs"] = [
-            _name_reward(name) for name in (functions if isinstance(functions, list) else [functions])
-        ]
     found.values = values
     return found
-
-
-def _name_reward(name: str) -> str | dict[str, Any]:
-    """A reward of TRL's command line: a function's path with dots, or one of TRL's own by its name."""
-    return REWARDS.get(name) or with_colon(name)
 
 
 def _name_config(values: Mapping[str, Any], path: str) -> str:

@@ -81,6 +81,7 @@ METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, ps
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _BATCH = "prompts_per_step and num_minibatches, or batch_size"
+# fmt: off
 _ROWS = (
     # the same setting under another name
     *_same("model.path", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain"),
@@ -88,11 +89,7 @@ _ROWS = (
     *_same("model.dtype", "torch_dtype"),
     *_same("model.lora_rank", "lora_r", "actor_rollout_ref.model.lora_rank"),
     *_same("model.lora_alpha", "", "actor_rollout_ref.model.lora_alpha"),
-    *_same(
-        "model.gradient_checkpointing",
-        "activation_checkpointing",
-        "actor_rollout_ref.model.enable_gradient_checkpointing",
-    ),
+    *_same("model.gradient_checkpointing", "activation_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing"),
     *_same("data.dataset", "dataset_name train_dataset", "data.train_files"),
     *_same("data.eval_dataset", "eval_dataset_name", "data.val_files"),
     *_same("data.split", "dataset_train_split"),
@@ -104,14 +101,11 @@ _ROWS = (
     *_same("optim.warmup_steps", "", f"{_ACTOR}.optim.lr_warmup_steps"),
     *_same("optim.weight_decay", "", f"{_ACTOR}.optim.weight_decay"),
     *_same("optim.max_grad_norm", "", f"{_ACTOR}.grad_clip"),
-    *_same(
-        "sampling.max_completion_length",
-        "max_new_tokens response_length max_response_length",
-        "data.max_response_length",
-        "generate_max_len",
-    ),
+    *_same("sampling.max_completion_length", "max_new_tokens response_length max_response_length", "data.max_response_length",
+        "generate_max_len"),
     *_same("sampling.temperature", "", f"{_ROLLOUT}.temperature"),
     *_same("sampling.top_p", "", f"{_ROLLOUT}.top_p"),
+    *_same("sampling.top_k", "", f"{_ROLLOUT}.top_k"),
     *_same("sampling.vllm_memory", "vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
     *_same("sampling.tensor_parallel_size", "vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
     *_same("sampling.vllm_sleep", "vllm_enable_sleep_mode"),
@@ -161,132 +155,65 @@ _ROWS = (
     _is("use_cpu", {True: {"run.device": "cpu"}, False: {}}),
     _is("tf32", {True: {}, False: {}}),
     _is("use_vllm", {True: {"sampling.sampler": "vllm"}, False: {}}, "vLLM is asked for by sampler=vllm"),
-    _is(
-        "use_peft",
-        {True: {"model.lora_rank": 16, "model.lora_alpha": 32.0, "model.lora_dropout": 0.05}, False: {}},
-        "an adapter is asked for by lora_rank=16",
-    ),
-    _is(
-        "sync_ref_model",
-        {True: {"ref_model_sync_steps": 512}, False: {}},
-        "the reference follows the policy with ref_model_sync_steps=512",
-    ),
+    _is("use_peft", {True: {"model.lora_rank": 16, "model.lora_alpha": 32.0, "model.lora_dropout": 0.05}, False: {}},
+        "an adapter is asked for by lora_rank=16"),
+    _is("sync_ref_model", {True: {"ref_model_sync_steps": 512}, False: {}},
+        "the reference follows the policy with ref_model_sync_steps=512"),
     _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
     # YAML reads no as False
-    _is(
-        "eval_strategy",
-        {"steps": {}, "no": {"evaluation.eval_steps": 0}, False: {"evaluation.eval_steps": 0}},
-        "evaluation is asked for by eval_steps",
-    ),
-    _is(
-        "save_strategy",
-        {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
-        f"{_CHECKPOINTS}; the last step is always kept",
-    ),
+    _is("eval_strategy", {"steps": {}, "no": {"evaluation.eval_steps": 0}, False: {"evaluation.eval_steps": 0}},
+        "evaluation is asked for by eval_steps"),
+    _is("save_strategy", {"steps": {}, "no": {"run.save_steps": 0}, False: {"run.save_steps": 0}},
+        f"{_CHECKPOINTS}; the last step is always kept"),
     _is("optim", {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}}, "the optimiser is AdamW"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),
     _is("assistant_only_loss", {True: {}}, "messages teach the assistant's turns alone; rows of text teach all of it"),
-    _is(
-        "completion_only_loss",
-        {True: {}},
-        "a row of prompt and completion teaches its completion alone; one of text teaches all of it",
-        usual=(None,),
-    ),
+    _is("completion_only_loss", {True: {}},
+        "a row of prompt and completion teaches its completion alone; one of text teaches all of it", usual=(None,)),
     _is("hub_strategy", {"every_save": {}, "end": {}}, _PUSHED_ONCE),
-    _is(
-        "resume_from_checkpoint",
-        {True: {}, False: {"run.resume": "never"}},
-        "the same command goes on from its newest checkpoint",
-    ),
+    _is("resume_from_checkpoint", {True: {}, False: {"run.resume": "never"}},
+        "the same command goes on from its newest checkpoint"),
     _is("use_liger_kernel", {False: {}}, "the log-probs are computed in chunks by kernels of psigrad's own"),
-    _is(
-        "packing",
-        {False: {}},
-        "sequences are always packed and never attend to each other; leave it out, and give the rows of a step as batch_size, "
-        "since TRL counts packs of max_length tokens",
-    ),
-    _is(
-        f"{_ROLLOUT}.name",
-        {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
-        "the sampler is sampler=embedded, transformers or vllm",
-        "verl",
-    ),
-    _is(f"{_ROLLOUT}.top_k", {-1: {"sampling.top_k": 0}}, "", "verl"),
+    _is("packing", {False: {}}, "sequences are always packed and never attend to each other; leave it out, and give the "
+        "rows of a step as batch_size, since TRL counts packs of max_length tokens"),
+    _is(f"{_ROLLOUT}.name", {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
+        "the sampler is sampler=embedded, transformers or vllm", "verl"),
     _is("actor_rollout_ref.model.use_remove_padding", {True: {}}, "", "verl"),
     _is("trainer.nnodes", {1: {}}, _TORCHRUN, "verl"),
     _is("algorithm.use_kl_in_reward", {False: {}}, "where the KL term acts is algorithm.kl.where=reward", "verl"),
     _is(f"{_ACTOR}.use_kl_loss", {True: {}, False: {"algorithm.kl": None}}, "", "verl"),
-    _is(
-        f"{_ACTOR}.kl_loss_type",
-        {
-            **{name: {"kl_estimator": "k3"} for name in ("low_var_kl", "k3")},
-            **{name: {"kl_estimator": "k2"} for name in ("mse", "k2")},
-        },
-        "",
-        "verl",
-    ),
-    _is(
-        "policy",
-        {
-            "MlpPolicy": {},
-            "MultiInputPolicy": {},
-            "CnnPolicy": {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
-        },
-        "the network of control is net_arch, activation, critic and cnn, and a language model is model",
-        "sb3",
-    ),
+    _is(f"{_ACTOR}.kl_loss_type", {**{name: {"kl_estimator": "k3"} for name in ("low_var_kl", "k3")},
+        **{name: {"kl_estimator": "k2"} for name in ("mse", "k2")}}, "", "verl"),
+    _is("policy", {
+        "MlpPolicy": {}, "MultiInputPolicy": {},
+        "CnnPolicy": {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
+    }, "the network of control is net_arch, activation, critic and cnn, and a language model is model", "sb3"),
     _is("use_sde", {False: {}}, "there is no gSDE; the first deviation of real actions is log_std_init", "sb3"),
     # computed from several settings
-    *(
-        Row(name, "trl", rule=_BATCH)
-        for name in (
-            *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
-        )
-    ),
+    *(Row(name, "trl", rule=_BATCH) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
+    *(Row(name, "trl", rule=_BATCH) for name in ("steps_per_generation", "generation_batch_size")),
     *(Row(name, "verl", rule=_BATCH) for name in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")),
     *(Row(f"custom_reward_function.{name}", "verl", rule="reward") for name in ("path", "name")),
     Row("loss_type", "trl", rule="aggregate, the surrogate, or the loss", why=METHOD),
     Row("warmup_ratio", "trl", why="it is a share of max_steps, from 0 to 1; warmup_steps counts steps"),
-    Row(
-        "dataset_config",
-        "trl",
-        rule="data.dataset=NAME:CONFIGURATION",
-        why="a configuration stands behind the dataset's name: dataset=openai/gsm8k:main",
-    ),
+    Row("dataset_config", "trl", rule="data.dataset=NAME:CONFIGURATION",
+        why="a configuration stands behind the dataset's name: dataset=openai/gsm8k:main"),
     Row("ddp_timeout", "trl", rule="placement.timeout_minutes", why="how long processes wait for one another is timeout_minutes"),
-    Row(
-        "model_init_kwargs",
-        "trl",
-        rule="model.dtype and model.revision",
-        why="a model is loaded by dtype and revision, and psigrad chooses the rest",
-    ),
-    Row(
-        "teacher_model_init_kwargs",
-        "trl",
-        rule="reference_dtype",
-        why="a teacher is loaded by reference and reference_dtype",
-    ),
+    Row("model_init_kwargs", "trl", rule="model.dtype and model.revision",
+        why="a model is loaded by dtype and revision, and psigrad chooses the rest"),
+    Row("teacher_model_init_kwargs", "trl", rule="reference_dtype", why="a teacher is loaded by reference and reference_dtype"),
     Row("delta", "trl", rule="algorithm.surrogate={part: dual_clip, bound: DELTA}", usual=(None,), why=_ONLINE),
     Row("off_policy_mask_threshold", "trl", rule="algorithm.surrogate={part: off_policy_mask, …}", usual=(None,), why=_ONLINE),
     Row("sapo_temperature_pos", "trl", rule="algorithm.surrogate.positive", usual=(1.0,), why=_ONLINE),
     Row("sapo_temperature_neg", "trl", rule="algorithm.surrogate.negative", usual=(1.05,), why=_ONLINE),
-    Row(
-        "multi_objective_aggregation",
-        "trl",
-        values={"sum_then_normalize": {}},
-        rule="algorithm.psi=decoupled_group_mean for normalize_then_sum",
-        why=_ONLINE,
-    ),
+    Row("multi_objective_aggregation", "trl", values={"sum_then_normalize": {}},
+        rule="algorithm.psi=decoupled_group_mean for normalize_then_sum", why=_ONLINE),
     Row("normalize_advantages", "trl", values={False: {}}, rule="algorithm.psi={part: whitened, …}", why=_ONLINE),
-    *(
-        Row(f"vllm_importance_sampling_{name}", "trl", rule="algorithm.correction, with sampler=vllm", why=_ONLINE)
-        for name in ("mode", "clip_max", "clip_min", "correction")
-    ),
+    *(Row(f"vllm_importance_sampling_{name}", "trl", rule="algorithm.correction, with sampler=vllm", why=_ONLINE)
+      for name in ("mode", "clip_max", "clip_min", "correction")),
     # what changes nothing here
-    *_needless(
-        "sequences are packed without padding, within micro_batch_tokens",
-        "per_device_eval_batch_size eval_accumulation_steps padding_free auto_find_batch_size",
-    ),
+    *_needless("sequences are packed without padding, within micro_batch_tokens",
+        "per_device_eval_batch_size eval_accumulation_steps padding_free auto_find_batch_size"),
     *_needless("completions are in rollouts.jsonl and in the report", "log_completions num_completions_to_print"),
     *_needless("every step is in metrics.jsonl", "logging_first_step logging_strategy log_level"),
     *_needless("every column reaches the reward functions", "remove_unused_columns"),
@@ -305,14 +232,10 @@ _ROWS = (
     *_needless("dropout is off, but for lora_dropout", "disable_dropout"),
     *_needless("the sampler reads the trainer's weights", "ds3_gather_for_generation"),
     *_needless("evaluation runs as training does", "bf16_full_eval fp16_full_eval prediction_loss_only"),
-    *_needless(
-        "evaluation keeps no logits",
-        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics preprocess_logits_for_metrics",
-    ),
-    *_needless(
-        _SAME_SUM,
-        "average_tokens_across_devices save_on_each_node local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
-    ),
+    *_needless("evaluation keeps no logits",
+        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics preprocess_logits_for_metrics"),
+    *_needless(_SAME_SUM,
+        "average_tokens_across_devices save_on_each_node local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"),
     *_needless("rank 0 writes what there is", "log_on_each_node log_level_replica logging_nan_inf_filter debug"),
     *_needless("num_tokens is always logged", "include_num_input_tokens_seen"),
     *_needless("the model is evaluated before its first step anyway", "eval_on_start"),
@@ -358,36 +281,19 @@ _ROWS = (
     *_no_equal("sequences are packed whole", packing_strategy="bfd", eval_packing=None),
     *_no_equal("activations stay on the device; gradient_checkpointing saves their memory", activation_offloading=False),
     *_no_equal("log-probabilities are computed in float32 from the head as it is", cast_lm_head_to_fp32=False),
-    Row(
-        "loss_weights",
-        "trl",
-        rule="loss.sft, with loss_type=[…, sft]",
-        usual=(None,),
-        why="one loss is trained; sft adds the likelihood of the chosen",
-    ),
+    Row("loss_weights", "trl", rule="loss.sft, with loss_type=[…, sft]", usual=(None,),
+        why="one loss is trained; sft adds the likelihood of the chosen"),
     *_no_equal(_NOT_HERE, ld_alpha=None, use_weighting=False, discopop_tau=0.05),
     *_no_equal(_MARGIN, f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5),
     *_no_equal("temperature, top_p, top_k and min_p shape the distribution", generation_kwargs=None),
     *_no_equal("the tokenizer's own template counts", chat_template_kwargs=None),
-    *_no_equal(
-        _OWN_VLLM,
-        vllm_server_base_url=None,
-        vllm_server_host="0.0.0.0",
-        vllm_server_port=8000,
-        vllm_server_timeout=240.0,
-        vllm_group_port=51216,
-    ),
+    *_no_equal(_OWN_VLLM, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000, vllm_server_timeout=240.0,
+        vllm_group_port=51216),
     *_no_equal("completions are drawn from the policy as it is", vllm_structured_outputs_regex=None),
     *_no_equal("it is the old name of vllm_importance_sampling_clip_max", vllm_importance_sampling_cap=None),
     *_no_equal("there is no VESPO", vespo_k_pos=2.0, vespo_lambda_neg=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0),
-    *_no_equal(
-        _CONSTANT,
-        use_adaptive_entropy=False,
-        entropy_coef_min=0.0,
-        entropy_coef_max=1.0,
-        entropy_coef_delta=0.005,
-        entropy_target=0.2,
-    ),
+    *_no_equal(_CONSTANT, use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
+        entropy_target=0.2),
     *_no_equal("an episode has max_turns turns", max_tool_calling_iterations=None),
     *_no_equal(_IN_ROLLOUTS, log_unique_prompts=False, log_completions_hub_repo=None),
     *_no_equal("clip the value in the reward function", reward_clip_range=None),
@@ -399,21 +305,17 @@ _ROWS = (
     *_no_equal(_ADAPTER, load_in_4bit=False, load_in_8bit=False, quantization_config=None),
     *_no_equal("rows are read whole", dataset_streaming=False),
     *_no_equal(_ADAMW, optimizers=(None, None), optimizer_cls_and_kwargs=None),
-    *_no_equal(
-        "the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage", compute_loss_func=None
-    ),
+    *_no_equal("the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage",
+        compute_loss_func=None),
     *_no_equal("a figure of held-out prompts is metric=module:function, which has the form of a reward", compute_metrics=None),
     *_no_equal("psigrad packs the rows, and what is learned of one follows from its columns", data_collator=None),
     *_no_equal("the model is given as model=", model_init=None),
-    *_no_equal(
-        "episodes of several turns have environment= or tools=, and a sampler of your own is sampler=module:Class",
-        rollout_func=None,
-    ),
+    *_no_equal("episodes of several turns have environment= or tools=, and a sampler of your own is sampler=module:Class",
+        rollout_func=None),
     *_no_equal("it is environment=module:Class with reset(row) and step(text)", environment_factory=None),
     *_no_equal("an adapter is asked for by lora_rank=16; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
-    *_no_equal(
-        "the tokenizer is the model's; psigrad.train takes another one as tokenizer", processing_class=None, tokenizer=None
-    ),
+    *_no_equal("the tokenizer is the model's; psigrad.train takes another one as tokenizer", processing_class=None,
+        tokenizer=None),
     # what to write instead
     Row("reward", why=_REWARDS),
     Row("reward_funcs", "trl", means="reward", why=_REWARDS),
@@ -428,13 +330,9 @@ _ROWS = (
         "verl",
     ),
     *_instead(_PRECISION, "mixed_precision"),
-    *_instead(
-        "vLLM runs in a process of its own beside the trainer, or in the samplers of a cluster (cluster=auto)", "vllm_mode"
-    ),
-    *_instead(
-        _COLUMNS,
-        "dataset_prompt_column formatting_func",
-    ),
+    *_instead("vLLM runs in a process of its own beside the trainer, or in the samplers of a cluster (cluster=auto)",
+        "vllm_mode"),
+    *_instead(_COLUMNS, "dataset_prompt_column formatting_func"),
     *_instead(_COLUMNS, "data.prompt_key", "verl"),
     *_instead(_FOLDER, "run_name log_folder logging_dir"),
     *_instead(_FOLDER, "trainer.experiment_name trainer.project_name", "verl"),
@@ -443,9 +341,8 @@ _ROWS = (
     *_instead("psigrad.train takes a configuration of TRL; in a file or as flags settings are given one by one", "args"),
     *_instead("a run goes on from its newest checkpoint; for a fresh one give another output_dir", "overwrite_output_dir"),
     *_instead("passes over a batch are num_iterations", "n_epochs", "sb3"),
-    *_instead(
-        "completions are drawn from the policy as it is; temperature, top_p, top_k and min_p shape it", "repetition_penalty"
-    ),
+    *_instead("completions are drawn from the policy as it is; temperature, top_p, top_k and min_p shape it",
+        "repetition_penalty"),
     *_instead("models are sharded by strategy=fsdp, on processes=2 or more", "deepspeed fsdp fsdp_config accelerate_config"),
     *_instead("several datasets are dataset=[a.jsonl:0.7, b.jsonl:0.3]", "datasets"),
     *_instead("environment variables are set in the shell, and those that a reward needs are named by worker_env", "env"),
@@ -462,6 +359,7 @@ _ROWS = (
     *_instead("there is no search for hyperparameters: call psigrad.control from Optuna", "optimize n_trials", "sb3"),
     *_instead("how copies of an environment are stepped is vectorization=serial, sync or async", "vec_env", "sb3"),
 )
+# fmt: on
 TABLE: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ROWS})
 assert len(TABLE) == len(_ROWS), "a name stands there twice"
 NOTHING = Row("")

@@ -12,13 +12,14 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from psigrad.compat.table import METHOD, NOTHING, TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES, PARTS, REWARDS
 from psigrad.config.nested import Given, field_types
-from psigrad.config.shortcuts import SHORTCUTS, expand, shortcuts_of
+from psigrad.config.shortcuts import SHORTCUTS, expand, rank_source, shortcuts_of
 from psigrad.errors import UserError
+from psigrad.importing import with_colon
 
 # Where "epoch" means these counts of steps.
 _BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
@@ -85,7 +86,7 @@ def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "
 def is_refused(name: str, value: Any) -> bool:
     """Whether a setting of others, or this value of it, has no meaning in any method."""
     row = TABLE.get(name, NOTHING)
-    if value is None or row.rule or row.needless or _meaning(name, value) is not None or value in row.usual:
+    if name in SHORTCUTS or value is None or row.rule or row.needless or _meaning(name, value) is not None or value in row.usual:
         return False
     if _is_share(name, value) or (name in _BY_EPOCH and value == "epoch"):
         return False
@@ -110,9 +111,9 @@ def one_value(value: Any) -> Any:
 
 
 @cache
-def names_of(cls: Any) -> dict[str, str]:
+def names_of(cls: Hashable) -> dict[str, str]:
     """Leaf, and dotted, name -> dotted name of every setting."""
-    return {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
+    return {name: dotted for dotted, _ in field_types(cast(Any, cls)) for name in (dotted.rpartition(".")[2], dotted)}
 
 
 def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
@@ -133,6 +134,7 @@ class _Translator:
         self.made = Translation()
         self.taken: list[Given] = []
         self.weak: list[Given] = []
+        self.late: list[Given] = []
         self.rules: dict[str, Given] = {}
         self.shares: list[Given] = []
 
@@ -144,6 +146,9 @@ class _Translator:
                     self._sort(Given(our_name(self.cls, part.name), part.value, part.source))
         stated = {one.name for one in self.taken}
         self.taken += [one for one in self.weak if one.name not in stated and not self._is_in_file(one.name)]
+        for one in self.late:  # "no" beats a number that is given beside it, and what is given above it beats "no"
+            if all(rank_source(other.source) <= rank_source(one.source) for other in self.taken if other.name == one.name):
+                self.taken.append(one)
         for share in self.shares:
             self._warm_up(share)
         self._loss_type()
@@ -168,7 +173,8 @@ class _Translator:
             self.shares.append(one)
         elif meaning is not None:
             found = [Given(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
-            (self.weak if one.name in _ONLY_A_DEFAULT else self.taken).extend(found)
+            place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
+            place.extend(found)
         elif names_ours:
             value = value if one.name in SHORTCUTS else _name_rewards(one.value) if one.name == "reward" else one.value
             self.taken.append(Given(one.name, value, one.source))
@@ -269,12 +275,12 @@ class _Translator:
         elif shortcuts_of(self.cls):
             self._loss(one, several, method)
         elif not (several == ["nll"] and self._has("max_length") and not self._has("process")):
-            self._refuse(one, f"loss_type is {one.value!r}: {METHOD}.")
+            self._refuse(one, f"loss_type is {one_value(one.value)!r}: {METHOD}.")
 
     def _aggregate(self, one: Given, several: Sequence[str]) -> None:
         name = several[0]
         if len(several) > 1 or name not in AGGREGATES:
-            self._refuse(one, f"loss_type is {one.value!r}: expected one of {', '.join([*AGGREGATES][:-1])} or sapo.")
+            self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join([*AGGREGATES][:-1])} or sapo.")
             return
         aggregate: Any = AGGREGATES[name]
         if aggregate == "fixed_length":
@@ -305,10 +311,12 @@ class _Translator:
             if name in LINKS and known:
                 self.taken.append(Given(f"{online}.link", name, one.source))
             elif known and LOSSES[name] != mine:
-                self.taken.insert(0, Given(f"{online}.preset", LOSSES[name], one.source))
+                names = [given.name for given in self.taken]
+                after = max((i + 1 for i, given in enumerate(names) if given in ("algorithm", "loss")), default=0)
+                self.taken.insert(after, Given(f"{online}.preset", LOSSES[name], one.source))
         if not known:
             what = f"the method is the command: psigrad {LOSSES[name]}; in Python, the first argument" if name in LOSSES else ""
-            self._refuse(one, f"loss_type is {one.value!r}: {what or 'expected one of ' + ', '.join(LOSSES)}.")
+            self._refuse(one, f"loss_type is {one_value(one.value)!r}: {what or 'expected one of ' + ', '.join(LOSSES)}.")
 
     def _batches(self) -> list[Given]:
         """Our batch sizes out of TRL's (of a device, in samples) and verl's (of all devices, in prompts)."""
@@ -366,7 +374,7 @@ def _open(one: Given) -> list[Given]:
     if one.name not in ("model_init_kwargs", "teacher_model_init_kwargs") or not isinstance(one.value, Mapping):
         return [one]
     mine = {"dtype": "reference_dtype", "torch_dtype": "reference_dtype"} if one.name.startswith("teacher") else {}
-    return [Given(mine.get(name, name), value, one.source) for name, value in one.value.items()]
+    return [Given(mine.get(str(name), str(name)), value, one.source) for name, value in one.value.items()]
 
 
 def _is_needless(one: Given) -> bool:
@@ -388,7 +396,7 @@ def _meaning(name: str, value: Any) -> Mapping[str, Any] | None:
 
 
 def _name_rewards(value: Any) -> Any:
-    """Rewards of TRL's command line as functions."""
+    """Rewards as TRL's command line names them: its own, and functions by their path with dots."""
     if isinstance(value, list | tuple):
         return [_name_rewards(one) for one in value]
-    return REWARDS.get(value, value) if isinstance(value, str) else value
+    return REWARDS.get(value) or with_colon(value) if isinstance(value, str) else value

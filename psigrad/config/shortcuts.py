@@ -140,7 +140,7 @@ def expand(
     made: list[Given] = []
     lacking: list[tuple[Given, str]] = []
     order = {name: i for i, name in enumerate(short)}
-    for one in sorted(given, key=lambda g: (_rank(g.source), order.get(g.name, -1))):
+    for one in sorted(given, key=lambda g: (rank_source(g.source), order.get(g.name, -1))):
         if one.name not in short:
             made.append(one)
             if one.name.partition(".")[0] == setting:
@@ -162,7 +162,7 @@ def expand(
     return made, lacking
 
 
-def _rank(source: str) -> int:
+def rank_source(source: str) -> int:
     """Flags beat overrides, overrides beat a file; within each a shortcut comes after the parts, in the order of the table."""
     return 2 if source.startswith("--") else 1 if source.startswith("override ") else 0
 
@@ -173,7 +173,7 @@ def _lacking(name: str, short: Shortcut, spec: Any) -> str:
     return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
 
 
-def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
+def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
     """Finds the parameter of every such part, in these slots or in all."""
 
     def places(root: Part) -> Places:
@@ -239,7 +239,9 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
     return places
 
 
-def _slot(slot: str) -> Callable[[Part], Places]:
+def find_slot(slot: str) -> Callable[[Part], Places]:
+    """A slot of every policy gradient, and the name of the part that fills it."""
+
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)
         return [(slot, part.name if isinstance(part, Part) else None)] if root.name == "PolicyGradient" else []
@@ -311,21 +313,21 @@ SHORTCUTS = {
         _write_kl_weight,
     ),
     "kl_estimator": Shortcut(
-        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", _parameter("estimator", "KL")
+        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", find_parameter("estimator", "KL")
     ),
-    "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", _parameter("where", "KL")),
+    "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(
-        "KL term", "weigh the KL of each step by its ratio", _parameter("importance_weighted", "KL"), switch=True
+        "KL term", "weigh the KL of each step by its ratio", find_parameter("importance_weighted", "KL"), switch=True
     ),
     "epsilon": Shortcut(
         "clip of the ratio",
         "how far the ratio may go from 1 on both sides",
-        _either(_parameter("low", *_CLIPS), _parameter("high", *_CLIPS)),
+        _either(find_parameter("low", *_CLIPS), find_parameter("high", *_CLIPS)),
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",
         "how far the ratio may rise above 1; in cispo the greatest weight",
-        _either(_parameter("high", *_CLIPS), _parameter("cap", "truncated_weight")),
+        _either(find_parameter("high", *_CLIPS), find_parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
         "advantage within groups", "standard deviation to divide by: group, batch or none", find_grouped, _by_std
@@ -333,13 +335,13 @@ SHORTCUTS = {
     "aggregate": Shortcut(
         "aggregate",
         "how the steps' losses are averaged: token_mean, sequence_mean, sequence_sum, or fixed_length, the longest completion",
-        _slot("aggregate"),
+        find_slot("aggregate"),
         lambda root, place, value: _AGGREGATES.get(value, value) if isinstance(value, str) else value,
     ),
     "importance_sampling_level": Shortcut(
         "ratio",
         "the ratio is of a token, sequence or trajectory",
-        _slot("ratio"),
+        find_slot("ratio"),
         lambda root, place, value: _RATIOS.get(value, value),
     ),
     "mask_truncated_completions": Shortcut(
@@ -352,21 +354,21 @@ SHORTCUTS = {
         "filter", "train on this share of the tokens, those of most entropy", *_filter("top_entropy", "share")
     ),
     "ent_coef": Shortcut("entropy bonus", "weight of the mean entropy", _may_have("entropy", "coefficient")),
-    "vf_coef": Shortcut("critic", "weight of the critic's loss", _parameter("coefficient", "value_loss")),
+    "vf_coef": Shortcut("critic", "weight of the critic's loss", find_parameter("coefficient", "value_loss")),
     "cliprange_value": Shortcut(
-        "critic", "how far a value may move with credit; null: no clip", _parameter("clip", "value_loss")
+        "critic", "how far a value may move with credit; null: no clip", find_parameter("clip", "value_loss")
     ),
     "gae_lambda": Shortcut(
-        "generalised advantage estimation", "λ: bias (0) against variance (1)", _parameter("lam", "gae", slots=("psi",))
+        "generalised advantage estimation", "λ: bias (0) against variance (1)", find_parameter("lam", "gae", slots=("psi",))
     ),
     "gamma": Shortcut(
         "discount",
         "discount per step",
-        _parameter("gamma", "gae", "length_gae", "td_residual", "k_step", "reward_to_go", "total_return"),
+        find_parameter("gamma", "gae", "length_gae", "td_residual", "k_step", "reward_to_go", "total_return"),
     ),
-    "target_kl": Shortcut("KL penalty", "wanted KL between old and new policy", _parameter("target", "kl_penalty")),
+    "target_kl": Shortcut("KL penalty", "wanted KL between old and new policy", find_parameter("target", "kl_penalty")),
     "label_smoothing": Shortcut(
-        "label smoothing", "share of the labels believed to be swapped", _parameter("label_smoothing", "logistic", "robust")
+        "label smoothing", "share of the labels believed to be swapped", find_parameter("label_smoothing", "logistic", "robust")
     ),
     "margin": Shortcut("margin", "by how much the chosen completion must lead", _preference("margin")),
     "sft_weight": Shortcut("likelihood term", "weight of the chosen completions' negative log-likelihood", _preference("sft")),
