@@ -10,19 +10,10 @@ from typing import Any
 import yaml
 
 from psigrad.compat.table import NOTHING, TABLE
-from psigrad.compat.translate import (
-    DEFAULT,
-    Translation,
-    is_known,
-    names_of,
-    one_value,
-    refusal,
-    translate,
-    value_below,
-)
+from psigrad.compat.translate import DEFAULT, Translation, is_known, one_value, refusal, translate
 from psigrad.compat.trl import DEFAULTS, FIXED, METHODS
 from psigrad.config.methods import declaration, other_methods
-from psigrad.config.nested import Given, put
+from psigrad.config.nested import Given, names_of, put, value_below
 from psigrad.errors import UserError, kind_of
 
 _ANYWHERE = "trainer_output"
@@ -233,22 +224,18 @@ def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
 def _take_rewards(given: list[Any], made: Conversion) -> None:
     functions = [one for one in given if isinstance(one, dict) or (_is_text(one) and ":" in one)]
     models = [one for one in given if _is_text(one) and ":" not in one]
-    if functions:
-        made.settings["reward"] = functions
-    if models:
-        made.settings["reward_model"] = models
+    made.settings |= {name: found for name, found in (("reward", functions), ("reward_model", models)) if found}
     made.look_at += [f"reward_funcs has {one}: name it as module:function." for one in given if isinstance(one, Unread)]
 
 
 def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:
     """A peft LoraConfig."""
-    ours = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
-            "use_rslora": "use_rslora", "use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}  # fmt: skip
+    ours = {"r": "lora_rank", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
     usual = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # peft's
     for name, value in {**usual, **lora}.items():
-        if name in ours and value is not None:
-            several = name in ("target_modules", "modules_to_save")
-            made.settings[f"model.{ours[name]}"] = [value] if several and isinstance(value, str) else value
+        if name in (*ours, "lora_alpha", "lora_dropout", "use_rslora", "use_dora") and value is not None:
+            several = name.endswith(("modules", "modules_to_save")) and isinstance(value, str)
+            made.settings[f"model.{ours.get(name, name)}"] = [value] if several else value
         elif name not in ("task_type", "bias", "inference_mode") or (name == "bias" and value != "none"):
             made.no_equal.append(f"LoraConfig({name}={value!r}): psigrad trains LoRA, rsLoRA and DoRA on modules.")
     if "target_modules" not in lora:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
-from psigrad.compat.translate import is_known, is_refused, names_of, one_value, our_name, refusal, refuse_two_values
-from psigrad.config.nested import Given, read_value
+from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values
+from psigrad.config.nested import Given, names_of, read_value
 from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
 
@@ -37,10 +37,9 @@ def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple
             nested[name] = value
         else:
             flat += [Given(leaf, inner, source) for leaf, inner in _leaves(str(name), value)]
-    sections = {name: value for name, value in nested.items() if is_dataclass(hints[name]) and isinstance(value, Mapping)}
-    in_sections = [(f"{name}.{key}", inner) for name, section in sections.items() for key, inner in section.items()]
-    at_top = [(name, value) for name, value in nested.items() if name not in sections]
-    refuse_two_values(cls, [*((one.name, one.value) for one in flat), *in_sections, *at_top], f"{source}: ")
+    sections = [(name, value if isinstance(value, Mapping) else {"": value}) for name, value in nested.items()]
+    deep = [(f"{name}.{key}".rstrip("."), inner) for name, section in sections for key, inner in section.items()]
+    refuse_two_values(cls, [*((one.name, one.value) for one in flat), *deep], f"{source}: ")
     return nested, flat
 
 
@@ -62,12 +61,13 @@ def split_flags(
     ours: list[str] = []
     others: dict[str, Any] = {}
     wrong: list[str] = []
-    refuse_two_values(cls, _spell(arguments))
+    typed_flags = [(text, values) for text, values in _group(arguments) if text.startswith("--")]
+    refuse_two_values(cls, [(_name(text), _read(text, values)) for text, values in typed_flags])
     flags = {name: flag_of(name) for name in (*names_of(cls).values(), *shortcuts_of(cls))}
     for text, values in _group(arguments):
         typed, sign, value = text.partition("=")
         flag = typed.replace("_", "-")
-        name = typed.lstrip("-").replace("-", "_")
+        name = _name(text)
         if typed.startswith("--") and typed not in switches and flag not in switches:
             flag = flags.get(our_name(cls, name), flag)
         if not text.startswith("--"):
@@ -79,7 +79,7 @@ def split_flags(
             else:
                 ours += [f"{flag}{sign}{value}", *values]
         elif is_known(name):
-            others[name] = _read(value if sign else None, values)
+            others[name] = _read(text, values)
             if is_refused(name, one := one_value(others[name])):
                 wrong.append(refusal(name, one, typed))
         else:
@@ -87,14 +87,6 @@ def split_flags(
     if wrong:
         raise UserError("\n".join(wrong))
     return ours, others
-
-
-def _spell(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each flag as it was typed; of one that stands there twice the last holds, as everywhere."""
-    for text, values in _group(arguments):
-        typed, sign, value = text.partition("=")
-        if typed.startswith("--"):
-            yield typed[2:].replace("-", "_"), _read(value if sign else None, values)
 
 
 def _group(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -113,12 +105,14 @@ def _group(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield flag, values
 
 
-def _read(behind: str | None, values: Sequence[str]) -> Any:
-    if behind is not None:
-        return read_value(behind)
-    if not values:
-        return True
-    return read_value(values[0]) if len(values) == 1 else [read_value(value) for value in values]
+def _name(text: str) -> str:
+    return text.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def _read(text: str, values: Sequence[str]) -> Any:
+    """The value of a flag: behind its =, or what follows it, or true."""
+    _, sign, behind = text.partition("=")
+    return read_value(behind) if sign else one_value([read_value(value) for value in values]) if values else True
 
 
 _SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_schedule"}
@@ -152,11 +146,10 @@ def _normalize(value: Any, source: str) -> dict[str, Any]:
         asked = ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError):
         asked = None
-    asked = {"norm_obs": asked, "norm_reward": asked} if isinstance(asked, bool) else asked
-    if isinstance(asked, Mapping):
-        of, rewards = asked.get("norm_obs", True), asked.get("norm_reward", True)
-        if isinstance(of, bool) and isinstance(rewards, bool) and not set(asked) - {"norm_obs", "norm_reward"}:
-            return {"normalize_observations": of, "normalize_rewards": rewards}
+    names = {"norm_obs": "normalize_observations", "norm_reward": "normalize_rewards"}
+    asked = dict.fromkeys(names, asked) if isinstance(asked, bool) else asked
+    if isinstance(asked, Mapping) and asked.keys() <= names.keys() and all(isinstance(one, bool) for one in asked.values()):
+        return {ours: asked.get(name, True) for name, ours in names.items()}
     raise UserError(
         f"{source}: normalize is {value!r}; expected true, false, or norm_obs and norm_reward with true or false. Other settings "
         "of VecNormalize have no equal here."

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.compat.conversion import Conversion, TrlScript, Unread, convert
-from psigrad.compat.translate import is_known, names_of
+from psigrad.compat.translate import is_known
 from psigrad.compat.trl import DEFAULTS, METHODS
 from psigrad.config import algorithms
 from psigrad.config.load import load
 from psigrad.config.methods import declaration
-from psigrad.config.nested import read_file
+from psigrad.config.nested import names_of, read_file
 from psigrad.errors import UserError, nearest
 
 _SIGNS: dict[type[ast.operator], Any] = {
@@ -193,24 +193,15 @@ class _Script:
 
     def _read_argument(self, name: str, node: ast.expr) -> Any:
         """What a trainer is given: names of models and datasets, functions as module:function."""
-        if name == "reward_funcs":
-            several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-            return [self._function(part) for part in several]
-        if name in ("tools", "environment_factory"):
+        if name in ("reward_funcs", "tools", "environment_factory"):
             several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
             return [self._function(part) for part in several]
         value = self._value(node)
-        if isinstance(value, Unread):
-            return self._read_loading(node)
-        return value
+        return self._read_loading(node) if isinstance(value, Unread) else value
 
     def _function(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            if node.id in self.functions:
-                return f"{self.path}:{node.id}"
-            if node.id in self.imported:
-                return self.imported[node.id]
-        return self._value(node)
+        name = node.id if isinstance(node, ast.Name) else ""
+        return f"{self.path}:{name}" if name in self.functions else self.imported.get(name) or self._value(node)
 
     def _read_loading(self, node: ast.expr) -> Any:
         """from_pretrained("name", …) and load_dataset("name", "config", split="train") by what they load."""

@@ -55,18 +55,9 @@ def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str =
 
 
 _READ_ONCE = "rows are read once, before the first step"
-_SAME_SUM = "a gradient is normalised by global counts, on any number of processes"
-_CHOSEN = "psigrad chooses it"
 _QUANTISED = "there are no quantised weights"
-_ADAPTER = f"{_QUANTISED}; lora_rank=16 with dtype=bfloat16 takes the least memory"
-_ADAMW = "the optimiser is AdamW, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps"
-_OWN_VLLM = "psigrad starts vLLM itself, beside the trainer: sampler=vllm"
-_MARGIN = "the margin is that of the reverse KL"
-_NOT_HERE = "psigrad has no such part"
-_CONSTANT = "the coefficient is constant; a callback can change it"
 _PUSHED_ONCE = "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"
 _LAST = "the last weights are kept"
-_IN_ROLLOUTS = "every completion is in rollouts.jsonl"
 _FOLDER = "a run is named by its folder: output_dir=runs/NAME"
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
 _TRACKERS = "trackers are report_to=wandb, tensorboard or trackio"
@@ -74,7 +65,6 @@ _PRECISION = "the precision is dtype=bfloat16 or dtype=float32"
 _REWARDS = "rewards are for what samples and scores, as grpo, ppo and eval do; other methods learn from the rows of their dataset"
 _CHECKPOINTS = "checkpoints are asked for by save_steps and save_minutes"
 _TORCHRUN = "on several machines torchrun or SLURM starts the processes"
-_ONE_BY_ONE = "hyperparameters are settings one by one, as learning_rate=1e-3"
 _ONLINE = "it changes the algorithm of an online method"
 _COLUMNS = "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows"
 METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
@@ -217,24 +207,20 @@ _ROWS = (
     *_needless("completions are in rollouts.jsonl and in the report", "log_completions num_completions_to_print"),
     *_needless("every step is in metrics.jsonl", "logging_first_step logging_strategy log_level"),
     *_needless("every column reaches the reward functions", "remove_unused_columns"),
-    *_needless(
-        _READ_ONCE,
+    *_needless(_READ_ONCE,
         "dataloader_num_workers dataloader_pin_memory dataset_num_proc preprocessing_num_workers dataloader_drop_last "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context "
-        "accelerator_config label_names length_column_name",
-    ),
+        "accelerator_config label_names length_column_name"),
     *_needless("the command says what is done", "do_train do_eval"),
-    *_needless(
-        _CHOSEN,
+    *_needless("psigrad chooses it",
         "attn_implementation use_cache gradient_checkpointing_kwargs ddp_find_unused_parameters save_safetensors "
-        "activation_checkpointing_kwargs torch_empty_cache_steps ddp_backend",
-    ),
+        "activation_checkpointing_kwargs torch_empty_cache_steps ddp_backend"),
     *_needless("dropout is off, but for lora_dropout", "disable_dropout"),
     *_needless("the sampler reads the trainer's weights", "ds3_gather_for_generation"),
     *_needless("evaluation runs as training does", "bf16_full_eval fp16_full_eval prediction_loss_only"),
     *_needless("evaluation keeps no logits",
         "eval_do_concat_batches eval_use_gather_object batch_eval_metrics preprocess_logits_for_metrics"),
-    *_needless(_SAME_SUM,
+    *_needless("a gradient is normalised by global counts, on any number of processes",
         "average_tokens_across_devices save_on_each_node local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"),
     *_needless("rank 0 writes what there is", "log_on_each_node log_level_replica logging_nan_inf_filter debug"),
     *_needless("num_tokens is always logged", "include_num_input_tokens_seen"),
@@ -283,28 +269,32 @@ _ROWS = (
     *_no_equal("log-probabilities are computed in float32 from the head as it is", cast_lm_head_to_fp32=False),
     Row("loss_weights", "trl", rule="loss.sft, with loss_type=[…, sft]", usual=(None,),
         why="one loss is trained; sft adds the likelihood of the chosen"),
-    *_no_equal(_NOT_HERE, ld_alpha=None, use_weighting=False, discopop_tau=0.05),
-    *_no_equal(_MARGIN, f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5),
+    *_no_equal("psigrad has no such part", ld_alpha=None, use_weighting=False, discopop_tau=0.05),
+    *_no_equal("the margin is that of the reverse KL", f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5),
     *_no_equal("temperature, top_p, top_k and min_p shape the distribution", generation_kwargs=None),
     *_no_equal("the tokenizer's own template counts", chat_template_kwargs=None),
-    *_no_equal(_OWN_VLLM, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000, vllm_server_timeout=240.0,
+    *_no_equal("psigrad starts vLLM itself, beside the trainer: sampler=vllm",
+        vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000, vllm_server_timeout=240.0,
         vllm_group_port=51216),
     *_no_equal("completions are drawn from the policy as it is", vllm_structured_outputs_regex=None),
     *_no_equal("it is the old name of vllm_importance_sampling_clip_max", vllm_importance_sampling_cap=None),
     *_no_equal("there is no VESPO", vespo_k_pos=2.0, vespo_lambda_neg=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0),
-    *_no_equal(_CONSTANT, use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
+    *_no_equal("the coefficient is constant; a callback can change it",
+        use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
         entropy_target=0.2),
     *_no_equal("an episode has max_turns turns", max_tool_calling_iterations=None),
-    *_no_equal(_IN_ROLLOUTS, log_unique_prompts=False, log_completions_hub_repo=None),
+    *_no_equal("every completion is in rollouts.jsonl", log_unique_prompts=False, log_completions_hub_repo=None),
     *_no_equal("clip the value in the reward function", reward_clip_range=None),
     *_no_equal("the reference of a preference loss stays as it is", ref_model_sync_steps=512, ref_model_mixup_alpha=0.6),
     *_no_equal("a reward or a metric makes evaluation generate", generate_during_eval=False),
     *_no_equal("give the teacher as a folder", teacher_model_revision=None),
     *_no_equal("TRL's alpha is that of AlphaPO, which there is none of; the scale of an adapter is lora_alpha", alpha=0.0),
     *_no_equal("an adapter is put on modules", lora_target_parameters=None),
-    *_no_equal(_ADAPTER, load_in_4bit=False, load_in_8bit=False, quantization_config=None),
+    *_no_equal(f"{_QUANTISED}; lora_rank=16 with dtype=bfloat16 takes the least memory",
+        load_in_4bit=False, load_in_8bit=False, quantization_config=None),
     *_no_equal("rows are read whole", dataset_streaming=False),
-    *_no_equal(_ADAMW, optimizers=(None, None), optimizer_cls_and_kwargs=None),
+    *_no_equal("the optimiser is AdamW, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
+        optimizers=(None, None), optimizer_cls_and_kwargs=None),
     *_no_equal("the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage",
         compute_loss_func=None),
     *_no_equal("a figure of held-out prompts is metric=module:function, which has the form of a reward", compute_metrics=None),
@@ -323,12 +313,9 @@ _ROWS = (
     *_instead(METHOD, "algorithm.adv_estimator", "verl"),
     *_instead("prompts of a step are prompts_per_step, rows of one are batch_size", "train_batch_size", "openrlhf"),
     *_instead(_MEMORY, "micro_train_batch_size micro_rollout_batch_size", "openrlhf"),
-    *_instead(
-        _MEMORY,
+    *_instead(_MEMORY,
         f"{_ACTOR}.ppo_micro_batch_size_per_gpu actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu "
-        f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-        "verl",
-    ),
+        f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "verl"),
     *_instead(_PRECISION, "mixed_precision"),
     *_instead("vLLM runs in a process of its own beside the trainer, or in the samplers of a cluster (cluster=auto)",
         "vllm_mode"),
@@ -349,7 +336,8 @@ _ROWS = (
     *_instead(_TORCHRUN, "num_machines"),
     # rl-zoo3 and Stable-Baselines3
     *_instead("there is no gSDE; the first deviation of real actions is log_std_init", "sde_sample_freq", "sb3"),
-    *_instead(_ONE_BY_ONE, "hyperparams hyperparameters hyperparameter", "sb3"),
+    *_instead("hyperparameters are settings one by one, as learning_rate=1e-3",
+        "hyperparams hyperparameters hyperparameter", "sb3"),
     *_instead("evaluation is asked for by eval_steps", "eval_freq", "sb3"),
     *_instead(_CHECKPOINTS, "save_freq", "sb3"),
     *_instead(_TRACKERS, "track tensorboard_log", "sb3"),

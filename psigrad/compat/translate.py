@@ -11,12 +11,11 @@ import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from psigrad.compat.table import METHOD, NOTHING, TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES, PARTS, REWARDS
-from psigrad.config.nested import Given, field_types
+from psigrad.config.nested import Given, names_of, value_below
 from psigrad.config.shortcuts import SHORTCUTS, expand, rank_source, shortcuts_of
 from psigrad.errors import UserError
 from psigrad.importing import with_colon
@@ -25,6 +24,10 @@ from psigrad.importing import with_colon
 _BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
 # Values that another setting of the same run may say more exactly: TRL's default of it.
 _ONLY_A_DEFAULT = ("use_peft", "sync_ref_model", "bf16")
+# Computed with others, besides batch sizes and parts of the method.
+_RULES = (
+    "loss_type", "loss_weights", "ddp_timeout", "dataset_config", "custom_reward_function.path", "custom_reward_function.name",
+)  # fmt: skip
 _VLLM = "vllm_importance_sampling_"
 DEFAULT = "TRL's default"
 """The source of what nobody asked for: where it means nothing it is left out."""
@@ -55,6 +58,13 @@ def our_name(cls: Any, name: str) -> str:
     if means and known.get(name, name) == name and means in {*known.values(), *shortcuts_of(cls)}:
         return means
     return known.get(name, name)
+
+
+def our_value(name: str, value: Any) -> Any:
+    """Rewards as TRL's command line names them, its own and functions by their path with dots, in our words; else the value."""
+    if name == "reward_funcs" and isinstance(value, list | tuple):
+        return [our_value(name, one) for one in value]
+    return REWARDS.get(value) or with_colon(value) if name == "reward_funcs" and isinstance(value, str) else value
 
 
 def is_known(name: str) -> bool:
@@ -110,21 +120,6 @@ def one_value(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
-@cache
-def names_of(cls: Hashable) -> dict[str, str]:
-    """Leaf, and dotted, name -> dotted name of every setting."""
-    return {name: dotted for dotted, _ in field_types(cast(Any, cls)) for name in (dotted.rpartition(".")[2], dotted)}
-
-
-def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
-    """The value of a setting in nested `values`, or the usual one."""
-    first, _, rest = name.partition(".")
-    inner = values.get(first, getattr(cls(), first))
-    if not rest:
-        return inner
-    return inner[rest] if isinstance(inner, Mapping) and rest in inner else getattr(getattr(cls(), first), rest)
-
-
 class _Translator:
     """One call of `translate`."""
 
@@ -132,18 +127,15 @@ class _Translator:
         self.cls, self.values = cls, values
         self.known = {*names_of(cls).values(), *shortcuts_of(cls)}
         self.made = Translation()
-        self.taken: list[Given] = []
-        self.weak: list[Given] = []
-        self.late: list[Given] = []
+        self.taken, self.weak, self.late, self.shares = (list[Given]() for _ in range(4))
         self.rules: dict[str, Given] = {}
-        self.shares: list[Given] = []
 
     def translate(self, given: Sequence[Given]) -> Translation:
         """Each by itself, then those that are computed together, and at last the parts of the method."""
         for one in given:
             for part in _open(one):
                 if part.value is not None or not TABLE.get(part.name, NOTHING).means:  # ref_model=None is a default of TRL's
-                    self._sort(Given(our_name(self.cls, part.name), part.value, part.source))
+                    self._sort(Given(our_name(self.cls, part.name), our_value(part.name, part.value), part.source))
         stated = {one.name for one in self.taken}
         self.taken += [one for one in self.weak if one.name not in stated and not self._is_in_file(one.name)]
         for one in self.late:  # "no" beats a number that is given beside it, and what is given above it beats "no"
@@ -152,14 +144,14 @@ class _Translator:
         for share in self.shares:
             self._warm_up(share)
         self._loss_type()
-        self._minutes_and_dataset()
+        self._join()
         batches = self._batches()
         for name in _BY_EPOCH:
             self._each_epoch(name, batches)
         self._vllm_correction()
         settings, lacking = expand(self.cls, self.values, self.taken, PARTS, _is_needless)
         self.made.refused += lacking
-        self.made.settings = [*settings, *self._function(), *batches]
+        self.made.settings = [*settings, *batches]
         return self.made
 
     def _sort(self, one: Given) -> None:
@@ -176,11 +168,10 @@ class _Translator:
             place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
             place.extend(found)
         elif names_ours:
-            value = value if one.name in SHORTCUTS else _name_rewards(one.value) if one.name == "reward" else one.value
-            self.taken.append(Given(one.name, value, one.source))
-        elif one.name in PARTS and one.name != "loss_type" and shortcuts_of(self.cls):
+            self.taken.append(Given(one.name, value if one.name in SHORTCUTS else one.value, one.source))
+        elif one.name in PARTS and one.name not in _RULES and shortcuts_of(self.cls):
             self.taken.append(one)
-        elif (row.rule and one.name not in PARTS) or one.name == "loss_type" or (one.name in _BY_EPOCH and value == "epoch"):
+        elif one.name in _RULES or "prompts_per_step" in row.rule or (one.name in _BY_EPOCH and value == "epoch"):
             self.rules[one.name] = one
         elif row.needless or (row.usual and value in row.usual) or (row.rule and one.source == DEFAULT):
             self.made.needless.append(one)
@@ -195,9 +186,8 @@ class _Translator:
     def _has(self, name: str) -> bool:
         """Whether a setting is ours: by its own name, or as a field of a mapping such as `algorithm`."""
         first = name.partition(".")[0]
-        return name in self.known or (
-            first in ("algorithm", "loss") and first != name and first in self.known and not is_known(name)
-        )
+        inside = first in ("algorithm", "loss") and first != name and not is_known(name)
+        return name in self.known or (inside and first in self.known)
 
     def _number(self, name: str) -> Any:
         """What a setting of ours will be."""
@@ -216,10 +206,8 @@ class _Translator:
         if steps > 0:
             self.taken.append(Given("optim.warmup_steps", math.ceil(share * steps), one.source))
         else:
-            name = one.name.removeprefix("optim.")
-            self._refuse(
-                one, f"{name} is {share:g} of a run that is counted in epochs; give warmup_steps in steps, or max_steps."
-            )
+            what = f"{one.name.removeprefix('optim.')} is {share:g} of a run that is counted in epochs"
+            self._refuse(one, f"{what}; give warmup_steps in steps, or max_steps.")
 
     def _each_epoch(self, name: str, batches: Sequence[Given]) -> None:
         """Once an epoch, in steps: 0 where the run is one epoch, at whose end a run evaluates and saves anyway."""
@@ -231,13 +219,14 @@ class _Translator:
             return
         size = "prompts_per_step" if self._has("prompts_per_step") else "batch_size"
         rows = next((g.value for g in batches if g.name == size), None) or self._number(size) or 1
-        each = (
-            f"an epoch has rows / {size} of them; for 1,000 rows give {setting.partition('.')[2]}={math.ceil(1000 / int(rows))}"
-        )
-        self._refuse(one, f"{name} is 'epoch', and psigrad counts in steps: {each}.")
+        example = f"for 1,000 rows give {setting.partition('.')[2]}={math.ceil(1000 / int(rows))}"
+        self._refuse(one, f"{name} is 'epoch', and psigrad counts in steps: an epoch has rows / {size} of them; {example}.")
 
-    def _minutes_and_dataset(self) -> None:
-        """TRL's seconds of patience as minutes, and a dataset's configuration behind its name."""
+    def _join(self) -> None:
+        """TRL's seconds as minutes, a dataset's configuration behind its name, and verl's function behind its file."""
+        if one := self.rules.get("custom_reward_function.path"):
+            name = self.rules.get("custom_reward_function.name", Given("", "compute_score", "")).value
+            self.taken.append(Given("reward", (f"{one.value}:{name}",), one.source))
         if one := self.rules.get("ddp_timeout"):
             if isinstance(one.value, int | float) and self._has("placement.timeout_minutes"):
                 self.taken.append(Given("placement.timeout_minutes", one.value / 60, one.source))
@@ -256,18 +245,14 @@ class _Translator:
             self.made.needless += [one for one in self.taken if one.name.startswith(_VLLM)]
             self.taken = [one for one in self.taken if not one.name.startswith(_VLLM)]
 
-    def _function(self) -> list[Given]:
-        """verl's file and function, which are one name here."""
-        path = self.rules.get("custom_reward_function.path")
-        name = self.rules.get("custom_reward_function.name", Given("", "compute_score", ""))
-        return [] if path is None else [Given("reward", (f"{path.value}:{name.value}",), path.source)]
-
     def _loss_type(self) -> None:
         """TRL's loss_type, as parts of the method that trains; refused where it is another command's."""
-        one = self.rules.get("loss_type")
+        one, weights = self.rules.get("loss_type"), self.rules.get("loss_weights")
+        several = [str(name) for name in (one.value if isinstance(one.value, list | tuple) else [one.value])] if one else []
+        if weights and "sft" not in several[1:]:
+            self._refuse(weights)
         if one is None:
             return
-        several = [str(name) for name in (one.value if isinstance(one.value, list | tuple) else [one.value])]
         spec = self._number("algorithm" if self._has("algorithm") else "loss") if shortcuts_of(self.cls) else ""
         method = str(spec.get("preset", "dpo") if isinstance(spec, Mapping) else spec)
         if self._has("prompts_per_step") and method != "online_dpo":
@@ -278,14 +263,13 @@ class _Translator:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {METHOD}.")
 
     def _aggregate(self, one: Given, several: Sequence[str]) -> None:
-        name = several[0]
-        if len(several) > 1 or name not in AGGREGATES:
+        """How the steps' losses are averaged, and with it the surrogate of the last two."""
+        name = several[0] if len(several) == 1 else ""
+        if name not in AGGREGATES:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join([*AGGREGATES][:-1])} or sapo.")
             return
-        aggregate: Any = AGGREGATES[name]
-        if aggregate == "fixed_length":
-            aggregate = {"part": "fixed_length", "n": self._number("sampling.max_completion_length")}
-        self.taken.append(Given("aggregate", aggregate, one.source))
+        longest = {"part": "fixed_length", "n": self._number("sampling.max_completion_length")}
+        self.taken.append(Given("aggregate", longest if name == "dr_grpo" else AGGREGATES[name], one.source))
         self.taken += [Given("loss_type", name, one.source)] if name in ("cispo", "sapo") else []
 
     def _loss(self, one: Given, several: Sequence[str], method: str) -> None:
@@ -294,12 +278,10 @@ class _Translator:
         online = "algorithm.loss" if method == "online_dpo" else "loss"
         if others:
             self._refuse(one, f"loss_type has {others[0]!r} too: one loss is trained.")
-        weights = self.rules.get("loss_weights")
         if "sft" in several[1:]:
+            weights = self.rules.get("loss_weights")
             weight = weights.value[several.index("sft")] if weights else 1.0
             self.taken.append(Given("sft_weight", weight, one.source))
-        elif weights:
-            self._refuse(weights)
         if method == "kto":
             known = name == "kto"
         elif method == "simpo":  # the CPO trainer: its own loss has no margin
@@ -393,10 +375,3 @@ def _meaning(name: str, value: Any) -> Mapping[str, Any] | None:
     """The settings that a value stands for."""
     plain = value is None or isinstance(value, str | int | float | bool)
     return TABLE.get(name, NOTHING).values.get(value) if plain else None
-
-
-def _name_rewards(value: Any) -> Any:
-    """Rewards as TRL's command line names them: its own, and functions by their path with dots."""
-    if isinstance(value, list | tuple):
-        return [_name_rewards(one) for one in value]
-    return REWARDS.get(value) or with_colon(value) if isinstance(value, str) else value

@@ -11,18 +11,15 @@ from psigrad.errors import UserError
 
 # TRL's configuration -> our method and the class of its settings.
 METHODS: Mapping[str, tuple[str, type[Any]]] = {
-    "GRPOConfig": ("grpo", OnlineConfig),
-    "RLOOConfig": ("rloo", OnlineConfig),
-    "PPOConfig": ("ppo", OnlineConfig),
-    "OnlineDPOConfig": ("online_dpo", OnlineConfig),
-    "DistillationConfig": ("distill", OnlineConfig),
+    **{f"{name}Config": (method, OnlineConfig) for name, method in (
+        ("GRPO", "grpo"), ("RLOO", "rloo"), ("PPO", "ppo"), ("OnlineDPO", "online_dpo"), ("Distillation", "distill"),
+    )},
     "SFTConfig": ("sft", SFTConfig),
-    "DPOConfig": ("dpo", PreferenceConfig),
-    "KTOConfig": ("kto", PreferenceConfig),
-    "ORPOConfig": ("orpo", PreferenceConfig),
-    "CPOConfig": ("simpo", PreferenceConfig),
+    **{f"{name}Config": (method, PreferenceConfig) for name, method in (
+        ("DPO", "dpo"), ("KTO", "kto"), ("ORPO", "orpo"), ("CPO", "simpo"),
+    )},
     "RewardConfig": ("reward", RewardConfig),
-}
+}  # fmt: skip
 
 # fmt: off
 _TRAINING = {

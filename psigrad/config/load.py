@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from psigrad.compat.conversion import convert_object as convert_object
 from psigrad.compat.entrances import open_zoo_file, split_file
 from psigrad.compat.entrances import split_flags as split_flags
-from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values, translate
+from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
 from psigrad.compat.trl import REWARDS
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
@@ -96,7 +96,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
             near = _other_methods(cls, name) or nearest(name, [*leaves, *dotted]) or "."
             raise UserError(f"There is no setting {name!r}{near}")
         elif value is not None or mine == name or name in leaves:  # ref_model=None is a default of TRL's
-            named[mine] = value
+            named[mine] = our_value(name, value)
     if wrong:
         raise UserError("\n".join(wrong))
     return named

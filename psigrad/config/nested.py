@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -97,3 +98,18 @@ def read_value(text: str, hint: Any = None) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
         return text
+
+
+@cache
+def names_of(cls: Any) -> dict[str, str]:
+    """Leaf, and dotted, name -> dotted name of every setting."""
+    return {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
+
+
+def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
+    """The value of a setting in nested `values`, or the usual one."""
+    first, _, rest = name.partition(".")
+    inner = values.get(first, getattr(cls(), first))
+    if not rest:
+        return inner
+    return inner[rest] if isinstance(inner, Mapping) and rest in inner else getattr(getattr(cls(), first), rest)

@@ -16,13 +16,13 @@ from psigrad.cli import flags
 from psigrad.compat.conversion import convert_object
 from psigrad.compat.scripts import convert_file
 from psigrad.compat.table import TABLE, Row
-from psigrad.compat.translate import names_of, our_name
+from psigrad.compat.translate import our_name
 from psigrad.compat.trl import DEFAULTS, FIXED, METHODS
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import declaration
-from psigrad.config.nested import field_types
+from psigrad.config.nested import field_types, names_of
 from psigrad.config.shortcuts import SHORTCUTS, shortcuts_of
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
@@ -47,7 +47,8 @@ SAMPLES = {
     "importance_sampling_level": "sequence", "desirable_weight": 2.0, "undesirable_weight": 2.0, "label_smoothing": 0.2,
     "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "generation_batch_size": 32,
     "data.train_batch_size": 64, "actor_rollout_ref.actor.ppo_mini_batch_size": 8, "custom_reward_function.path": "mine.py",
-    "warmup_ratio": 0.1, "dataset_config": "main", "ddp_timeout": 60, "model_init_kwargs": {"dtype": "bfloat16", "revision": "v1"},
+    "warmup_ratio": 0.1, "dataset_config": "main", "ddp_timeout": 60,
+    "model_init_kwargs": {"dtype": "bfloat16", "revision": "v1"}, "reward_funcs": ["accuracy_reward", "mine.good"],
     "teacher_model_init_kwargs": {"dtype": "bfloat16"}, "loss_type": "cispo", "delta": 4.0, "off_policy_mask_threshold": 0.5,
     "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 2.0, "multi_objective_aggregation": "normalize_then_sum",
     "normalize_advantages": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 5.0,
@@ -69,14 +70,8 @@ CLASSES: dict[type[Any], str] = {OnlineConfig: "grpo", PreferenceConfig: "dpo", 
 
 def method_of(row: Row) -> str:
     """A method that has what the row means."""
-    named = {
-        "gae_lambda": "ppo",
-        "gamma": "ppo",
-        "cliprange_value": "ppo",
-        "margin": "simpo",
-        "sft_weight": "dpo",
-        "loss_weights": "dpo",
-    }
+    named = {**dict.fromkeys(("gae_lambda", "gamma", "cliprange_value"), "ppo"), "margin": "simpo"}
+    named |= dict.fromkeys(("sft_weight", "loss_weights"), "dpo")
     if row.library == "sb3" and row.means not in SHORTCUTS and row.name not in names_of(ControlConfig):
         return "control"
     if row.usual and row.name in names_of(OnlineConfig):
@@ -345,6 +340,9 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
             {"loss_type": "vespo"},
             "loss_type is 'vespo': expected one of grpo, dapo, bnpo, dr_grpo, cispo or sapo",
         ),
+        ("DPOConfig", "dpo", {"loss_weights": [1.0, 2.0]}, "one loss is trained; sft adds the likelihood of the chosen"),
+        ("GRPOConfig", "grpo", {"model_init_kwargs": "unheard"}, "a model is loaded by dtype and revision"),
+        ("GRPOConfig", "grpo", {"model_init_kwargs": {"quantization_config": 4}}, "there are no quantised weights"),
         ("SFTConfig", "sft", {"loss_type": "dft"}, "loss_type is 'dft': the method is the command"),
         (
             "SFTConfig",

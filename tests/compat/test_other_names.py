@@ -13,9 +13,9 @@ import psigrad
 from psigrad import cli
 from psigrad.cli import flags
 from psigrad.compat.table import TABLE
-from psigrad.compat.translate import names_of
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.load import load, resolve_names
+from psigrad.config.nested import names_of
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
