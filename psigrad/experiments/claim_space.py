@@ -24,7 +24,7 @@ from psigrad.experiments import drawing, trials
 from psigrad.experiments.declarations import SpaceSettings
 from psigrad.experiments.trials import ClaimVerdict, Trial
 from psigrad.intervals import Interval, over_seeds
-from psigrad.language.models.converted import plain_folder
+from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.recipes import demo, evaluate
 from psigrad.records.report.plots import COLOURS
 
