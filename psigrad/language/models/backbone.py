@@ -114,7 +114,7 @@ class Pretrained(ABC):
             fused: Any = layout
             return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
         if self.flex and isinstance(layout, attention.PackedLayout):
-            from psigrad.language.models.flex import FlexLayout  # imports the compiler
+            from psigrad.language.models.hf_attention import FlexLayout
 
             layout = FlexLayout(layout)
         hidden: Tensor = (

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from psigrad.language.models.native.half_precision import HalfPrecision, MasterWeight
-from psigrad.language.models.native.kernels import kernels
+from psigrad.language.models.native.kernels import HalfPrecision, MasterWeight, kernels
 from psigrad.records.checkpoint import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,18 +15,14 @@ from torch.autograd.function import once_differentiable
 
 from psigrad.language.models import gradients
 from psigrad.language.models.attention import FusedLayout, PackedLayout
-from psigrad.language.models.fused.activation_cache import ActivationCache, CacheHit, Version, versions
-from psigrad.language.models.fused.blocks import Block, RowLayout
+from psigrad.language.models.fused.activation_cache import ActivationCache, Block, CacheHit, RowLayout, Version, versions
 from psigrad.language.models.fused.layer import Layer, RowSelection, Unsupported
 from psigrad.language.models.fused.packed_weights import PackedWeights
-from psigrad.language.models.fused.weights_only import Backbone, WeightsOnly
+from psigrad.language.models.fused.weights_only import FAMILIES, Backbone, WeightsOnly, family_of
 from psigrad.language.models.native.kernels import Heads, Kernels, kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-KINDS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-
 
 _WHOLE = RowSelection()
 
@@ -106,7 +102,7 @@ class _Norm(torch.autograd.Function):
 
 
 class Decoder:
-    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is not one of `KINDS`.
+    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is none of `FAMILIES`.
 
     `recompute` is gradient checkpointing: a layer keeps only its input, and runs forward again in the backward pass.
     """
@@ -117,8 +113,9 @@ class Decoder:
             raise Unsupported(native)
         base: Any = network.base_model
         config = network.config.get_text_config()
-        if not isinstance(base, Backbone) and type(base).__name__ not in KINDS:
-            raise Unsupported(f"{type(base).__name__} is none of {', '.join(KINDS)}")
+        family = family_of(config) if isinstance(base, Backbone) else FAMILIES.get(type(base).__name__.removesuffix("Model"))
+        if family is None:
+            raise Unsupported(f"{type(base).__name__} is none of {', '.join(f'{name}Model' for name in FAMILIES)}")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
             raise Unsupported(f"it is in {network.dtype} on {network.device}")
         if config.hidden_act != "silu":
@@ -133,7 +130,7 @@ class Decoder:
             scale=float(first.scaling),
         )
         self.native, self.base, self.stored, self.recompute = native, base, network.dtype, recompute
-        self.layers = [Layer(i, module, heads, native) for i, module in enumerate(base.layers)]
+        self.layers = [Layer(i, module, heads, family.window(config, i) or 0, native) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
         self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)

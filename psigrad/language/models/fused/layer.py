@@ -152,18 +152,15 @@ class LayerWeights:
 
 
 class Layer:
-    """One decoder layer over rows [S, E]."""
+    """One decoder layer over rows [S, E]. `window` is 0 where a token sees all before it."""
 
-    def __init__(self, index: int, module: Any, heads: Heads, native: Kernels) -> None:
+    def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels) -> None:
         attention, mlp = module.self_attn, module.mlp
         modules = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
         linear, adapters = zip(*map(_split_adapter, modules), strict=True)
         if any(child.bias is not None for child in linear[4:]):
             raise Unsupported("its feed-forward layers have biases")
-        self.index, self.heads, self.native = index, heads, native
-        # Mistral reads its window from the configuration, Qwen keeps one per layer, and Llama has none, whatever its file says
-        windowed = attention.config if type(attention).__name__ == "MistralAttention" else attention
-        self.window = int(getattr(windowed, "sliding_window", None) or 0)
+        self.index, self.heads, self.window, self.native = index, heads, window, native
         norms = [module.input_layernorm, module.post_attention_layernorm]
         self.has_head_norms = hasattr(attention, "q_norm")
         if self.has_head_norms:
