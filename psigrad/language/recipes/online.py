@@ -13,7 +13,7 @@ from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
 from psigrad.language.loading import model_source
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import attend, load_model, load_reference, settle
+from psigrad.language.loading.load_model import load_model, load_reference, set_attention, take_shard
 from psigrad.language.models import scalar_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import row_limits
@@ -256,7 +256,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
     in_shards = place is not None and shards.written_in(place)
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     made = scalar_model.load(
-        str(place) if place is not None and not in_shards else model_source.located(start),
+        str(place) if place is not None and not in_shards else model_source.locate(start),
         dtype=config.model.dtype,
         device=session.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
@@ -264,14 +264,14 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
         trust_remote_code=config.model.trust_remote_code,
         for_shards=world.lockstep,
     )
-    attend(config.model, made)
+    set_attention(config.model, made)
     if not made.per_token:
         raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    settle(made, world, session.device(config.run), place if in_shards else None)
+    take_shard(made, world, session.device(config.run), place if in_shards else None)
     return ValueModel(made, optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
 
 

@@ -239,7 +239,7 @@ class CacheHit:
 
     def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
         """The layer's output [W, E] of the tokens `wanted` [W], or of all."""
-        return self._gathered([(index, 0, self._of(wanted))])[0]
+        return self._gather([(index, 0, self._of(wanted))])[0]
 
     def saved_for_backward(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """What the layer's backward pass needs: its input (None for the first layer) and the tensors of `Layer.forward`.
@@ -249,11 +249,11 @@ class CacheHit:
         some, parts = self._of(wanted), range(1, len(self._parts.kinds))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
         if index == 0:
-            return None, self._gathered(asked)
-        x, *own = self._gathered([(index - 1, 0, self._rows), *asked])
+            return None, self._gather(asked)
+        x, *own = self._gather([(index - 1, 0, self._rows), *asked])
         return x, own
 
-    def _gathered(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+    def _gather(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
         """The rows of each (layer, part, rows)."""
         kinds = [self._parts.kinds[part] for _, part, _ in wanted]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(wanted, kinds, strict=True)]

@@ -163,7 +163,7 @@ class Decoder:
             selection[0] = replace(selection[0], input_rows=inputs)
         if outputs is not None:
             selection[-1] = replace(selection[-1], output_rows=outputs)
-        x = self._embedded(ids).to(self.dtype)
+        x = self._embed(ids).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
         angles = (cosine[0].float().contiguous(), sine[0].float().contiguous())
         adapted = self.adapted
@@ -198,7 +198,7 @@ class Decoder:
         y: Tensor = self.base.layers[layer.index](x, reread)
         return y
 
-    def _embedded(self, input_ids: Tensor) -> Tensor:
+    def _embed(self, input_ids: Tensor) -> Tensor:
         table = self.base.embed_tokens
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
         # for a small table the dense gradient is faster
@@ -224,7 +224,7 @@ class Decoder:
     ) -> Tensor:
         """The last layer's output, without gradient."""
         now = versions(self.parameters) if keep is not None or layout.packed_weights is not None else []
-        y = None if self.in_shards else self._stepped(x, angles, layout, adapted, keep, now)
+        y = None if self.in_shards else self._step(x, angles, layout, adapted, keep, now)
         if y is not None:
             return y
         layers = []
@@ -241,7 +241,7 @@ class Decoder:
             keep.add(len(x), self.parts, now, layers)
         return x
 
-    def _stepped(
+    def _step(
         self,
         x: Tensor,
         angles: tuple[Tensor, Tensor],

@@ -234,7 +234,7 @@ class WeightsOnly(nn.Module):
         """The head that gives logits."""
         return self.lm_head
 
-    def stored(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: a head that is tied to the embedding is left out."""
         tied = not self.scalar and self.lm_head.weight is self.model.embed_tokens.weight
         return {name: x for name, x in self.state_dict().items() if not (tied and name == "lm_head.weight")}
@@ -249,7 +249,7 @@ class WeightsOnly(nn.Module):
         self.config.save_pretrained(folder)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)
-        save_file(self.stored(), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(self.checkpoint_tensors(), folder / "model.safetensors", metadata={"format": "pt"})
 
     def as_transformers(self) -> PreTrainedModel:
         """transformers' model around the same parameters."""
@@ -299,7 +299,7 @@ def load(path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = 
     with torch.device("meta"):
         weights = WeightsOnly(config, generation, scalar=scalar)
     config.dtype = dtype
-    wanted = {name: x.shape for name, x in weights.stored().items()}
+    wanted = {name: x.shape for name, x in weights.checkpoint_tensors().items()}
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         found = {name: file for file in opened for name in file.offset_keys()}
