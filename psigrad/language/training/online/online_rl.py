@@ -18,7 +18,7 @@ from torch import Tensor
 from psigrad.errors import UserError
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import State
+from psigrad.language.training.learners import LESS_MEMORY, State
 from psigrad.language.training.online import ledger
 from psigrad.language.training.online.best_and_worst import learn_preferences
 from psigrad.language.training.online.collate import MicroBatch, micro_batches, minibatches, to_batch
@@ -56,7 +56,7 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
     name = run.algorithm.name or "policy gradient"
     run.journal.callbacks.trial = partial(changed, run)
     turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
-    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates)
+    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates, LESS_MEMORY)
 
 
 def step(run: Online, state: State) -> tuple[State, str]:
