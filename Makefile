@@ -30,7 +30,7 @@ help:
 	@echo "make docs       the documentation site, into build/docs"
 	@echo "make size       lines of code in each room"
 	@echo "make install    the environment alone, in $(VENV); with LOCKED=1 every file is checked by its hash (CPU)"
-	@echo "make lock       requirements.lock, THIRD_PARTY_NOTICES.md and sbom.cdx.json, from constraints.txt (needs uv)"
+	@echo "make lock       supply/: the lock with hashes, the notices and the bill of materials, from constraints.txt (needs uv)"
 	@echo "make clean      remove the environment"
 
 install: $(INSTALLED)
@@ -44,7 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
 ifdef LOCKED
-	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 else
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)

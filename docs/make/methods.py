@@ -1,8 +1,8 @@
 """Writes docs/methods/: one page per preset out of the idea below, `psigrad explain`, and a measured curve.
 
-python docs/make_methods.py pages                       the pages alone
-python docs/make_methods.py curves SFT_MODEL DATA RUNS  trains every preset from one SFT model (the demo's), then draws docs/images/
-python docs/make_methods.py preferences SFT_MODEL PAIRS RUNS   the same for the preference losses
+python docs/make/methods.py pages                       the pages alone
+python docs/make/methods.py curves SFT_MODEL DATA RUNS  trains every preset from one SFT model (the demo's), then draws docs/images/
+python docs/make/methods.py preferences SFT_MODEL PAIRS RUNS   the same for the preference losses
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psigrad.config import algorithms
 from psigrad.objective.catalog import METHODS
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 
 IDEAS = {
     "reinforce": (
