@@ -42,12 +42,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(found.sentence)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     """A skip by any other door is a failure."""
     report = yield
     if report.skipped and not any(key == NEEDED for key, _ in item.user_properties):
         report.outcome, why = "failed", report.longrepr[2] if isinstance(report.longrepr, tuple) else "xfail"
+        vars(report).pop("wasxfail", None)
         report.longrepr = f"A test is left out by pytest.mark.needs alone ({why})."
     return report
 

@@ -19,6 +19,8 @@ from psigrad.native.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.rollout.embedded import EmbeddedSampler
 from psigrad.rollout.types import Request, SamplingParams
 
+pytestmark = pytest.mark.needs("compiler")
+
 
 @pytest.fixture(params=CONFIGS)
 def fused(request, tokenizer):

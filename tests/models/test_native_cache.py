@@ -11,6 +11,8 @@ import pytest
 
 from psigrad.native import build
 
+pytestmark = pytest.mark.needs("compiler")
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):

@@ -11,6 +11,8 @@ from psigrad.native import processor
 from psigrad.native.kernels import kernels, multiply
 from psigrad.native.products import Products
 
+pytestmark = pytest.mark.needs("compiler")
+
 KINDS = [torch.float32, torch.bfloat16]
 # Rows, depth, columns: less than a tile or a register, no multiple of one, more than is taken at a time, nothing at all.
 SHAPES = (

@@ -17,6 +17,8 @@ from psigrad.models.fused.layer import RowSelection
 from psigrad.models.packing import Groups, Rows, pack
 from psigrad.native.kernels import Kernels
 
+pytestmark = pytest.mark.needs("compiler")
+
 ALL = torch.arange(60)
 WANTED = {
     "one": [17],
