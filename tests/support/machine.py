@@ -89,6 +89,9 @@ def browser() -> str | None:
 
 
 def _chromium() -> Lack | None:
+    if said := _runs(sys.executable, "-m", "playwright", "--version"):
+        # its own Node wants a library that comes with a compiler, and else alone
+        return Lack(f"Playwright does not start here ({said})", there="libatomic" not in said)
     if (found := browser()) is None:
         return Lack("no Chromium on this machine", advice="apt-get install chromium, or playwright install chromium")
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +190,7 @@ def _root() -> Lack | None:
 NEEDS = {
     "bubblewrap": Need("the sandbox", _bubblewrap, ("bubblewrap", "util-linux")),
     "nobody": Need("the sandbox of an ordinary user", _nobody),
-    "chromium": Need("pages in a browser", _chromium, ("chromium", "fonts-liberation")),
+    "chromium": Need("pages in a browser", _chromium, ("chromium", "fonts-liberation", "libatomic1")),
     "postgresql": Need("labels on PostgreSQL", _postgresql, ("postgresql",)),
     "compiler": Need("the kernels for a CPU", _compiler, ("g++",)),
     "git": Need("the wheel", _git, ("git",)),
