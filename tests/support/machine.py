@@ -238,13 +238,14 @@ def install() -> int:
             _apt_get(packages)
             lack.cache_clear()
             browser.cache_clear()
-            missing = {name: each for name, each in missing.items() if lack(name)}
         else:
             print("Not installed, as only root can, by apt-get:", ", ".join(missing))
-    if missing:
-        what = "and the run fails, as it is to test everything" if everything() else "and their tests will be left out"
-        print(f"Missing: {', '.join(missing)}; {what}. apt-get install {' '.join(p for each in missing.values() for p in each)}")
-    return int(bool(missing) and everything())
+    lacking = {name: found for name, need in NEEDS.items() if need.packages and (found := lack(name))}
+    if lacking:
+        print("Their tests fail, as everything is to be tested:" if everything() else "Their tests will be left out:")
+    for name, found in lacking.items():
+        print(f"- {name}: {found.sentence}")
+    return int(bool(lacking) and everything())
 
 
 def _apt_get(packages: Sequence[str]) -> None:
