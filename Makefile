@@ -15,7 +15,7 @@ help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make demo-real  teach SmolLM2-135M sums by GRPO: a download of 90 MB, then a quarter of an hour"
 	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite (meant: at most 10 minutes on two cores)"
-	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/sandbox -k daemon'"
+	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
