@@ -30,7 +30,7 @@ from psigrad.config import Run
 from psigrad.language.recipes import demo, online
 from psigrad.language.training import session
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
-session.prepare_torch(Run())
+machine.prepare_torch(Run())
 files = demo.prepare(folder, seed, False)
 online.run(demo.reinforcing(folder / "sft" / "model", files, folder / "grpo_bfloat16", seed, max_steps=int(sys.argv[3]),
                             progress=False, dtype="bfloat16"))

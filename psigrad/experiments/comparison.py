@@ -25,7 +25,7 @@ from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
 from psigrad.language.recipes import api, evaluate, online
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
-from psigrad.runs import session
+from psigrad.runs import machine
 from psigrad.runs.progress import bar
 
 UNPAIRED = "unpaired.jsonl"
@@ -213,7 +213,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     try:
-        session.prepare_torch(Run())
+        machine.prepare_torch(Run())
         work(Path(sys.argv[1]), Path(sys.argv[2]))
     except UserError as mistake:
         sys.exit(str(mistake))

@@ -31,7 +31,7 @@ from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.loading import load_model
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Request, SamplingParams
-from psigrad.runs import session
+from psigrad.runs import machine
 
 EVERYDAY_TASK: dict[str, Any] = {
     "task": "everyday",
@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             self.model = pretrained
         else:
             run = Run(device=device or "auto", threads=threads, seed=seed)
-            session.prepare_torch(run)
+            machine.prepare_torch(run)
             settings = Model(path=pretrained, dtype=dtype, trust_remote_code=trust_remote_code, adapter="merge")  # type: ignore[arg-type]
             self.model = load_model(settings, run, None)
         self.tokenizer = self.model.tokenizer

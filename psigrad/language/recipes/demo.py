@@ -20,7 +20,7 @@ from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Op
 from psigrad.language.data import tasks
 from psigrad.language.models import tiny
 from psigrad.language.recipes import evaluate, online, setup, sft
-from psigrad.runs import session
+from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
 
@@ -40,7 +40,7 @@ def run(
     Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call.
     """
     start, folder = time.perf_counter(), Path(output_dir)
-    session.prepare_torch(Run())
+    machine.prepare_torch(Run())
     files = prepare(folder, seed, progress)
     tuned = sft.run(
         SFTConfig(

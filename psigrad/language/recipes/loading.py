@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
@@ -20,9 +21,11 @@ from psigrad.language.recipes.given_model import GivenModel, take_weights
 from psigrad.language.recipes.model_source import continued, located, lora_of
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.runs import session
+from psigrad.runs import machine
 
 M = TypeVar("M", bound=LanguageModel | ScalarModel)
+# a bar per weight file drowns ours
+transformers.utils.logging.disable_progress_bar()
 
 
 def load_model(
@@ -46,7 +49,7 @@ def load_model(
     attend(settings, model)
     if value_head:
         model.add_value_head(found)
-    settle(model, world, session.device(run), place if found is None else None)
+    settle(model, world, machine.device(run), place if found is None else None)
     return model
 
 
@@ -61,7 +64,7 @@ def _loaded(
         model = language_model.load(
             str(found) if found is not None and lora is None else located(before.base if before is not None else settings),
             dtype=settings.dtype,
-            device=session.device(run),
+            device=machine.device(run),
             lora=lora,
             adapter=(found or (before.folder if before is not None else None)) if lora is not None else None,
             tokenizer=tokenizer or (before.tokenizer if before is not None else ""),
@@ -83,7 +86,7 @@ def _prepared(prepare: Callable[..., M], given: GivenModel, settings: Model, run
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         made = prepare(
-            network.to(session.device(run)),
+            network.to(machine.device(run)),
             given.tokenizer,
             lora=lora,
             adapter=found if lora is not None else None,
@@ -133,7 +136,7 @@ def load_scalar_model(
     else:
         model = _loaded_scalar(settings, run, found, world, None if given is None else given.tokenizer)
     attend(settings, model)
-    settle(model, world, session.device(run), place if found is None else None)
+    settle(model, world, machine.device(run), place if found is None else None)
     return model
 
 
@@ -148,7 +151,7 @@ def _loaded_scalar(
         return scalar_model.load(
             str(found) if whole else located(settings),
             dtype=settings.dtype,
-            device=session.device(run),
+            device=machine.device(run),
             lora=lora,
             adapter=found if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
@@ -166,7 +169,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     return scalar_model.load(
         located(settings),
         dtype=settings.dtype,
-        device=session.device(run),
+        device=machine.device(run),
         fresh_head="refuse",
         trust_remote_code=settings.trust_remote_code,
     )

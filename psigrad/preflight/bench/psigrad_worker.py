@@ -23,6 +23,7 @@ from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.training.learners import State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
 from psigrad.language.training.offline.reward_task import RewardTask
@@ -39,8 +40,7 @@ from psigrad.preflight.bench.phases import Phases
 from psigrad.preflight.bench.workload import Workload, fixed_batch, read, reward
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
-from psigrad.runs.session import prepare_torch
-from psigrad.runs.state import State
+from psigrad.runs.machine import prepare_torch
 
 if TYPE_CHECKING:
     from psigrad.preflight.bench.phases import Parent

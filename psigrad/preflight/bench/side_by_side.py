@@ -20,7 +20,7 @@ from psigrad.preflight.bench.floor import cost, floor, rates
 from psigrad.preflight.bench.inputs import build
 from psigrad.preflight.bench.workload import Workload
 from psigrad.preflight.plan.hardware import Machine
-from psigrad.runs.provenance import provenance
+from psigrad.runs.machine import provenance
 
 # How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
 # float32 weights, ours has weights in bfloat16.

@@ -14,8 +14,8 @@ import time
 import warnings
 from pathlib import Path
 
-from psigrad.language.models.native.processor import default_threads
 from psigrad.preflight.bench.phases import Parent
+from psigrad.runs.machine import default_threads
 
 
 def main(who: str, folder: str, dtype: str, threads: str, device: str, start: str) -> None:

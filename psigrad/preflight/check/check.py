@@ -29,7 +29,7 @@ from psigrad.language.rollout.samplers.distribution import filtered
 from psigrad.language.rollout.types import Request
 from psigrad.preflight.check.check_gradients import among_processes, in_micro_batches
 from psigrad.preflight.check.check_subject import COMPLETIONS, Finding, Subject, subject_of
-from psigrad.runs import session
+from psigrad.runs import machine
 
 FRESH = Lora(4)
 
@@ -39,7 +39,7 @@ def run(config: OnlineConfig) -> list[Finding]:
 
     Raises `UserError` where the model or the dataset cannot be read.
     """
-    session.prepare_torch(config.run)
+    machine.prepare_torch(config.run)
     setup.check_sampling(config.sampling)
     found: list[Finding] = []
     subject = subject_of(config)

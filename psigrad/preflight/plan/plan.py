@@ -11,12 +11,12 @@ from psigrad.preflight.plan.hardware import machine
 from psigrad.preflight.plan.placements import smallest, splits
 from psigrad.preflight.plan.predict import Plan, lengths_of, predict
 from psigrad.preflight.settings import PlanConfig
-from psigrad.runs import session
+from psigrad.runs.machine import device as device_of
 
 
 def run(config: Config, asked: PlanConfig) -> str:
     """The plan of the run that `config` describes, as text or as JSON."""
-    device = session.device(config.run)
+    device = device_of(config.run)
     found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
     lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
     if asked.devices:
@@ -33,7 +33,7 @@ def warning(config: Config) -> str:
     Lengths are the settings' bounds and guesses: no row is read, and nothing is asked of the network.
     """
     try:
-        device = session.device(config.run)
+        device = device_of(config.run)
         here = machine(device, config.model.dtype, measure=False)
         lengths, _, _ = lengths_of(config, read=False)
         if predict(config, lengths, here, quick=True).fits:  # at most what it takes: plain PyTorch keeps more than our kernels

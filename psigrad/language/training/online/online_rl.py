@@ -18,6 +18,7 @@ from torch import Tensor
 from psigrad.errors import UserError
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import ledger
 from psigrad.language.training.online.best_and_worst import learn_preferences
 from psigrad.language.training.online.collate import MicroBatch, micro_batches, minibatches, to_batch
@@ -37,7 +38,6 @@ from psigrad.processes.parallel.world import shard
 from psigrad.records.rows import rollout_row
 from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
-from psigrad.runs.state import State
 
 # Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
 COMPARE_EVERY, COMPARED = 4, 20
