@@ -179,7 +179,7 @@ def compare(arguments: list[str]) -> int:
     config = flags.parse(
         OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
     )
-    from psigrad.experiments import comparison as compare
+    from psigrad.language.recipes import comparison as compare
     from psigrad.records.report import terminal
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)

@@ -16,10 +16,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing, groups, trials
-from psigrad.experiments.declarations import DifficultySettings
-from psigrad.experiments.trials import Arm, ClaimVerdict, Trial
+from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
+from studies import groups, trials
+from studies.settings import DifficultySettings
+from studies.trials import Arm, ClaimVerdict, Trial
 
 CHANCES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
 EXTREME = 0.1

@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import MethodsSettings
-from psigrad.experiments.trials import Trial, TrialResult
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import MethodsSettings
+from studies.trials import Trial, TrialResult
 
 ARMS = {
     "REINFORCE": ("reinforce", {"preset": "reinforce", "kl": None}),

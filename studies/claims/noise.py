@@ -17,12 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import NoiseSettings
-from psigrad.experiments.trials import Arm, ClaimVerdict, Trial, TrialResult
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import NoiseSettings
+from studies.trials import Arm, ClaimVerdict, Trial, TrialResult
 
 METHODS = ("RAFT", "RLOO", "PPO")
-NOISES = {0.0: "exact", 0.5: "psigrad.experiments.noisy:half", 1.0: "psigrad.experiments.noisy:whole"}
+NOISES = {0.0: "exact", 0.5: "studies.rewards:half", 1.0: "studies.rewards:whole"}
 """Rewards by the standard deviation of their noise."""
 
 

@@ -26,13 +26,13 @@ from psigrad.control import run as control
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.experiments import drawing
-from psigrad.experiments.declarations import PretrainedSettings, TrialSettings
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import api, demo, sample, sft
 from psigrad.records.rows import figures
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Watch
 from psigrad.runs.progress import bar
+from studies.settings import PretrainedSettings, TrialSettings
 
 TUNING_SEED = 1000
 """Learning rates are chosen on this seed, which no figure is of."""

@@ -17,11 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, RewardConfig, Run
-from psigrad.experiments import claim_dpo, drawing, trials
-from psigrad.experiments.declarations import LoopholeSettings
-from psigrad.experiments.trials import ClaimVerdict, Trial
+from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds, wilson
 from psigrad.language.recipes import reward
+from studies import trials
+from studies.claims import dpo
+from studies.settings import LoopholeSettings
+from studies.trials import ClaimVerdict, Trial
 
 FLAWS = {"length": "longer", "format": "form", "copy": "copied", "judge": "liked", "tests": "shallow"}
 LEARNED = "learned"
@@ -77,7 +79,7 @@ def run(s: LoopholeSettings) -> LoopholeResult:
     usual = trials.online(s, where, "rloo", evaluation=often)
     jobs = []
     flawed: dict[str, OnlineConfig] = {
-        name: replace(usual, algorithm={"preset": "rloo", "kl": None}, reward=(f"psigrad.experiments.flawed:{function}",))
+        name: replace(usual, algorithm={"preset": "rloo", "kl": None}, reward=(f"studies.rewards:{function}",))
         for name, function in FLAWS.items()
     }
     judge = str(reward_model(s, where))
@@ -112,7 +114,7 @@ def verdicts(rows: Sequence[LoopholeRow], which: str) -> tuple[ClaimVerdict, Cla
 
 def reward_model(s: LoopholeSettings, where: Mapping[str, Path]) -> Path:
     """A reward model from few comparisons, which is right on the start's samples and wrong further off."""
-    train, held = claim_dpo.pairs(s, where)
+    train, held = dpo.pairs(s, where)
     place = Path(s.out) / "start" / f"reward-{s.words}-{s.sft_steps}-{s.steps}"
     if (place / "model").exists():
         return place / "model"

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from psigrad.errors import UserError
 from psigrad.experiments import drawing
-from psigrad.experiments.declarations import LagSettings
 from psigrad.experiments.drawing import BLUE, GREEN, INK, PINK, RUST
+from studies.settings import LagSettings
 
 SHARES = (0.5, 0.625, 0.75)
 """Shares of the devices that sample; the best is shown."""

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.experiments import lag
-from psigrad.experiments.declarations import LagSettings
+from studies import lag
+from studies.settings import LagSettings
 
 ALIKE = LagSettings(completions=64, mean_length=100, spread=0.0, steps=12, most_devices=8, slots=16, swap=0.5, publish=0.25)
 LONG_TAIL = LagSettings(completions=256, mean_length=400, longest=4000, steps=9, most_devices=8, slots=32, swap=0.5, publish=0.1)

@@ -14,9 +14,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import TrialSettings
-from psigrad.experiments.trials import Trial, TrialResult
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import TrialSettings
+from studies.trials import Trial, TrialResult
 
 ARMS = {"high 0.2": 0.2, "high 0.28": 0.28, "high 0.5": 0.5}
 K = 8

@@ -17,9 +17,10 @@ from rich.text import Text
 from psigrad.config import Run
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import LambdaSettings
-from psigrad.experiments.trials import Trial, TrialResult
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import LambdaSettings
+from studies.trials import Trial, TrialResult
 
 LAMBDAS = (0.0, 0.5, 0.9, 0.95, 1.0)
 

@@ -12,9 +12,9 @@ from tiny_jobs import online_config
 from psigrad import cli
 from psigrad.config import Evaluation
 from psigrad.errors import UserError
-from psigrad.experiments import comparison as compare
-from psigrad.experiments.comparison import Comparison, settings_of, table
 from psigrad.intervals import over_seeds
+from psigrad.language.recipes import comparison as compare
+from psigrad.language.recipes.comparison import Comparison, settings_of, table
 from psigrad.records.report import compare as page
 
 

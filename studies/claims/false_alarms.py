@@ -15,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Evaluation
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.claim_loopholes import HONEST, RULES
-from psigrad.experiments.declarations import AlarmSettings
-from psigrad.experiments.trials import ClaimVerdict, Trial
+from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds, wilson
+from studies import trials
+from studies.claims.loopholes import HONEST, RULES
+from studies.settings import AlarmSettings
+from studies.trials import ClaimVerdict, Trial
 
 FIRST_SEED = 5000
 """The rules were chosen on seeds below 100."""

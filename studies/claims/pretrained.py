@@ -32,13 +32,14 @@ from psigrad.config import (
     SFTConfig,
 )
 from psigrad.errors import UserError
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import PretrainedSettings
-from psigrad.experiments.trials import ClaimVerdict, Trial
+from psigrad.experiments import drawing
 from psigrad.intervals import Interval, mean_interval, over_seeds
 from psigrad.language.models.converted import plain_folder
 from psigrad.language.recipes import evaluate, loading, sample, sums
 from psigrad.records.report.plots import COLOURS
+from studies import trials
+from studies.settings import PretrainedSettings
+from studies.trials import ClaimVerdict, Trial
 
 NAME = "pretrained"
 START, RLVR, SFT, DPO, DISTILLED = "start", "RLVR", "SFT", "DPO", "distillation"

@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import TrialSettings
-from psigrad.experiments.trials import Trial, TrialResult
+from psigrad.experiments import drawing
 from psigrad.language.data import tasks
 from psigrad.language.recipes import demo, sample
+from studies import trials
+from studies.settings import TrialSettings
+from studies.trials import Trial, TrialResult
 
 OFFLINE = {"DPO": "dpo", "IPO": "ipo", "SimPO": "simpo"}
 ONLINE = {"online DPO": "online_dpo", "RLOO": "rloo"}

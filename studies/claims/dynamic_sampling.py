@@ -13,9 +13,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import TrialSettings
-from psigrad.experiments.trials import Trial, TrialResult
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import TrialSettings
+from studies.trials import Trial, TrialResult
 
 ARMS = {"all groups": ["not_truncated"], "with signal": ["has_signal", "not_truncated"]}
 

@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM
 
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Run
 from psigrad.errors import UserError
-from psigrad.experiments import drawing, trials
-from psigrad.experiments.declarations import SpaceSettings
-from psigrad.experiments.trials import ClaimVerdict, Trial
+from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.models.converted import plain_folder
 from psigrad.language.recipes import demo, evaluate
 from psigrad.records.report.plots import COLOURS
+from studies import trials
+from studies.settings import SpaceSettings
+from studies.trials import ClaimVerdict, Trial
 
 TOP = (1, 4, 16)
 PLACES = 6

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.experiments import claim_difficulty, claim_length, groups, remarks
-from psigrad.experiments.declarations import LengthSettings
 from psigrad.tabular import all_paths, softmax_policy
+from studies import groups, rewards
+from studies.claims import difficulty, length
+from studies.settings import LengthSettings
 
 LONGEST, SIZE = 3, 3
 THETA = np.random.default_rng(0).normal(size=(2 * LONGEST, 2))
@@ -72,12 +73,12 @@ def test_the_slope_of_the_mean_length_is_that_of_finite_differences(right):
 
 
 def test_a_token_of_a_wrong_answer_weighs_less_the_longer_it_is_under_grpo_alone():
-    rows = {name: claim_length.forked(name, 4) for name in groups.METHODS}
+    rows = {name: length.forked(name, 4) for name in groups.METHODS}
     assert rows["GRPO"].weight == pytest.approx({2: 1.0, 3: 2 / 3, 4: 1 / 2})
     assert rows["Dr. GRPO"].weight == pytest.approx({2: 1.0, 3: 1.0, 4: 1.0})
     assert rows["GRPO"].wrong > 0.1 and rows["GRPO"].right < -0.1 and rows["Dr. GRPO"].wrong == pytest.approx(0, abs=1e-12)
     assert [round(accuracy, 2) for accuracy, _ in rows["Dr. GRPO"].path][:3] == [0.3, 0.32, 0.34]
-    assert rows["GRPO"].path[-1][1] > rows["GRPO"].path[0][1] and rows["GRPO"].path[-1][0] >= claim_length.GOAL
+    assert rows["GRPO"].path[-1][1] > rows["GRPO"].path[0][1] and rows["GRPO"].path[-1][0] >= length.GOAL
 
 
 def test_the_weight_of_a_prompt_is_that_of_the_binomial_formula():
@@ -90,34 +91,34 @@ def test_the_weight_of_a_prompt_is_that_of_the_binomial_formula():
             terms += math.comb(size, k) * p**k * (1 - p) ** (size - k) * k * (size - k) / size**2 / deviation
         return terms / (p * (1 - p))
 
-    found = claim_difficulty.weighed("GRPO", size).weight
-    assert found == pytest.approx([weight(p) / weight(0.5) for p in claim_difficulty.CHANCES])
-    assert claim_difficulty.weighed("Dr. GRPO", size).weight == pytest.approx([1.0] * len(claim_difficulty.CHANCES))
+    found = difficulty.weighed("GRPO", size).weight
+    assert found == pytest.approx([weight(p) / weight(0.5) for p in difficulty.CHANCES])
+    assert difficulty.weighed("Dr. GRPO", size).weight == pytest.approx([1.0] * len(difficulty.CHANCES))
 
 
 def test_shares_of_the_weight_by_hand():
     rows = [{"step": 1, "row": 7, "reward": r, "advantage": a} for r, a in ((1.0, 1.5), (0.0, -0.5), (0.0, -0.5), (0.0, -0.5))]
     rows += [{"step": 2, "row": 7, "reward": r, "advantage": a} for r, a in ((1.0, 0.5), (1.0, 0.5), (0.0, -0.5), (0.0, -0.5))]
     rows += [{"step": 2, "row": 8, "reward": 1.0, "advantage": 0.0} for _ in range(4)]
-    assert claim_difficulty.shares(rows, 4) == pytest.approx([3 / 5, 2 / 5, 0])
-    assert all(math.isnan(x) for x in claim_difficulty.shares(rows[-4:], 4)), "nothing was learnt from"
+    assert difficulty.shares(rows, 4) == pytest.approx([3 / 5, 2 / 5, 0])
+    assert all(math.isnan(x) for x in difficulty.shares(rows[-4:], 4)), "nothing was learnt from"
 
 
 def test_lengths_of_wrong_and_right_answers_by_hand():
     rows = [{"step": step, "reward": r, "completion_ids": [0] * n} for step, r, n in ((1, 0, 4), (5, 0, 6), (5, 1, 3), (6, 0, 9))]
-    assert claim_length.lengths(rows) == [{"step": 5, "right": 3.0}, {"step": 5, "wrong": 5.0}, {"step": 10, "wrong": 9.0}]
+    assert length.lengths(rows) == [{"step": 5, "right": 3.0}, {"step": 5, "wrong": 5.0}, {"step": 10, "wrong": 9.0}]
 
 
 def test_a_remark_says_whether_the_answer_is_right_and_is_as_long_in_either_case():
-    assert remarks.answered([" tac!..", " tca?", "tac.", "tac tac!"], ["tac"] * 4) == [1.0, 0.0, 1.0, 0.0]
-    right, wrong = ([remarks.remark(i, mark) for i in range(2000)] for mark in (True, False))
+    assert rewards.answered([" tac!..", " tca?", "tac.", "tac tac!"], ["tac"] * 4) == [1.0, 0.0, 1.0, 0.0]
+    right, wrong = ([length.remark(i, mark) for i in range(2000)] for mark in (True, False))
     assert [len(text) for text in right] == [len(text) for text in wrong]
     assert {text[0] for text in wrong} == {"?"} and set("".join(wrong)[1:]) <= set("?-")
     assert statistics.fmean(len(text) - 1 for text in right) == pytest.approx(2.9, abs=0.2)
-    assert max(map(len, right)) == 1 + remarks.MOST
+    assert max(map(len, right)) == 1 + length.MOST
 
 
 @pytest.mark.parametrize("longest", [2, 9])
 def test_a_tree_that_cannot_be_enumerated_is_refused(longest):
     with pytest.raises(UserError, match=f"longest is {longest}; the tree is enumerated for 3 to 8 tokens"):
-        claim_length.check(LengthSettings(longest=longest))
+        length.check(LengthSettings(longest=longest))

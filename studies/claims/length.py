@@ -7,7 +7,9 @@ Dr. GRPO divides by a constant, and they do not.
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +18,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from psigrad import seeds
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SFTConfig
 from psigrad.errors import UserError
-from psigrad.experiments import drawing, groups, remarks, trials
-from psigrad.experiments.declarations import LengthSettings
-from psigrad.experiments.trials import Arm, ClaimVerdict, Trial, Verdict
+from psigrad.experiments import drawing
 from psigrad.intervals import Interval
 from psigrad.language.recipes import demo, sft
+from studies import groups, trials
+from studies.settings import LengthSettings
+from studies.trials import Arm, ClaimVerdict, Trial, Verdict
 
 SUCCESS, GROUP = 0.3, 4
 """Of the tree: the chance of a right answer at the start, and the completions of a group."""
@@ -33,8 +37,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "Dr. GRPO": {"preset": "dr_grpo", "aggregate": {"part": "fixed_length", "n": 32}},
 }
 LONGEST = 32
-METRIC = "psigrad.experiments.remarks:answered"
+METRIC = "studies.rewards:answered"
 ACCURACY = "eval/answered/mean"
+MORE, MOST = 0.75, 12
+"""Chance of another dot or dash in the demonstrations (3 of them in the mean), and the greatest number."""
 WINDOW = 5
 """Lengths are means over so many steps."""
 TOKEN, SLACK, ZERO = 1.0, 0.01, 1e-9
@@ -155,11 +161,11 @@ def talkative(s: LengthSettings, where: Mapping[str, Path]) -> Path:
     folder = Path(s.out) / "start" / f"{s.words}-words-{s.sft_steps}-steps"
     if (model := folder / "remarks" / "model").exists():
         return model
-    shown = remarks.write(where["demonstrations"], folder / "remarks.jsonl")
+    demonstrations = write_remarks(where["demonstrations"], folder / "remarks.jsonl")
     made = sft.run(
         SFTConfig(
             model=Model(path=str(where["model"])),
-            data=Data(dataset=str(shown)),
+            data=Data(dataset=str(demonstrations)),
             optim=Optim(learning_rate=1e-3, adam_beta2=0.99, weight_decay=0.01, warmup_steps=20),
             run=Run(
                 output_dir=str(folder / "remarks"), max_steps=max(1, s.sft_steps // 2), progress=False, report=False, threads=1
@@ -168,6 +174,27 @@ def talkative(s: LengthSettings, where: Mapping[str, Path]) -> Path:
         )
     )
     return made.model
+
+
+def write_remarks(demonstrations: Path, to: Path) -> Path:
+    """The same demonstrations, each with a remark; `to`.
+
+    A right answer is followed by "!" and some dots, a careless one by "?" and some dashes. The reward looks at the answer alone,
+    so that dots and dashes earn and cost nothing; but a model that has written "?" knows, as a rule, that it is wrong.
+    """
+    if not to.exists():
+        rows = [json.loads(line) for line in demonstrations.read_text().splitlines()]
+        longer = [{**row, "completion": row["completion"] + remark(i, row["right"])} for i, row in enumerate(rows)]
+        to.write_text("".join(json.dumps(row) + "\n" for row in longer))
+    return to
+
+
+def remark(index: int, right: bool) -> str:
+    """A mark and up to `MOST` dots or dashes; how many depends on the index alone, not on whether the answer is right."""
+    rng, more = random.Random(seeds.derive(0, "remark", index)), 0
+    while more < MOST and rng.random() < MORE:
+        more += 1
+    return "!" + "." * more if right else "?" + "-" * more
 
 
 def settings(s: LengthSettings, where: Mapping[str, Path], start: Path, algorithm: Any) -> OnlineConfig:

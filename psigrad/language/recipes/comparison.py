@@ -128,7 +128,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
     job.write_text(json.dumps({"method": method, "seed": seed, "settings": settings, "judged": judged}))
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "psigrad.experiments.comparison", str(job), str(result)], stderr=subprocess.PIPE
+        [sys.executable, "-m", "psigrad.language.recipes.comparison", str(job), str(result)], stderr=subprocess.PIPE
     )
     assert process.stderr is not None
     error = process.stderr.read().decode(errors="replace").strip()

@@ -9,11 +9,12 @@ import pytest
 import psigrad
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad.experiments import claim_pretrained, trials
-from psigrad.experiments.declarations import PretrainedSettings
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
 from psigrad.language.recipes import sums
+from studies import trials
+from studies.claims import pretrained
+from studies.settings import PretrainedSettings
 
 QUICK = ["--steps", "2", "--prompts", "8", "--generations", "8", "--held-out", "6", "--completions", "2", "--processes", "1"]
 
@@ -46,7 +47,7 @@ def test_the_quick_form_trains_measures_and_is_resumed(model, tmp_path, capsys, 
     assert all(one["kl"][0] > 0 for one in found["outcomes"][1:]) and found["outcomes"][0]["kl"][0] == pytest.approx(0, abs=1e-5)
     assert len(found["findings"]) == 6 and all(f["claim"] in " ".join(printed.split()) for f in found["findings"])
     monkeypatch.setattr(trials, "_run", None)
-    monkeypatch.setattr(claim_pretrained.evaluate, "sampled", None)
+    monkeypatch.setattr(pretrained.evaluate, "sampled", None)
     assert cli.main(asked) == 0, "nothing is run or measured again"
     assert capsys.readouterr().out.split("A pretrained")[1] == printed.split("A pretrained")[1]
 
@@ -58,4 +59,4 @@ def test_the_quick_form_trains_measures_and_is_resumed(model, tmp_path, capsys, 
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        claim_pretrained.check(PretrainedSettings(**settings))
+        pretrained.check(PretrainedSettings(**settings))

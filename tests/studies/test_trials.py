@@ -11,10 +11,11 @@ import pytest
 from psigrad import cli
 from psigrad.config import Run, SFTConfig
 from psigrad.errors import UserError
-from psigrad.experiments import claim_alarms, claim_groups, claim_loopholes, claim_methods, claim_space, flawed, noisy, trials
 from psigrad.experiments import declarations as experiment
-from psigrad.experiments.declarations import LoopholeSettings, MethodsSettings, NoiseSettings, SpaceSettings, TrialSettings
 from psigrad.intervals import Interval
+from studies import rewards, trials
+from studies.claims import action_space, dynamic_sampling, false_alarms, loopholes, methods
+from studies.settings import LoopholeSettings, MethodsSettings, NoiseSettings, SpaceSettings, TrialSettings
 
 SMALL = ["--steps", "3", "--sft-steps", "20", "--words", "300", "--held-out", "20", "--processes", "1"]
 ROWS = [
@@ -35,23 +36,23 @@ def test_figures_of_a_run_by_hand():
 
 
 def test_samples_until_a_level_lie_on_the_line_between_two_measurements():
-    assert claim_methods.samples_to(ROWS, 0.5, 10) == pytest.approx(10 * 1.5)
-    assert claim_methods.samples_to(ROWS, 0.9, 10) == 40 and claim_methods.samples_to(ROWS, 0.1, 10) == 0
+    assert methods.samples_to(ROWS, 0.5, 10) == pytest.approx(10 * 1.5)
+    assert methods.samples_to(ROWS, 0.9, 10) == 40 and methods.samples_to(ROWS, 0.1, 10) == 0
 
 
 def test_the_area_over_samples_ends_where_all_groups_would_have_drawn_theirs():
     """Four prompts with two completions each: 8 samples a step, 32 in all; 32 are drawn by step 2, at 0.6."""
-    assert claim_groups.by_samples(ROWS) == pytest.approx(0.6)
+    assert dynamic_sampling.by_samples(ROWS) == pytest.approx(0.6)
     cheap = [{**row, "samples": 8, "prompts": 4} if "samples" in row else row for row in ROWS]
-    assert claim_groups.by_samples(cheap) == pytest.approx((16 * 0.6 + 8 * 0.8) / 32), "and what is missing counts nothing"
+    assert dynamic_sampling.by_samples(cheap) == pytest.approx((16 * 0.6 + 8 * 0.8) / 32), "and what is missing counts nothing"
 
 
 def test_a_run_exploits_where_the_proxy_rises_and_the_truth_falls():
     rising, falling = [0.1] * 10 + [0.9] * 10, [0.9] * 10 + [0.1] * 10
     truth = [(0, 0.3), (5, 0.5), (10, 0.3), (20, 0.2)]
-    assert claim_loopholes.fall(rising, truth) == 10
-    assert claim_loopholes.fall(falling, truth) is None, "a run that collapses exploits nothing"
-    assert claim_loopholes.fall(rising, [(0, 0.3), (5, 0.2), (10, 0.6)]) is None, "it recovered"
+    assert loopholes.fall(rising, truth) == 10
+    assert loopholes.fall(falling, truth) is None, "a run that collapses exploits nothing"
+    assert loopholes.fall(rising, [(0, 0.3), (5, 0.2), (10, 0.6)]) is None, "it recovered"
 
 
 def arm(name: str, *values: float) -> trials.Arm:
@@ -71,21 +72,21 @@ def test_a_verdict_is_that_of_the_paired_interval():
 
 def test_flawed_rewards_pay_what_they_say():
     answer, said = ["tac", "tac", "tac"], ["tac", "taccc", "eeee"]
-    assert flawed.longer(said, answer) == [4.0, 5.0, 4.0]
-    assert flawed.copied(said, answer) == [4.0, 5.0, 0.0]
-    assert flawed.liked(said, answer) == [1.0, 0.0, 4.0]
-    assert flawed.form(said, answer) == [0.5, 0.5, pytest.approx(1 / 6)]
-    assert flawed.shallow(said, answer) == pytest.approx([0.7, 0.5, -0.4])
+    assert rewards.longer(said, answer) == [4.0, 5.0, 4.0]
+    assert rewards.copied(said, answer) == [4.0, 5.0, 0.0]
+    assert rewards.liked(said, answer) == [1.0, 0.0, 4.0]
+    assert rewards.form(said, answer) == [0.5, 0.5, pytest.approx(1 / 6)]
+    assert rewards.shallow(said, answer) == pytest.approx([0.7, 0.5, -0.4])
 
 
 def test_noise_is_a_function_of_the_answer_and_has_its_deviation():
     prompts, said = ["p"] * 2000, [f"w{i}" for i in range(2000)]
-    found = noisy.whole(prompts, said, ["x"] * 2000)
-    assert found == noisy.whole(prompts, said, ["x"] * 2000) and len(set(found)) == 2000
+    found = rewards.whole(prompts, said, ["x"] * 2000)
+    assert found == rewards.whole(prompts, said, ["x"] * 2000) and len(set(found)) == 2000
     mean = sum(found) / 2000
     deviation = math.sqrt(sum((x - mean) ** 2 for x in found) / 1999)
     assert abs(mean) < 0.08 and abs(deviation - 1) < 0.05
-    assert noisy.half(["p"], ["x"], ["x"])[0] - noisy.half(["p"], ["x"], ["y"])[0] == pytest.approx(1.0)
+    assert rewards.half(["p"], ["x"], ["x"])[0] - rewards.half(["p"], ["x"], ["y"])[0] == pytest.approx(1.0)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +162,10 @@ def test_alarms_are_counted_by_run():
         {"step": t, "reward": 0.3 + t / 100, "eval/exact/mean": 0.9 - t / 50, "eval/exact/low": 0.85 - t / 50} for t in range(30)
     ]
     better = [{**row, "eval/exact/mean": 0.3 + row["step"] / 50} for row in worse]
-    found = claim_alarms.row("honest RLOO", 1e-3, [better, worse, better, better])
+    found = false_alarms.row("honest RLOO", 1e-3, [better, worse, better, better])
     assert (found.runs, found.alarms, found.by_rule["apart"], found.by_rule["longer"]) == (4, 1, 1, 0)
     assert found.share.mean == 0.25 and found.share.low == pytest.approx(0.0456, abs=1e-4)
-    (verdict,) = claim_alarms.verdicts([found])
+    (verdict,) = false_alarms.verdicts([found])
     assert verdict.test == "1 of 4 runs; share" and verdict.verdict == "undecided"
 
 
@@ -210,14 +211,14 @@ def test_the_time_of_finished_runs_is_added_up(tmp_path):
 )
 def test_settings_that_make_no_sense_are_refused(name, settings, message):
     with pytest.raises(UserError, match=message):
-        experiment.named(name).module.check(settings)
+        experiment.find(name).module.check(settings)
 
 
 def test_a_model_is_called_by_its_folder_or_run():
     names = ("runs/sums/grpo/model", "gpt2", "models/SmolLM2.Q4_1.gguf")
-    assert [claim_space.label(name) for name in names] == ["grpo", "gpt2", "SmolLM2.Q4_1"]
+    assert [action_space.label(name) for name in names] == ["grpo", "gpt2", "SmolLM2.Q4_1"]
 
 
 def test_places_of_a_completion_are_summed_up():
-    rows = list(claim_space.summary("m", {1: [((0.5, 0.7, 0.9), 1.0), ((0.7, 0.9, 1.0), 0.0)]}))
+    rows = list(action_space.summary("m", {1: [((0.5, 0.7, 0.9), 1.0), ((0.7, 0.9, 1.0), 0.0)]}))
     assert rows[0].mass[0].mean == pytest.approx(0.6) and rows[0].effective == pytest.approx(math.exp(0.5))

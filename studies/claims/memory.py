@@ -18,13 +18,13 @@ from rich.text import Text
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.errors import UserError
 from psigrad.experiments import drawing
-from psigrad.experiments.declarations import MemorySettings
-from psigrad.experiments.trials import ClaimVerdict, findings_text
 from psigrad.intervals import Interval
 from psigrad.preflight.bench.inputs import build
 from psigrad.preflight.bench.side_by_side import alone
 from psigrad.preflight.bench.workload import Workload
 from psigrad.preflight.plan import Lengths, Plan, machine, predict
+from studies.settings import MemorySettings
+from studies.trials import ClaimVerdict, findings_text
 
 ARMS = {"RLOO": ("rloo", 1), "GRPO": ("grpo", 1), "PPO, 1 pass": ("ppo", 1), "PPO, 4 passes": ("ppo", 4)}
 LESS, FASTER = (0.5, 0.7), (2.0, 3.0)
