@@ -20,7 +20,7 @@ from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.intervals import Interval
 from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.side_by_side import alone
+from psigrad.preflight.bench.timing import alone
 from psigrad.preflight.bench.workload import Workload
 from psigrad.preflight.plan import Lengths, Plan, machine, predict
 from studies.settings import MemorySettings

@@ -1,15 +1,14 @@
-"""psigrad's side: the library's own loops on the workload, without a run folder."""
+"""The process in which psigrad is timed: the library's own loops on the workload, without a run folder."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, SFTConfig
 from psigrad.config.algorithms import resolve
@@ -18,7 +17,6 @@ from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.data.templates import example
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -31,19 +29,15 @@ from psigrad.language.training.offline.task import Task
 from psigrad.language.training.online import online_rl as online
 from psigrad.language.training.online.ledger import Prompt
 from psigrad.language.training.online.online_run import Online, ValueModel
-from psigrad.language.training.update import Optimizer, add_up
-from psigrad.objective import Batch, Loss, PolicyGradient, terminal
+from psigrad.language.training.update import Optimizer
+from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.preflight.bench.phases import Phases
-from psigrad.preflight.bench.workload import Workload, fixed_batch, read, reward
+from psigrad.preflight.bench.workload import Parent, Phases, Workload, read, reward, serve
 from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.journal import Clock
 from psigrad.runs.session import prepare_torch
 from psigrad.runs.state import State
-
-if TYPE_CHECKING:
-    from psigrad.preflight.bench.phases import Parent
 
 RATE = Optim(learning_rate=1e-6)
 
@@ -87,34 +81,35 @@ def _called(group: Samples) -> list[float]:
     return reward(**given)
 
 
-def _value(share: Callable[[], Loss]) -> Tensor:
-    return share().value
-
-
 Step = Callable[[], tuple[int, dict[str, float]]]
-Check = Callable[[], dict[str, float]]
 
 
-def build(folder: Path, dtype: str, device: str) -> tuple[Callable[[Parent], None], Check]:
-    """(take_steps, check) of the workload in `folder`."""
+@dataclass(frozen=True)
+class TimedRun:
+    """What is timed: a call of `step` takes one, and gives its tokens and its seconds by phase."""
+
+    work: Workload
+    model: LanguageModel | ScalarModel
+    optimizer: Optimizer
+    step: Step
+    task: Task | None = None
+    """Offline: what is learnt from recorded rows."""
+
+
+def build(folder: Path, dtype: str, device: str) -> TimedRun:
+    """The workload in `folder`, ready for its first step."""
     work, rows = read(folder)
     prepare_torch(Run(threads=torch.get_num_threads()), recompute=work.gradient_checkpointing)
-    path = str(folder / "model")
-    step, check = _online(work, path, rows, dtype, device) if work.online else _offline(work, path, rows, dtype, device)
-
-    def take_steps(parent: Parent) -> None:
-        while parent.wants_a_step():
-            parent.got(*step())
-
-    return take_steps, check
+    make = _online if work.online else _offline
+    return make(work, str(folder / "model"), rows, dtype, device)
 
 
-def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> tuple[Step, Check]:
+def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> TimedRun:
     again = work.gradient_checkpointing
     model = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
     if work.attention == "flex":
         model.attend_by_flex()
-    algorithm = _algorithm(work.kind, work.beta)
+    algorithm = method(work.kind, work.beta)
     config = OnlineConfig(
         optim=RATE,
         model=Model(gradient_checkpointing=again),
@@ -146,10 +141,10 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         journal=journal,
         critic=critic,
     )
-    return _stepping(run, State(algorithm=algorithm.initial_state())), lambda: _check(work, model, run.optimizer)
+    return TimedRun(work, model, run.optimizer, _stepping(run, State(algorithm=algorithm.initial_state())))
 
 
-def _algorithm(kind: str, beta: float) -> PolicyGradient:
+def method(kind: str, beta: float) -> PolicyGradient:
     """The method with TRL's defaults."""
     spec: dict[str, Any] = {"preset": kind} | ({"aggregate": "token_mean"} if kind == "grpo" else {})
     return resolve(spec | {"kl": {"coefficient": beta} if beta else None})
@@ -177,42 +172,7 @@ def _stepping(run: Online, state: State) -> Step:
     return step
 
 
-def _check(work: Workload, model: LanguageModel, optimizer: Optimizer) -> dict[str, float]:
-    """Loss and gradient norm of the method without its KL on the fixed batch, with old log-probs a little off."""
-    given = fixed_batch(work)
-    device = model.device
-    lengths = torch.tensor([len(c) for group in given["completions"] for c in group], device=device)
-    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-    nothing = torch.zeros(len(lengths), device=device)
-    algorithm = _algorithm(work.kind, 0.0)
-
-    def loss() -> Tensor:
-        evaluation = model.evaluate(Groups(given["prompts"], given["completions"]))
-        batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
-        prepared = algorithm.prepare(batch, {})
-        advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)
-        prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(lengths, dtype=torch.bool))
-        return algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {}).value
-
-    return _added_up(optimizer, [loss])
-
-
-def _added_up(optimizer: Optimizer, losses: Sequence[Callable[[], Tensor]]) -> dict[str, float]:
-    """The sum of the losses and the norm of its gradient, which is then forgotten."""
-    values: list[float] = []
-
-    def noted(loss: Callable[[], Tensor]) -> Tensor:
-        value = loss()
-        values.append(float(value.detach()))
-        return value
-
-    add_up([optimizer], [partial(noted, loss) for loss in losses])
-    found = {"loss": sum(values), "gradient": optimizer.norm()}
-    optimizer.clear()
-    return found
-
-
-def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> tuple[Step, Check]:
+def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, device: str) -> TimedRun:
     common: dict[str, Any] = {"optim": RATE, "run": Run(progress=False), "evaluation": Evaluation(eval_prompts=0)}
     common["batch_size"] = work.prompts
     again = work.gradient_checkpointing
@@ -247,8 +207,16 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
         stepping = phases.seconds.get("optimizer", 0.0)
         return journal.tokens, {"forward-backward": journal.phases.get("update", 0.0) - stepping, "optimizer": stepping}
 
-    def check() -> dict[str, float]:
-        shares = task.shares(range(work.prompts), 4096)
-        return _added_up(optimizer, [partial(_value, share) for share in shares])
+    return TimedRun(work, model, optimizer, step, task)
 
-    return step, check
+
+def take_steps(folder: Path, dtype: str, device: str, parent: Parent) -> None:
+    """As many as the parent wants."""
+    run = build(folder, dtype, device)
+    parent.ready()
+    while parent.wants_a_step():
+        parent.got(*run.step())
+
+
+if __name__ == "__main__":
+    serve(take_steps, sys.argv[1:])

@@ -1,21 +1,20 @@
-"""TRL's side: its own trainers, stepped one optimiser step at a time by a callback that waits for the parent."""
+"""TRL's process: its own trainers, stepped one optimiser step at a time by a callback that waits for the parent.
+
+python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, as `psigrad.preflight.bench.workload.serve` reads them.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
-from psigrad.preflight.bench.phases import Phases
-from psigrad.preflight.bench.workload import Workload, fixed_batch, read, reward
-
-if TYPE_CHECKING:
-    from psigrad.preflight.bench.phases import Parent
+from psigrad.preflight.bench.workload import Parent, Phases, Workload, read, reward, serve
 
 
 class Gate(TrainerCallback):
@@ -39,8 +38,8 @@ class Gate(TrainerCallback):
         self.tell(self.parent)
 
 
-def build(folder: Path, dtype: str, device: str) -> tuple[Callable[[Parent], None], Callable[[], dict[str, float]]]:
-    """(take_steps, check) of the workload in `folder`."""
+def main(folder: Path, dtype: str, device: str, parent: Parent) -> None:
+    """Answer with loss and gradient (`check`), or take steps."""
     work, rows = read(folder)
     trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16", device)
     phases = Phases()
@@ -55,12 +54,12 @@ def build(folder: Path, dtype: str, device: str) -> tuple[Callable[[Parent], Non
         phases.seconds = {}
         counts[0] = 0
 
-    def take_steps(parent: Parent) -> None:
-        if parent.wants_a_step():
-            trainer.add_callback(Gate(parent, begin, lambda parent: parent.got(counts[0], phases.seconds)))
-            trainer.train()
-
-    return take_steps, lambda: _check(work, trainer)
+    parent.ready()
+    if sys.argv[1] == "check":
+        parent.say(_check(work, trainer))
+    elif parent.wants_a_step():
+        trainer.add_callback(Gate(parent, begin, lambda parent: parent.got(counts[0], phases.seconds)))
+        trainer.train()
 
 
 def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str, Any]:
@@ -137,6 +136,8 @@ def _check(work: Workload, trainer: Any) -> dict[str, float]:
 
 
 def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
+    from beside_trl import fixed_batch  # it imports psigrad's models, which must not count to the time that TRL takes to begin
+
     given = fixed_batch(work)
     completions = [c for group in given["completions"] for c in group]
     prompts = [given["prompts"][i] for i, group in enumerate(given["completions"]) for _ in group]
@@ -158,3 +159,7 @@ def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
     if work.beta:
         inputs["ref_per_token_logps"] = logps.clone()  # KL is 0: the check is of the policy term
     return inputs
+
+
+if __name__ == "__main__":
+    serve(main, sys.argv[2:])
