@@ -140,7 +140,7 @@ def check(arguments: list[str]) -> int:
     from psigrad.config import OnlineConfig
 
     config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
-    from psigrad.preflight.check import check
+    from psigrad.preflight import check
 
     found = check.run(config)
     print(check.report(found, as_json="--json" in arguments))
