@@ -225,7 +225,7 @@ def lm_eval(arguments: list[str]) -> int:
 
     config = flags.parse(LmEvalConfig, "lm-eval", arguments)
     try:
-        from psigrad.compat.lm_eval import harness
+        from psigrad.compat import lm_eval as harness
     except ImportError as error:
         raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
     from psigrad.records.report import terminal

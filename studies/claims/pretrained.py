@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.compat.lm_eval import likelihood
+from psigrad.compat import likelihood
 from psigrad.config import (
     Data,
     EvalConfig,

@@ -2,7 +2,7 @@
 
 `lm_eval` knows the model class below as "psigrad" once this module is imported:
 
-    import lm_eval, psigrad.compat.lm_eval.harness
+    import lm_eval, psigrad.compat.lm_eval
     lm_eval.simple_evaluate(model="psigrad", model_args={"pretrained": "runs/grpo/model"}, tasks=["piqa"])
 """
 
@@ -21,7 +21,7 @@ from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normaliz
 from lm_eval.tasks import TaskManager
 
 from psigrad import seeds
-from psigrad.compat.lm_eval.likelihood import EVERYDAY, likelihoods
+from psigrad.compat.likelihood import EVERYDAY, likelihoods
 from psigrad.config import LmEvalConfig, Model, Run, Sampling
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.intervals import Interval, mean_interval, over_seeds
