@@ -185,8 +185,8 @@ def begin(
 ) -> Begun:
     """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
 
-    `pinned` is what checkpoints pin (`language/recipes/pinned.py`), `rows` how many are trained on and held out. Raises `UserError`
-    where a pin differs from the checkpoint's, and `run.allow` does not name the difference.
+    `pinned` is what checkpoints pin (`language/recipes/pinned.py`), `rows` how many are trained on and held out. Raises
+    `UserError` where a pin differs from the checkpoint's, and `run.allow` does not name the difference.
     """
     world = journal.world
     if world.size > 1:

@@ -126,7 +126,7 @@ def test_a_side_that_dies_says_why(tmp_path, monkeypatch):
 
 
 def test_the_figures_of_performance_are_those_of_its_picture():
-    specification = importlib.util.spec_from_file_location("make_performance", ROOT / "docs" / "make_performance.py")
+    specification = importlib.util.spec_from_file_location("make_performance", ROOT / "docs" / "make" / "performance.py")
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
     found = json.loads((ROOT / "docs" / "images" / "performance.json").read_text())

@@ -43,7 +43,7 @@ def test_the_page_shows_what_the_simulation_printed():
 
 
 def test_the_page_of_claims_is_that_of_the_stored_figures():
-    spec = importlib.util.spec_from_file_location("make_claims", ROOT / "docs" / "make_claims.py")
+    spec = importlib.util.spec_from_file_location("make_claims", ROOT / "docs" / "make" / "claims.py")
     script = sys.modules["make_claims"] = importlib.util.module_from_spec(spec)  # where its dataclasses look
     spec.loader.exec_module(script)
     assert (ROOT / "docs" / "claims.md").read_text() == script.page()

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/tabular.md into docs/images/tabular_*.png and prints the figures that the page quotes.
 
-python docs/make_tabular.py [name …]     names: grid changes convergence bias_variance cliff scaling; all without a name
+python docs/make/tabular.py [name …]     names: grid changes convergence bias_variance cliff scaling; all without a name
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 import psigrad.tabular as tabular
 from psigrad.tabular import GridWorld
 
-IMAGES = Path(__file__).parent / "images"
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "tabular.json"
+IMAGES = Path(__file__).parents[1] / "images"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tabular.json"
 INK, BLUE, ORANGE, GREEN, RED, PURPLE = "#222222", "#3b6fb6", "#e08214", "#2f8f5b", "#c0392b", "#7d5ba6"
 ARROWS = ((0, -0.3), (0.3, 0), (0, 0.3), (-0.3, 0))
 

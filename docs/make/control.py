@@ -1,11 +1,11 @@
 """Measures and draws the learning curves of docs/control.md.
 
-    python docs/make_control.py run FOLDER [SET]      every algorithm and environment of the page over several seeds
+    python docs/make/control.py run FOLDER [SET]      every algorithm and environment of the page over several seeds
 
 goes on where it was stopped. The set `control`, which is meant where none is named, takes hours. `minigrid` takes ten minutes,
 and needs `pip install minigrid`.
 
-    python docs/make_control.py draw FOLDER [SET]     docs/images/SET.json and SET.png from the run folders
+    python docs/make/control.py draw FOLDER [SET]     docs/images/SET.json and SET.png from the run folders
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Writes docs/methods/: one page per preset out of the idea below, `psigrad explain`, and a measured curve.
 
-python docs/make_methods.py pages                       the pages alone
-python docs/make_methods.py curves SFT_MODEL DATA RUNS  trains every preset from one SFT model (the demo's), then draws docs/images/
-python docs/make_methods.py preferences SFT_MODEL PAIRS RUNS   the same for the preference losses
+python docs/make/methods.py pages                       the pages alone
+python docs/make/methods.py curves SFT_MODEL DATA RUNS  trains every preset from one SFT model (the demo's), then draws docs/images/
+python docs/make/methods.py preferences SFT_MODEL PAIRS RUNS   the same for the preference losses
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psigrad.config import algorithms
 from psigrad.objective.catalog import METHODS
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 
 IDEAS = {
     "reinforce": (
@@ -245,9 +245,11 @@ MEASURED = (
 )
 
 
+UNMEASURED = "No curve has been measured yet."
+
+
 def page(name: str) -> str:
     """The text of one method's page."""
-    title, idea, use, trl = IDEAS[name]
     parts = algorithms.resolve(name)
     slots = [
         ("psi", parts.psi),
@@ -263,13 +265,7 @@ def page(name: str) -> str:
         f"| {slot} | {value if isinstance(value, str) else '–' if value is None else f'`{_called(value)}`'} |"
         for slot, value in slots
     )
-    return f"""# {title}
-
-{idea}
-
-{use}
-
-**Beside TRL.** {trl}
+    return f"""{_head(name)}
 
 | slot | part |
 |---|---|
@@ -292,10 +288,23 @@ psigrad {name} \\
 
 ## Measured
 
-![held-out accuracy of {name}](../images/{name}.png)
-
-{MEASURED}
+{_curve(name, f"held-out accuracy of {name}", MEASURED)}
 """
+
+
+def _head(name: str) -> str:
+    """Title and idea of a page. A method without words of its own has those of its declaration."""
+    words = IDEAS.get(name) or PREFERENCES.get(name)
+    if words is None:
+        return f"# {name}\n\n{(METHODS.get(name) or LOSSES[name]).summary.capitalize()}."
+    title, idea, use, trl = words
+    return f"# {title}\n\n{idea}\n\n{use}\n\n**Beside TRL.** {trl}"
+
+
+def _curve(name: str, shows: str, how: str) -> str:
+    """The measured curve, where there is one: it takes a trained model, and is made by the maintainers."""
+    there = (DOCS / "images" / f"{name}.png").exists()
+    return f"![{shows}](../images/{name}.png)\n\n{how}" if there else UNMEASURED
 
 
 def _called(part: object) -> str:
@@ -381,15 +390,8 @@ PREFERRED = (
 
 def preference_page(name: str) -> str:
     """The text of one preference loss's page."""
-    title, idea, use, trl = PREFERENCES[name]
     form = "prompt, completion, label" if name == "kto" else "prompt, chosen, rejected"
-    return f"""# {title}
-
-{idea}
-
-{use}
-
-**Beside TRL.** {trl}
+    return f"""{_head(name)}
 
 ## What is optimised
 
@@ -409,9 +411,7 @@ with rows of `{form}`. [Preferences](../preferences.md) has the forms and what i
 
 ## Measured
 
-![the truth over steps of {name}](../images/{name}.png)
-
-{PREFERRED}
+{_curve(name, f"the truth over steps of {name}", PREFERRED)}
 """
 
 
@@ -498,7 +498,7 @@ def _proof(name: str) -> str:
     shown = ", ".join(dict.fromkeys([*OWN.get(name, ()), *re.findall(r"arXiv:(\d{4}\.\d{5})", text)]))
     picture = DOCS / "images" / f"{name}.png"
     curve = f"[curve](../images/{name}.png)" if picture.exists() else ""
-    return f"| [{name}]({name}.md) | {shown or 'Williams 1992'} | {'closed form' if name in CLOSED else 'enumerated'} | {curve} |"
+    return f"| [{name}]({name}.md) | {shown or 'Williams 1992'} | {'closed form' if name in CLOSED else 'enumerated' if name in IDEAS else ''} | {curve} |"
 
 
 def _short(part: object) -> str:
@@ -522,8 +522,18 @@ def _short_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else _short(value) if is_dataclass(value) else str(value)
 
 
+def index(text: str) -> str:
+    """docs/index.md with today's lists of methods and of preference losses."""
+    for heading, names, pages in (("## Methods", METHODS, IDEAS), ("## Preference losses", LOSSES, PREFERENCES)):
+        lines = "\n".join(f"- [{pages.get(name, (name,))[0]}](methods/{name}.md)" for name in names)
+        text = re.sub(rf"({heading}\n(?:\n[^-\n#].*\n)?\n)(?:- \[.*\n)+", lambda m, lines=lines: f"{m[1]}{lines}\n", text)
+    return text
+
+
 def write_pages() -> None:
-    """docs/methods/*.md."""
+    """docs/methods/*.md, and their list in docs/index.md."""
+    page_of_all = DOCS / "index.md"
+    page_of_all.write_text(index(page_of_all.read_text()))
     (DOCS / "methods").mkdir(exist_ok=True)
     (DOCS / "methods" / "table.md").write_text(table())
     for name in LOSSES:

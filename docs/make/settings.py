@@ -1,6 +1,6 @@
 """Writes docs/settings.md: every setting with its flag, type, default and meaning, out of psigrad/config/.
 
-python docs/make_settings.py
+python docs/make/settings.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psigrad.config.methods import declared
 from psigrad.config.shortcuts import SHORTCUTS, leads_to
 from psigrad.control.settings import ControlConfig
 
-PAGE = Path(__file__).parent / "settings.md"
+PAGE = Path(__file__).parents[1] / "settings.md"
 RECIPES = {
     "sft": SFTConfig,
     "online": OnlineConfig,
@@ -29,7 +29,7 @@ RECIPES = {
 
 HEAD = """# Settings
 
-Made by `python docs/make_settings.py` out of [psigrad/config/](../psigrad/config/). Do not edit by hand.
+Made by `python docs/make/settings.py` out of [psigrad/config/](../psigrad/config/). Do not edit by hand.
 
 A setting is given in four ways. Where it is given more than once, the first of these holds:
 

@@ -16,7 +16,7 @@ from psigrad.tabular import GridWorld
 from psigrad_studio import playback
 from psigrad_studio.playback import ALGORITHMS, Frame, PlaybackCache, PlaybackOptions, PlaybackSpec
 
-SOURCES = Path(__file__).parent / "live"
+SOURCES = Path(__file__).parents[1] / "live"
 STATIC = Path(playback.__file__).parent / "static"
 # In the order in which they need one another; what the page has of its own stands in `SOURCES`.
 MODULES = (

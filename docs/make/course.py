@@ -1,6 +1,6 @@
 """Makes the notebooks of the course, docs/course/*.ipynb, from their sources, docs/course/*.py (percent format).
 
-python docs/make_course.py [chapter …] [--again]     all chapters without a name
+python docs/make/course.py [chapter …] [--again]     all chapters without a name
 
 A chapter whose code has not changed, comments aside, keeps its outputs, and only its text is written anew; --again runs it
 nevertheless. The site shows the stored outputs, so that building it takes no training. tests/course runs the sources.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COURSE = Path(__file__).parent / "course"
+COURSE = Path(__file__).parents[1] / "course"
 MARK = re.compile(r"# %%(?: \[(markdown)\])?(?: tags=(\[.*\]))?\n")
 MINE = {"hide-cell": {"mystnb": {"code_prompt_show": "Show the answer", "code_prompt_hide": "Hide the answer"}}}
 ABOUT = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}

@@ -1,7 +1,7 @@
 """Writes docs/claims.md out of the figures in docs/images/ and the words below.
 
-python docs/make_claims.py
-python docs/make_claims.py pictures    draws the pictures of the experiments again from their figures
+python docs/make/claims.py
+python docs/make/claims.py pictures    draws the pictures of the experiments again from their figures
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from psigrad.config.load import load
 from psigrad.experiments.declarations import EXPERIMENTS
@@ -26,7 +26,7 @@ from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import demo
 from studies.trials import ClaimVerdict, Verdict
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 IMAGES = DOCS / "images" / "experiments"
 AHMADIAN = "Ahmadian et al. 2024, [2402.14740](https://arxiv.org/abs/2402.14740)"
 LIU = "Liu et al. 2025, [2503.20783](https://arxiv.org/abs/2503.20783)"

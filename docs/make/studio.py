@@ -1,6 +1,6 @@
 """Takes the pictures of docs/studio.md, docs/images/studio_*.png, with Chromium.
 
-PYTHONPATH=tests/support python docs/make_studio.py [RUNS]
+PYTHONPATH=tests/support python docs/make/studio.py [RUNS]
 
 RUNS is a folder that holds the demo of `psigrad demo`, and in compare/ `psigrad compare rloo grpo --seeds 0 1 2` from its SFT
 model; without it the pictures of the chat page and of the runs page are left as they are.
@@ -20,7 +20,7 @@ from live_studio import LiveStudio, live_studio
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
-IMAGES = Path(__file__).resolve().parent / "images"
+IMAGES = Path(__file__).resolve().parents[1] / "images"
 COLOURS = 200
 ROOMS = "map=5W5/5W3G1/11/5W5/5W5/1W2WWWW1WW/5W2T2/5W5/11/S4W5/5W5&discount=0.95"
 # name: width, height, theme, what the address says

@@ -1,10 +1,10 @@
 """Measures and draws the demo's learning curves, for README.md and docs/performance.md.
 
-    python docs/make_demo.py run FOLDER     `psigrad demo` over five seeds, then GRPO in bfloat16 from the same fine-tuned models
+    python docs/make/demo.py run FOLDER     `psigrad demo` over five seeds, then GRPO in bfloat16 from the same fine-tuned models
 
 takes an hour on a laptop, and goes on where it was stopped;
 
-    python docs/make_demo.py draw FOLDER    docs/images/demo.json, demo.png (float32) and precision.png from it
+    python docs/make/demo.py draw FOLDER    docs/images/demo.json, demo.png (float32) and precision.png from it
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SEEDS = range(5)
 STEPS = 500
 DTYPES = {"float32": "grpo", "bfloat16": "grpo_bfloat16"}

@@ -1,8 +1,8 @@
 """Measures and draws the scaling curves of docs/performance.md.
 
-python docs/make_performance.py run FILE [THREADS]    every point of every axis in a process of its own, as JSON lines (about ten
+python docs/make/performance.py run FILE [THREADS]    every point of every axis in a process of its own, as JSON lines (about ten
 minutes; what is there stays)
-python docs/make_performance.py draw FILE             docs/images/performance.json and performance.png
+python docs/make/performance.py draw FILE             docs/images/performance.json and performance.png
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from psigrad.preflight.bench.inputs import build
 from psigrad.preflight.bench.timing import alone
 from psigrad.preflight.bench.workload import Workload
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 BASE = Workload(
     "base",
