@@ -18,11 +18,13 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from psigrad.config.load import load
 from psigrad.experiments.declarations import EXPERIMENTS
-from psigrad.experiments.trials import ClaimVerdict, Verdict
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import demo
+from studies.trials import ClaimVerdict, Verdict
 
 DOCS = Path(__file__).parents[1]
 IMAGES = DOCS / "images" / "experiments"
@@ -553,7 +555,7 @@ one was found.
 |---|---|---|---|---|
 {chr(10).join(rows)}
 
-Every experiment is one command. `--seeds`, `--steps` and the other settings are flags (`--help`); `--processes` says how many runs go on
+Every experiment is one command in a source checkout: their code is in its folder `studies/`, not in the installed package. `--seeds`, `--steps` and the other settings are flags (`--help`); `--processes` says how many runs go on
 at a time. Runs that are finished are not run again: a stopped experiment goes on where it was. Times are processor minutes of all runs of
 the full form, tuning included, where they were measured, on {machine()}.
 The small forms (`--seeds 2 --steps 3 --sft-steps 20 --words 300 --held-out 20`) take seconds to a minute and are run by `make test-long`.

@@ -19,7 +19,7 @@ import torch
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.preflight import plan
 from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.side_by_side import alone
+from psigrad.preflight.bench.timing import alone
 from psigrad.preflight.bench.workload import Workload
 
 ROOT = Path(__file__).parents[2]

@@ -24,11 +24,10 @@ from psigrad.language.training.adamw import steps_natively
 from psigrad.language.training.online.collate import micro_batches, to_batch
 from psigrad.language.training.update import Optimizer
 from psigrad.preflight import plan
-from psigrad.preflight.plan import memory, show
+from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
-from psigrad.preflight.plan.activations import Terms, terms
 from psigrad.preflight.plan.arithmetic import work_of
-from psigrad.preflight.plan.memory import REFILLED, SLACK, Part, cache_bytes, recomputed_gradients
+from psigrad.preflight.plan.memory import REFILLED, SLACK, Part, Terms, cache_bytes, recomputed_gradients, terms
 from psigrad.preflight.plan.shape import counted
 
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
@@ -298,7 +297,7 @@ def test_more_tokens_more_memory_and_ways_that_take_less(folder):
     assert all(other.memory.peak < tight.memory.peak for _, other in tight.ways)
     names = [name for name, _ in tight.ways]
     assert names[0] == "micro_batch_tokens=4096" and "model.gradient_checkpointing=true" in names
-    text = show.table(tight)
+    text = command.table(tight)
     assert "it does not fit" in text and "What takes less:" in text
 
 

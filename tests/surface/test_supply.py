@@ -93,7 +93,7 @@ def test_the_wheel_holds_all_that_is_read_at_run_time(wheel):
                 assert file.relative_to(ROOT).as_posix() in names, f"{file} is not in the wheel"
     licences = [name for name in names if name.endswith(("LICENSE", "THIRD_PARTY_NOTICES.md")) and "dist-info" in name]
     assert len(licences) == 2
-    assert not [name for name in names if name.startswith(("tests/", "docs/", "tools/", "benchmarks/"))]
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "tools/", "benchmarks/", "studies/"))]
 
 
 @pytest.mark.needs("git", "compiler")

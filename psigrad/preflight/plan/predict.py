@@ -24,7 +24,6 @@ from psigrad.language.recipes import setup
 from psigrad.language.recipes.model_source import as_planned, refuse_run, tokenizer_path
 from psigrad.language.training.adamw import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
-from psigrad.preflight.plan.activations import Terms, terms
 from psigrad.preflight.plan.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.preflight.plan.hardware import Machine
 from psigrad.preflight.plan.memory import (
@@ -32,6 +31,7 @@ from psigrad.preflight.plan.memory import (
     MemoryItem,
     Part,
     PeakMemory,
+    Terms,
     cache_bytes,
     forward_and_back,
     head_slack,
@@ -40,6 +40,7 @@ from psigrad.preflight.plan.memory import (
     recomputed_gradients,
     roles_of,
     sharded_items,
+    terms,
 )
 from psigrad.preflight.plan.shape import Shape, config_of, shape_of
 

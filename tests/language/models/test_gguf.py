@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import psigrad
 from psigrad import cli
-from psigrad.compat.lm_eval import likelihood
+from psigrad.compat import likelihood
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
 from psigrad.language.models.converted import plain_folder
