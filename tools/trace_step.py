@@ -109,9 +109,8 @@ def main() -> None:
     if not arguments.count:
         for file, functions in sorted(entered.items()):
             print(f"{len(functions):>4}  {file}")
-    print(
-        f"one online step: {len(entered)} files, {sum(map(len, entered.values()))} functions; its file has {own_imports()} imports"
-    )
+    functions = sum(map(len, entered.values()))
+    print(f"one online step: {len(entered)} files, {functions} functions; its own file imports {own_imports()} modules of ours")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from psigrad.language.recipes import online, reward
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.update import Optimizer, step_together
-from psigrad.objective.parts.penalty import STATE_KEY
+from psigrad.objective.parts.surrogate import STATE_KEY
 from psigrad.objective.stats import explained_variance
 from psigrad.runs.state import State
 
