@@ -29,7 +29,7 @@ help:
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict"
 	@echo "make docs       the documentation site, into build/docs"
-	@echo "make size       lines of code in each room"
+	@echo "make size       lines of code in each room, and the files that one online step passes through"
 	@echo "make install    the environment alone, in $(VENV); with LOCKED=1 every file is checked by its hash (CPU)"
 	@echo "make lock       supply/: the lock with hashes, the notices and the bill of materials, from constraints.txt (needs uv)"
 	@echo "make clean      remove the environment"
@@ -174,6 +174,7 @@ lock: $(INSTALLED)
 
 size:
 	$(PYTHON) tools/size.py
+	@test ! -f $(INSTALLED) || $(RUN) tools/trace_step.py --count 2>/dev/null
 
 clean:
 	rm -rf $(VENV)

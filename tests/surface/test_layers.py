@@ -197,7 +197,7 @@ def test_the_page_shows_every_room_and_the_order_of_imports():
 def test_files_functions_and_classes_stay_small_and_documented(path):
     source = path.read_text()
     tree = ast.parse(source)
-    assert source.count("\n") <= 400
+    assert source.count("\n") <= 500
     assert ast.get_docstring(tree), "a module without a docstring"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -29,7 +29,7 @@ from psigrad.objective import PolicyGradient
 from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
 from psigrad.objective.parts.correction import truncated_importance
-from psigrad.objective.parts.penalty import kl_penalty
+from psigrad.objective.parts.surrogate import kl_penalty
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import World
