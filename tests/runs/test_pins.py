@@ -119,6 +119,7 @@ def test_other_threads_are_refused_with_both_numbers(job, tmp_path):
     sft.run(sft_config(job, tmp_path / "run", threads=2, allow=("threads",)))
 
 
+@pytest.mark.needs("compiler")
 def test_kernels_switched_off_are_noticed(job, tmp_path, monkeypatch):
     sft.run(sft_config(job, tmp_path / "run"))
     interrupted(tmp_path / "run")

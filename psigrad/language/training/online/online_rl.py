@@ -32,7 +32,7 @@ from psigrad.language.training.online.tally import Outcome, Tally
 from psigrad.language.training.online.token_figures import TokenFigures, log_probs_of
 from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.objective.parts.penalty import adapted, kl_penalty, measured_kl
+from psigrad.objective.parts.surrogate import adapt, kl_penalty, measure_kl
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel.world import shard
 from psigrad.records.rows import rollout_row
@@ -166,7 +166,7 @@ def learn(
     if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None and tally.steps:
         now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         kept = prepared.batch.mask & prepared.keep[:, None]
-        after = adapted(algorithm.surrogate, after, measured_kl(now, prepared.batch.logp_old, kept))
+        after = adapt(algorithm.surrogate, after, measure_kl(now, prepared.batch.logp_old, kept))
     return Outcome(figures, after, advantage, seen.joined(run.world).rows())
 
 
