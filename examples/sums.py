@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import psigrad
-from psigrad.compat.lm_eval import likelihood
+from psigrad.compat import likelihood
 from psigrad.intervals import mean_interval
 from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import language_model

@@ -65,7 +65,7 @@ class Checkpoint:
         from psigrad.language.loading.model_source import find_adapter, locate, lora_of
         from psigrad.language.models.backbone import DTYPES
         from psigrad.language.models.language_model import load
-        from psigrad.runs.session import device
+        from psigrad.runs.machine import device
 
         transformers.utils.logging.disable_progress_bar()
         where = device(Run())

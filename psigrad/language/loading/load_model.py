@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
@@ -20,9 +21,11 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.runs import session
+from psigrad.runs import machine
 
 M = TypeVar("M", bound=LanguageModel | ScalarModel)
+# a bar per weight file drowns ours
+transformers.utils.logging.disable_progress_bar()
 
 
 def load_model(
@@ -47,7 +50,7 @@ def load_model(
     set_attention(settings, model)
     if value_head:
         model.add_value_head(whole)
-    take_shard(model, world, session.device(run), checkpoint if in_shards else None)
+    take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     return model
 
 
@@ -60,11 +63,9 @@ def _load_language_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
-            str(checkpoint)
-            if checkpoint is not None and lora is None
-            else locate(before.base if before is not None else settings),
+            str(checkpoint) if checkpoint is not None and lora is None else locate(settings if before is None else before.base),
             dtype=settings.dtype,
-            device=session.device(run),
+            device=machine.device(run),
             lora=lora,
             adapter=(checkpoint or (before.folder if before is not None else None)) if lora is not None else None,
             tokenizer=tokenizer or (before.tokenizer if before is not None else ""),
@@ -88,7 +89,7 @@ def _prepare_given(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         made = prepare(
-            network.to(session.device(run)),
+            network.to(machine.device(run)),
             given.tokenizer,
             lora=lora,
             adapter=checkpoint if lora is not None else None,
@@ -139,7 +140,7 @@ def load_scalar_model(
     else:
         model = _load_scalar_model(settings, run, whole, world, None if given is None else given.tokenizer)
     set_attention(settings, model)
-    take_shard(model, world, session.device(run), checkpoint if in_shards else None)
+    take_shard(model, world, machine.device(run), checkpoint if in_shards else None)
     return model
 
 
@@ -154,7 +155,7 @@ def _load_scalar_model(
         return scalar_model.load(
             str(checkpoint) if whole else locate(settings),
             dtype=settings.dtype,
-            device=session.device(run),
+            device=machine.device(run),
             lora=lora,
             adapter=checkpoint if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
@@ -172,7 +173,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     return scalar_model.load(
         locate(settings),
         dtype=settings.dtype,
-        device=session.device(run),
+        device=machine.device(run),
         fresh_head="refuse",
         trust_remote_code=settings.trust_remote_code,
     )

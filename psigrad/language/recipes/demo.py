@@ -21,7 +21,7 @@ from psigrad.language.data import tasks
 from psigrad.language.models import tiny
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.language.recipes.finish import write_report
-from psigrad.runs import session
+from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
 
@@ -41,7 +41,7 @@ def run(
     Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call.
     """
     start, folder = time.perf_counter(), Path(output_dir)
-    session.prepare_torch(Run())
+    machine.prepare_torch(Run())
     files = prepare(folder, seed, progress)
     tuned = sft.run(
         SFTConfig(

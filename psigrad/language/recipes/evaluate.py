@@ -23,7 +23,7 @@ from psigrad.language.rollout.types import SamplingParams, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
 from psigrad.language.training.online.generation import score
 from psigrad.records.read import prompt_text
-from psigrad.runs import session
+from psigrad.runs import machine
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def run(config: EvalConfig) -> Report:
 
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
-    session.prepare_torch(config.run)
+    machine.prepare_torch(config.run)
     samplers.check_sampling(config.sampling)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1
     metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""

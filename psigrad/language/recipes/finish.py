@@ -16,6 +16,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.pinned import pinned
 from psigrad.language.training import rehearsal
+from psigrad.language.training.learners import Learner, State, begin
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Generated
 from psigrad.language.training.offline.task import Task
@@ -25,7 +26,6 @@ from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
-from psigrad.runs.state import Learner, State
 
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
@@ -51,7 +51,7 @@ def train_on_rows(
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
     pins, counted = pinned(config, model.tokenizer, *rows), (len(rows[0]), len(rows[1]))
-    begun = session.begin(config, journal, [learner], pins, checkpoint, State(), counted)
+    begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:

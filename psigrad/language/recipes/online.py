@@ -26,20 +26,20 @@ from psigrad.language.rewards import resolve
 from psigrad.language.rollout.samplers.samplers import check_sampling, sampling_params
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training import rehearsal
+from psigrad.language.training.learners import Follower, Learner, State, begin
 from psigrad.language.training.online.online_rl import train
 from psigrad.language.training.online.online_run import Online, ValueModel, is_exact
 from psigrad.objective import PolicyGradient
 from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
 from psigrad.objective.parts.correction import truncated_importance
-from psigrad.objective.parts.penalty import kl_penalty
+from psigrad.objective.parts.surrogate import kl_penalty
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import World
-from psigrad.runs import session
+from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
-from psigrad.runs.state import Follower, Learner, State
 
 
 def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
@@ -78,7 +78,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
         fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held))
-        begun = session.begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh, counted)
+        begun = begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh, counted)
         job = Online(
             config=config,
             algorithm=algorithm,
@@ -258,7 +258,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
     made = scalar_model.load(
         str(place) if place is not None and not in_shards else model_source.locate(start),
         dtype=config.model.dtype,
-        device=session.device(config.run),
+        device=machine.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
         fresh_head="zero" if found is None or in_shards else "refuse",
         trust_remote_code=config.model.trust_remote_code,
@@ -271,7 +271,7 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    take_shard(made, world, session.device(config.run), place if in_shards else None)
+    take_shard(made, world, machine.device(config.run), place if in_shards else None)
     return ValueModel(made, optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
 
 

@@ -21,7 +21,7 @@ from psigrad.language.training.offline.reward_task import ProcessRewardTask, Rew
 from psigrad.language.training.offline.task import Task
 from psigrad.language.training.scoring import score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.runs import session
+from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
@@ -72,7 +72,7 @@ def score(
     `rows` is a file, folder or hub dataset, or rows from Python. Raises `UserError` where `model` has no trained scalar head.
     """
     config = RewardConfig(model=Model(path=model), data=Data(dataset=rows, split=split), run=Run(device=device))
-    session.prepare_torch(config.run)
+    machine.prepare_torch(config.run)
     loaded = load_trained_scalar_model(config.model, config.run)
     read = read_dataset(config.data, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
     texts = [example(loaded.tokenizer, row).ids for row in read.rows]

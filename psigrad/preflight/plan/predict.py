@@ -23,7 +23,6 @@ from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
 from psigrad.language.training.adamw import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
-from psigrad.preflight.plan.activations import Terms, terms
 from psigrad.preflight.plan.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.preflight.plan.hardware import Machine
 from psigrad.preflight.plan.memory import (
@@ -31,6 +30,7 @@ from psigrad.preflight.plan.memory import (
     MemoryItem,
     Part,
     PeakMemory,
+    Terms,
     cache_bytes,
     forward_and_back,
     head_slack,
@@ -39,6 +39,7 @@ from psigrad.preflight.plan.memory import (
     recomputed_gradients,
     roles_of,
     sharded_items,
+    terms,
 )
 from psigrad.preflight.plan.shape import Shape, config_of, shape_of
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import psigrad
 from psigrad import cli
-from psigrad.compat.lm_eval import likelihood
+from psigrad.compat import likelihood
 from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import plain_folder
