@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import psigrad
-from psigrad.language.training.online.collected import Collected, Pending
+from psigrad.language.rollout.types import Collected, Pending
 from psigrad.language.training.update import NonFiniteError, Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World

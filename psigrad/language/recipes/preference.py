@@ -26,9 +26,8 @@ from psigrad.language.recipes import loading, setup
 from psigrad.language.recipes.given_model import GivenModel
 from psigrad.language.recipes.sampling import sampler_of
 from psigrad.language.recipes.scorers import evaluator_for, judge_for
-from psigrad.language.training.offline.offline import Generated
+from psigrad.language.training.offline.offline import Generated, Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
-from psigrad.language.training.offline.task import Task
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World

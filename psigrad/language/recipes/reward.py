@@ -14,8 +14,8 @@ from psigrad.language.data.templates import example
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes import loading, setup
 from psigrad.language.recipes.given_model import GivenModel
+from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
-from psigrad.language.training.offline.task import Task
 from psigrad.language.training.scoring import score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.runs import session

@@ -22,7 +22,7 @@ from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
 from psigrad.language.recipes import setup
 from psigrad.language.recipes.model_source import as_planned, refuse_run, tokenizer_path
-from psigrad.language.training.adamw import steps_natively
+from psigrad.language.training.update import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.preflight.plan.activations import Terms, terms
 from psigrad.preflight.plan.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of

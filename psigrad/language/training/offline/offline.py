@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,13 +15,18 @@ from psigrad.language.data.batches import batch_at
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.offline.task import Share, Task
 from psigrad.language.training.update import Optimizer, learning_rate
-from psigrad.processes.parallel.world import shard, sum_figures
+from psigrad.objective import Loss
+from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
 from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
 from psigrad.runs.state import State
+
+__all__ = [
+    "Share",
+    "Task",
+]
 
 
 class Settings(Protocol):
@@ -127,3 +132,37 @@ def _evaluate(run: Offline, state: State) -> None:
         run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
     if run.generated is not None:
         run.generated.evaluator.record(run.generated.model, run.generated.sampler, state.step, run.journal)
+
+
+Share = Callable[[], Loss]
+
+
+class Task(Protocol):
+    """Rows to learn from, and how any of them become a loss."""
+
+    @property
+    def name(self) -> str:
+        """What the progress bar says."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        ...
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """The loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
+
+        For several `ranks`, which take turns in taking one, there are about as many tokens in each. Values, gradients and terms
+        of all of them add up to those of the step, however it is split.
+        """
+        ...
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Figures over all rows, to be called without gradient. Each process of the world computes its share of the passes, and
+        all of them get the whole.
+        """
+        ...

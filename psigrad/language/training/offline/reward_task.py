@@ -14,8 +14,8 @@ from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.pairs import Pair, Steps
 from psigrad.language.models.packing import Groups, Rows
 from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.training.offline.offline import Share
 from psigrad.language.training.offline.sft_task import summed, terms_of
-from psigrad.language.training.offline.task import Share
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import correct
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss

@@ -10,7 +10,7 @@ from psigrad.language.data.batches import pack_by_tokens
 from psigrad.language.data.templates import Example
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Rows
-from psigrad.language.training.offline.task import Share
+from psigrad.language.training.offline.offline import Share
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, each_once
 
