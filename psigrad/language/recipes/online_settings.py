@@ -9,8 +9,8 @@ from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import setup
 from psigrad.language.rewards import resolve
+from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.online.online_run import is_exact
 from psigrad.objective import PolicyGradient
@@ -67,7 +67,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         )
     for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
         resolve(function)
-    setup.check_sampling(config.sampling)
+    check_sampling(config.sampling)
     _check_reference(config, algorithm, needs_reward)
     _check_critic(config, algorithm)
     if config.num_generations < algorithm.min_group_size:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import loading
 from psigrad.language.recipes.fleets import fleet
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.ray_sampler import RaySampler, RolloutWorker
 from psigrad.language.rollout.types import ReplicaSampler, Sampler
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.fleet import Fleet
-from psigrad.processes.parallel.world import ALONE
+from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs.journal import Journal
 
 
@@ -38,9 +39,22 @@ def sampler_of(
                 parcel=placement.parcel_prompts,
             )
         return
-    twin = model if model.root is None else loading.load_model(config.model, config.run, None)
+    twin = model if model.root is None else load_model(config.model, config.run, None)
     with contextlib.closing(samplers.make(config.sampling, twin, None if journal is None else journal.tell)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
+
+
+@contextlib.contextmanager
+def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
+    """A thread that collects while steps train, where others sample and a lag gives them the time."""
+    if not (sampler.central and config.lag and world.rank == 0):
+        yield None
+        return
+    thread = ThreadPoolExecutor(1, "collector")
+    try:
+        yield thread
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def parcels(sampler: Sampler) -> dict[str, dict[str, int]]:
@@ -63,5 +77,5 @@ def _samplers(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Jour
 
 def sampling_model(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
     """A model to sample with, on a worker: its first weights are those of the beginning."""
-    model = loading.load_model(config.model, config.run, None)
+    model = load_model(config.model, config.run, None)
     return model, samplers.make(config.sampling, model)

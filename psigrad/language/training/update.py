@@ -13,20 +13,13 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from psigrad.config import Optim
-from psigrad.errors import UserError
 from psigrad.language.models.gradients import Sums, in_place
 from psigrad.language.models.native.half_precision import HalfPrecision, MasterWeight
 from psigrad.language.models.native.kernels import kernels
 from psigrad.processes.parallel.shards import held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 from psigrad.records.checkpoint import CheckpointError
-
-# Consecutive steps without a finite gradient after which the run stops.
-MAX_NONFINITE = 3
-
-
-class NonFiniteError(UserError):
-    """The gradient was not finite for `MAX_NONFINITE` steps in a row."""
+from psigrad.runs.state import MAX_NONFINITE, NonFiniteError
 
 
 def learning_rate(optim: Optim, step: int, total: int) -> float:

@@ -12,11 +12,11 @@ from in_memory import make
 from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collect import LENGTH_PENALTY, metric_of
 from psigrad.language.training.online.forward import to_batch
 from psigrad.language.training.update import AdamW, learning_rate
-from psigrad.runs.state import State
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])

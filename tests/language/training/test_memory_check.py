@@ -11,7 +11,7 @@ from tiny_jobs import online_config, ppo_config, preference_config, reward_confi
 from psigrad.errors import UserError
 from psigrad.language.models import backbone
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import online, preference, reward, setup, sft
+from psigrad.language.recipes import finish, online, preference, reward, sft
 
 RECIPES = {
     "sft": (sft_config, sft.run),
@@ -34,7 +34,7 @@ def metrics(folder) -> str:
 def test_a_checked_run_is_the_same_run(recipe, job, tmp_path, monkeypatch):
     make, run = RECIPES[recipe]
     calls = []
-    for module, kind in ((online, "check_online"), (setup, "check_offline")):
+    for module, kind in ((online, "check_online"), (finish, "check_offline")):
         original = getattr(module, kind)
         monkeypatch.setattr(module, kind, lambda job, original=original: (original(job), calls.append(1)))
     run(make(job, tmp_path / "plain", max_steps=2, save_steps=0))

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import stop_token_id
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams
@@ -82,3 +84,26 @@ class ScriptedSampler(Sampler):
         reason: FinishReason = "stop" if count and ids[count - 1] in stops else "length"
         kept = tuple(logprobs[:count])
         return Completion(tuple(ids[:count]), kept, kept, reason, seed)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse settings that describe no distribution before anything is loaded."""
+    SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def sampling_params(
+    sampling: Sampling, model: LanguageModel, rows: Sequence[Row], temperature: float | None = None
+) -> SamplingParams:
+    """The distribution that is sampled from; evaluation may have its own temperature.
+
+    Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
+    """
+    chat = (stop_token_id(model.tokenizer),) if rows and not isinstance(rows[0].prompt, str) else ()
+    return SamplingParams(
+        max_tokens=sampling.max_completion_length,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=(*sampling.stop_token_ids, *chat),
+    )

@@ -17,6 +17,7 @@ from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids
 from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share
 from psigrad.language.training.offline.sft_task import summed, terms_of
 from psigrad.language.training.online.figures import Outcome, Tally
@@ -25,7 +26,6 @@ from psigrad.language.training.online.online_run import Online
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
-from psigrad.runs.state import State
 
 
 def answer_logps(

@@ -24,10 +24,10 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Unscored, check_unscored
 from psigrad.language.rollout.episodes.episodes import Episodes, play, returns
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Request, Sampler, SamplingParams, Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.runs.state import State
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 ISSUED, TRAINED, PENDING = "issued", "trained", "pending"

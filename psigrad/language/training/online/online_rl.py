@@ -15,6 +15,7 @@ from torch import Tensor
 
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.offline.preference_task import learn_preferences
 from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
 from psigrad.language.training.online.figures import Outcome, Tally, TokenFigures, collection_metrics, rollout_rows, staleness
@@ -38,7 +39,6 @@ from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
-from psigrad.runs.state import State
 
 
 def train(run: Online, state: State, save: Callable[[State], None]) -> State:
