@@ -28,7 +28,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.online_settings import method
-from psigrad.language.rollout.samplers.distribution import filtered
+from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Request
 from psigrad.language.training.online.forward import MicroBatch, inputs_of, micro_batches, rows_of, to_batch, widen
@@ -181,7 +181,7 @@ def _sampled(subject: Subject) -> Finding:
 def _filtered(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*prompt, *completion]], device=subject.model.device)
     logits = subject.model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    allowed = filtered(logits / subject.params.temperature, subject.params)
+    allowed = filter_logits(logits / subject.params.temperature, subject.params)
     return torch.log_softmax(allowed, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 

@@ -19,7 +19,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
-from psigrad.runs.changes import changed, in_force
+from psigrad.runs.changes import apply_changes, changed
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
 
@@ -79,8 +79,8 @@ def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     often = run.config.evaluation.eval_steps
     run.journal.callbacks.trial = partial(changed, run)
-    turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
-    evaluate = lambda state: _evaluate(in_force(run, state.changes), state)  # noqa: E731
+    turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
+    evaluate = lambda state: _evaluate(apply_changes(run, state.changes), state)  # noqa: E731
     updates = lambda: run.optimizer.updates  # noqa: E731
     return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates)
 
@@ -94,7 +94,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     with clock("time/update"):
         world = run.journal.world
         shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
-        norm = run.optimizer.step([partial(_counted, share, weight, figures) for share, weight in shares], lr)
+        norm = run.optimizer.step([partial(_count, share, weight, figures) for share, weight in shares], lr)
         figures = sum_figures(world, figures)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
@@ -113,7 +113,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     return after, f"loss {figures['loss']:.3f}"
 
 
-def _counted(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
+def _count(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
     """The loss of one share, its terms added to `figures`; with weight 0 a loss of 0 that counts nowhere."""
     loss = share()
     if not weight:

@@ -19,7 +19,7 @@ from psigrad.language.models.packing import Groups, Ids
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.learners import State
 from psigrad.language.training.offline.offline import Share
-from psigrad.language.training.offline.sft_task import summed, terms_of
+from psigrad.language.training.offline.sft_task import sum_terms, terms_of
 from psigrad.language.training.online.figures import Outcome, Tally
 from psigrad.language.training.online.forward import minibatches
 from psigrad.language.training.online.online_run import Online
@@ -89,7 +89,7 @@ class PreferenceTask:
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
 
-    def evaluated(self, rows: Sequence[int]) -> Pairs:
+    def evaluate(self, rows: Sequence[int]) -> Pairs:
         """These pairs under the model as it is now."""
         picked = [self.pairs[i] for i in rows]
         answers = [[p.chosen, p.rejected] for p in picked]
@@ -107,19 +107,19 @@ class PreferenceTask:
         )
 
     def _loss(self, rows: Sequence[int], total: int, targets: int) -> Loss:
-        return self.loss.loss(self.evaluated(rows), total, targets)
+        return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all pairs; accuracy with its 95 % interval."""
         targets = sum(sum(p.chosen.mask) for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, world.size)
-        found = each_once(world, parts, partial(self._judged, targets))
+        found = each_once(world, parts, partial(self._judge, targets))
         low, high = mean_interval([hit for _, hits in found for hit in hits])
-        return {**summed(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
+        return {**sum_terms(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
 
-    def _judged(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
+    def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
         """The terms of the loss on these rows, and whether each pair is told apart."""
-        evaluated = self.evaluated(rows)
+        evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
 
@@ -179,7 +179,7 @@ class KTOTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Loss and rewards over all rows."""
-        return summed(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
+        return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
 def mismatched(rows: Sequence[Judged], i: int) -> Answer:

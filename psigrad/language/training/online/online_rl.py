@@ -37,7 +37,7 @@ from psigrad.language.training.online.forward import (
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.runs.changes import changed, in_force
+from psigrad.runs.changes import apply_changes, changed
 from psigrad.runs.cycle import cycle
 
 
@@ -53,7 +53,7 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
     often = run.config.evaluation.eval_steps
     name = run.algorithm.name or "policy gradient"
     run.journal.callbacks.trial = partial(changed, run)
-    turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
+    turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
     return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates)
 
 
