@@ -52,7 +52,7 @@ def run(comparison: Comparison) -> Path:
     folder = Path(comparison.config.run.output_dir or "runs/compare")
     (folder / "settings").mkdir(parents=True, exist_ok=True)
     if "kto" in comparison.methods:  # it learns from each answer by itself
-        write_jsonl(folder / UNPAIRED, preferences.unpaired(read_jsonl(comparison.pairs)))
+        write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
     jobs = [(method, seed) for method in comparison.methods for seed in comparison.seeds]
     with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
         for method, seed in jobs:

@@ -39,18 +39,18 @@ def train_on_rows(
     journal: Journal,
     model: LanguageModel | ScalarModel,
     rows: tuple[Sequence[Row], Sequence[Row]],
-    found: Path | None,
+    checkpoint: Path | None,
     task: Task,
     held_out: Task | None,
     generated: Generated | None = None,
 ) -> Result:
-    """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind.
+    """The rest of every offline recipe: train on `task` from the `checkpoint` on, and leave the model behind.
 
     `rows` are those of training and those that are held out.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
     pins, counted = pinned(config, model.tokenizer, *rows), (len(rows[0]), len(rows[1]))
-    begun = begin(config, journal, [learner], pins, found, State(), counted)
+    begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:

@@ -14,8 +14,7 @@ from torch.optim.adamw import adamw
 
 from psigrad.config import Optim
 from psigrad.language.models.gradients import Sums, in_place
-from psigrad.language.models.native.half_precision import HalfPrecision, MasterWeight
-from psigrad.language.models.native.kernels import kernels
+from psigrad.language.models.native.kernels import HalfPrecision, MasterWeight, kernels
 from psigrad.processes.parallel.shards import held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 from psigrad.records.checkpoint import CheckpointError

@@ -182,12 +182,12 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
     if work.kind == "reward":
         torch.manual_seed(0)
         model = scalar = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
-        made = [pairs.pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
+        made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
         task, config = RewardTask(scalar, BradleyTerry(), made), RewardConfig(**common)
     else:
         model = policy = language_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again)
         if work.kind == "dpo":
-            made = [pairs.pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
+            made = [pairs.encode_pair(model.tokenizer, validate(row, "preference", "x")) for row in rows]
             known = reference_logps(policy, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 4096)
             task, config = PreferenceTask(policy, DPO, made, known), PreferenceConfig(**common)
         else:

@@ -18,7 +18,7 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import go_offline_without_network, read_rows
 from psigrad.language.data.templates import example, prompt_ids
-from psigrad.language.loading.model_source import as_planned, refuse_run, tokenizer_path
+from psigrad.language.loading.model_source import refuse_run, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
 from psigrad.language.training.update import steps_natively
@@ -102,7 +102,7 @@ def predict(
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
     configurations that are on this machine are read.
     """
-    config = replace(config, model=as_planned(config.model, local=quick))
+    config = replace(config, model=resolve_for_plan(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
     policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
     work = share_of(config, whole)
@@ -231,10 +231,10 @@ def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[i
     if isinstance(config, SFTConfig):
         return "sft", lambda tokenizer, row: _split(example(tokenizer, row, config.max_length))
     if isinstance(config, RewardConfig) and config.process:
-        return "stepwise", lambda tokenizer, row: (1, [pairs.steps(tokenizer, row, config.step_separator).tokens])
+        return "stepwise", lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
     if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
-        return "unpaired-preference", lambda tokenizer, row: _judged(pairs.judged(tokenizer, row))
-    return "preference", lambda tokenizer, row: _pair(pairs.pair(tokenizer, row))
+        return "unpaired-preference", lambda tokenizer, row: _judged(pairs.encode_judged(tokenizer, row))
+    return "preference", lambda tokenizer, row: _pair(pairs.encode_pair(tokenizer, row))
 
 
 def _split(made: Any) -> tuple[int, list[int]]:

@@ -260,14 +260,14 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
 
 @pytest.mark.parametrize(("keep", "more"), [("best", {}), ("pairs", {}), ("pairs", {"bradley_terry": 8.0})])
 def test_empty_completions_are_in_no_row_that_is_trained_on(job, tmp_path, monkeypatch, keep, more):
-    real = evaluate.sampled
+    real = evaluate.sample_and_score
 
     def every_third_is_empty(*given):
         report = real(*given)
         made = [t if i % 3 else replace(t, text="", reward=2.0) for i, t in enumerate(report.trajectories)]
         return replace(report, trajectories=made)
 
-    monkeypatch.setattr(evaluate, "sampled", every_third_is_empty)
+    monkeypatch.setattr(evaluate, "sample_and_score", every_third_is_empty)
     written = sample.run(sample_config(job, tmp_path, keep, **more))
     rows = sample.read_jsonl(str(written.path))
     assert rows and written.empty == 16
@@ -284,9 +284,11 @@ def test_rankings_and_ratings_become_every_ordered_pair_without_ties():
     ] and rated.ties == 1
     single = preferences.from_ratings([{"prompt": "p", "completions": ["a"], "ratings": [3]}])
     assert single.rows == [] and single.alone == 1
-    together = preferences.grouped([{"prompt": "p", "completion": c, "rating": r} for c, r in (("a", 1), ("b", 2))], "rating")
+    together = preferences.group_by_prompt(
+        [{"prompt": "p", "completion": c, "rating": r} for c, r in (("a", 1), ("b", 2))], "rating"
+    )
     assert together == [{"prompt": "p", "completions": ["a", "b"], "ratings": [1, 2]}]
-    assert [row["label"] for row in preferences.unpaired(rated.rows)] == [True, False] * 2
+    assert [row["label"] for row in preferences.split_pairs(rated.rows)] == [True, False] * 2
 
 
 @pytest.mark.parametrize(
