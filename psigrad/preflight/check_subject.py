@@ -19,8 +19,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offered
 from psigrad.language.rollout.samplers import samplers
-from psigrad.language.rollout.types import Request, Sampler, SamplingParams, Trajectory
-from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.rollout.types import Prompt, Request, Sampler, SamplingParams, Trajectory
 
 # Prompts that are looked at, completions of each, and the most tokens of one.
 PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24

@@ -69,7 +69,7 @@ def changed(run: R, changes: Mapping[str, Any]) -> R:
     return same
 
 
-def in_force(run: R, changes: Mapping[str, Any]) -> R:
+def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
     """As `changed`, the optimisers with it."""
     if not changes:
         return run

@@ -20,9 +20,8 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
-from psigrad.language.training.adamw import steps_natively
-from psigrad.language.training.online.collate import micro_batches, to_batch
-from psigrad.language.training.update import Optimizer
+from psigrad.language.training.online.forward import micro_batches, to_batch
+from psigrad.language.training.update import Optimizer, steps_natively
 from psigrad.preflight import plan
 from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command

@@ -194,3 +194,47 @@ def load_reference(
         )
     other.network.requires_grad_(False)
     return other
+
+
+def load_own_reference(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World = ALONE) -> LanguageModel:
+    """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
+    adapter, else a copy that never learns.
+    """
+    dtype = config.reference_dtype or config.model.dtype
+    if config.reference:
+        return load_reference(config.reference, model, config, dtype, world)
+    if model.is_own_reference:
+        return model
+    if found is None and dtype == config.model.dtype and not world.lockstep:
+        return model.frozen_copy()
+    saved = found / "reference" if found is not None and config.ref_model_sync_steps else None
+    loaded = load_model(replace(config.model, dtype=dtype), config.run, saved, world)
+    if not world.lockstep:
+        return loaded.frozen_copy()
+    loaded.network.requires_grad_(False)
+    return loaded
+
+
+def load_critic(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World = ALONE) -> ScalarModel:
+    """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
+    place = found / "critic" if found is not None else None
+    in_shards = place is not None and shards.written_in(place)
+    start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
+    made = scalar_model.load(
+        str(place) if place is not None and not in_shards else locate(start),
+        dtype=config.model.dtype,
+        device=machine.device(config.run),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        fresh_head="zero" if found is None or in_shards else "refuse",
+        trust_remote_code=config.model.trust_remote_code,
+        for_shards=world.lockstep,
+    )
+    set_attention(config.model, made)
+    if not made.per_token:
+        raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
+    if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        raise UserError(
+            f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
+        )
+    take_shard(made, world, machine.device(config.run), place if in_shards else None)
+    return made

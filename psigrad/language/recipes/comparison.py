@@ -23,7 +23,7 @@ from psigrad.config.methods import declaration
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.language.data import preferences
-from psigrad.language.recipes import api, evaluate, online
+from psigrad.language.recipes import api, evaluate, online_settings
 from psigrad.language.recipes.sample import read_jsonl, write_jsonl
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
@@ -85,7 +85,7 @@ def check(comparison: Comparison) -> None:
         if found.online:
             made = settings_of(comparison, Path("."), method, 0)
             assert isinstance(made, OnlineConfig)
-            online.check(made, online.method(made))
+            online_settings.check(made, online_settings.method(made))
 
 
 def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) -> OnlineConfig | PreferenceConfig:

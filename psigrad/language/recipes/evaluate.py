@@ -21,7 +21,7 @@ from psigrad.language.rollout.episodes.openai_server import ServedModel
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import SamplingParams, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
-from psigrad.language.training.online.generation import score
+from psigrad.language.training.online.collect import score
 from psigrad.records.read import prompt_text
 from psigrad.runs import machine
 

@@ -15,11 +15,10 @@ from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.pinned import pinned
-from psigrad.language.training import rehearsal
 from psigrad.language.training.learners import Learner, State, begin
+from psigrad.language.training.memory_check import check_offline
 from psigrad.language.training.offline import offline
-from psigrad.language.training.offline.offline import Generated
-from psigrad.language.training.offline.task import Task
+from psigrad.language.training.offline.offline import Generated, Task
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import ALONE, World
@@ -55,7 +54,7 @@ def train_on_rows(
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
     if config.optim.rehearse:
-        rehearsal.offline(job)
+        check_offline(job)
     offline.train(job, begun.state, begun.save)
     return finish(config, journal, model)
 

@@ -30,9 +30,8 @@ from psigrad.language.recipes.row_limits import check_row_count, token_limit
 from psigrad.language.recipes.sampling import sampler_of
 from psigrad.language.recipes.scorers import evaluator_for, judge_for
 from psigrad.language.rollout.samplers.samplers import check_sampling
-from psigrad.language.training.offline.offline import Generated
+from psigrad.language.training.offline.offline import Generated, Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
-from psigrad.language.training.offline.task import Task
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.world import World

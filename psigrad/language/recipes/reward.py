@@ -17,8 +17,8 @@ from psigrad.language.loading.load_model import load_scalar_model, load_trained_
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.row_limits import check_row_count, token_limit
+from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
-from psigrad.language.training.offline.task import Task
 from psigrad.language.training.scoring import score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.runs import machine, session
