@@ -26,9 +26,9 @@ from psigrad.config import LmEvalConfig, Model, Run, Sampling
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.intervals import Interval, mean_interval, over_seeds
 from psigrad.language.data.templates import decode
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
-from psigrad.language.recipes.loading import load_model
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.runs import machine

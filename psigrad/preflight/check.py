@@ -22,12 +22,14 @@ from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import ignores_tools, prompt_ids, stop_token_id
+from psigrad.language.loading import model_source
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.language.recipes import loading, model_source, setup
 from psigrad.language.recipes.online import method
 from psigrad.language.rollout.samplers.distribution import filtered
+from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Request
 from psigrad.language.training.online.collate import MicroBatch, micro_batches, to_batch
 from psigrad.language.training.online.forward import widened
@@ -47,7 +49,7 @@ def run(config: OnlineConfig) -> list[Finding]:
     Raises `UserError` where the model or the dataset cannot be read.
     """
     machine.prepare_torch(config.run)
-    setup.check_sampling(config.sampling)
+    check_sampling(config.sampling)
     found: list[Finding] = []
     subject = subject_of(config)
     for check in (_data, _text, _packed, _shared, _sampled, in_micro_batches, among_processes, _reference, _saved, _adapter):
@@ -230,7 +232,7 @@ def _saved(subject: Subject) -> Finding:
     settings = Model(path="", dtype=subject.config.model.dtype, trust_remote_code=subject.config.model.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="psigrad-check-") as folder:
         subject.model.save_merged(Path(folder))
-        loaded = loading.load_model(replace(settings, path=folder), subject.config.run, None)
+        loaded = load_model(replace(settings, path=folder), subject.config.run, None)
     again = replace(subject, model=loaded)
     value = _apart(before, again.logp(subject.groups))
     with _Changed(loaded):
@@ -243,10 +245,10 @@ def _saved(subject: Subject) -> Finding:
 def _adapter(subject: Subject) -> Finding:
     """adapter."""
     base = replace(subject.config.model, lora_rank=0, adapter="merge")
-    plain = replace(subject, model=loading.load_model(base, subject.config.run, None)).logp(subject.groups)
+    plain = replace(subject, model=load_model(base, subject.config.run, None)).logp(subject.groups)
     lora = model_source.lora_of(subject.config.model) or FRESH
     wanted = replace(base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=tuple(lora.target_modules))
-    adapted = replace(subject, model=loading.load_model(wanted, subject.config.run, None))
+    adapted = replace(subject, model=load_model(wanted, subject.config.run, None))
     fresh = _apart(plain, adapted.logp(subject.groups))
     with _Changed(adapted.model):
         on = _apart(plain, adapted.logp(subject.groups))

@@ -12,11 +12,11 @@ from torch import Tensor
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.sources import from_rows
+from psigrad.language.data.sources import from_rows, read_rows
 from psigrad.language.data.templates import prompt_ids
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
-from psigrad.language.recipes import loading, setup
 from psigrad.language.recipes.conversation import offered
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams, Trajectory
@@ -94,20 +94,20 @@ class Subject:
 
 def _rows(config: OnlineConfig) -> list[Row]:
     if config.data.dataset:
-        return setup.read_rows(replace(config, evaluation=replace(config.evaluation, eval_prompts=0)), "prompt-only")[0]
+        return read_rows(config.data, "prompt-only", 0, config.run.seed)[0]
     return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
 
 
 def subject_of(config: OnlineConfig) -> Subject:
     """The model, and completions that it samples with the run's own settings, shortened."""
-    model = loading.load_model(config.model, config.run, None)
+    model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     dataset = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offered(config, _rows(config)))]
     room = model.max_length - short.max_completion_length
     prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
     if len(prompts) < 2:
         raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
-    params = setup.sampling_params(short, model, [p.row for p in prompts])
+    params = samplers.sampling_params(short, model, [p.row for p in prompts])
     sampler = samplers.make(config.sampling, model)
     # lengths of their own, so that padding and packing have something to get wrong
     groups = []

@@ -22,7 +22,7 @@ from psigrad.config import Data, EvalConfig, Evaluation, Model, Run
 from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
-from psigrad.language.models.converted import plain_folder
+from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.recipes import demo, evaluate
 from psigrad.records.report.plots import COLOURS
 from studies import trials

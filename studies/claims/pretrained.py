@@ -34,8 +34,9 @@ from psigrad.config import (
 from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.intervals import Interval, mean_interval, over_seeds
-from psigrad.language.models.converted import plain_folder
-from psigrad.language.recipes import evaluate, loading, sample, sums
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.recipes import evaluate, sample, sums
 from psigrad.records.report.plots import COLOURS
 from studies import trials
 from studies.settings import PretrainedSettings
@@ -200,7 +201,7 @@ def _measured(s: PretrainedSettings, model: str, base: str, held_out: Path, plac
     rewards = [t.reward or 0.0 for t in report.trajectories]
     groups = range(0, len(rewards), s.completions)
     mean = lambda values: sum(values) / len(values)  # noqa: E731
-    items = likelihood.everyday(loading.load_model(asked.model, asked.run, None))
+    items = likelihood.everyday(load_model(asked.model, asked.run, None))
     shown = [json.loads(line)["prompt"][0]["content"] for line in held_out.read_text().splitlines()[:SHOWN]]
     answers = [(question, t.text) for question, t in zip(shown, report.trajectories[:: s.completions], strict=False)]
     found = _Measured(

@@ -346,7 +346,7 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     assert "may need" in command.warning(settings(folder))
     asked: list = []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("psigrad.language.recipes.model_source.stay_here_without_a_network", lambda: None)
+    monkeypatch.setattr("psigrad.language.loading.model_source.go_offline_without_network", lambda: None)
     monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *given, **named: asked.append(given))
     assert command.warning(settings("nowhere/at-all")) == "" and not asked, "nothing is asked of the hub"
     assert command.warning(settings("")) == ""

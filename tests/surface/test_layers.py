@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, STUDIO = ROOT / "psigrad", ROOT / "psigrad_studio"
 # From top to bottom: a room may import from those behind it. A drawer of a room is named with it.
 ROOMS = (
-    *("cli", "experiments", "compat", "preflight", "control", "language.recipes", "language.training"),
+    *("cli", "experiments", "compat", "preflight", "control", "language.recipes", "language.training", "language.loading"),
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
     *("processes.parallel", "language.models", "language.data", "config", "objective", "tabular"),
 )

@@ -19,7 +19,8 @@ from psigrad import seeds
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
 from psigrad.language.data import tasks
 from psigrad.language.models import tiny
-from psigrad.language.recipes import evaluate, online, setup, sft
+from psigrad.language.recipes import evaluate, online, sft
+from psigrad.language.recipes.finish import write_report
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
@@ -58,8 +59,8 @@ def run(
     # a demo that was stopped and taken up again has spent time in an earlier call as well
     spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
     rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
-    setup.summary(trained.folder, rows)
-    return replace(trained, report=setup.write_report(trained.folder))
+    (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")  # the report's headline table
+    return replace(trained, report=write_report(trained.folder))
 
 
 def reinforcing(

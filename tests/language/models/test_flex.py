@@ -7,11 +7,11 @@ import torch
 
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import flex, tiny
 from psigrad.language.models.flex import FlexLayout
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows, pack
-from psigrad.language.recipes import loading
 
 GROUPS = Groups(
     prompts=((3, 1, 2), (2, 5, 4, 1, 3), (7,)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5), ()), ((1, 2, 3, 4, 5),))
@@ -60,7 +60,7 @@ def test_flex_is_refused_where_it_cannot_train(kind, why, tmp_path):
     tiny.model(kind, len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"attention is 'flex', and {why}.*; leave it at 'sdpa'"):
-        loading.load_model(Model(path=str(tmp_path), attention="flex"), Run(device="cpu"), None)
+        load_model(Model(path=str(tmp_path), attention="flex"), Run(device="cpu"), None)
 
 
 def test_flex_is_refused_where_its_numbers_differ(monkeypatch):

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import language_model, tiny
 from psigrad.language.models.lora import Lora, settings_of
-from psigrad.language.recipes import api, loading
+from psigrad.language.recipes import api
 from psigrad.processes.parallel import sharded
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -60,7 +61,7 @@ KINDS = [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_an_adapter_goes_on_as_it_is(base, tmp_path, settings):
     wanted = adapted(base, tmp_path / "adapter", lora_dropout=0.1, **settings)
-    model = loading.load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+    model = load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
     assert model.continued and not model.is_own_reference and not model.train_mode
     torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
     names = model.trainable()
@@ -74,8 +75,8 @@ def test_peft_and_transformers_warn_of_nothing_that_a_user_cannot_mend(base, tmp
     adapted(base, tmp_path / "adapter")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        loading.load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
-        loading.load_model(Model(path=str(base), lora_rank=2), Run(), None)
+        load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+        load_model(Model(path=str(base), lora_rank=2), Run(), None)
 
 
 def test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all(base, tmp_path):
@@ -84,7 +85,7 @@ def test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all(base, tmp_path):
         (Model(path=str(tmp_path / "adapter"), lora_rank=3), True),
         (Model(path=str(tmp_path / "adapter"), adapter="merge"), False),
     ):
-        model = loading.load_model(settings, Run(), None)
+        model = load_model(settings, Run(), None)
         torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
         assert model.is_own_reference == own and not model.continued
 
@@ -112,12 +113,12 @@ def test_a_run_goes_on_from_an_adapter_and_leaves_one_that_peft_opens(base, tmp_
         torch.testing.assert_close(opened(PROMPT).logits, whole(PROMPT).logits, rtol=1e-4, atol=1e-5)
     before, after = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "adapter", result.model / "adapter"))
     assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
-    again = loading.load_model(Model(path=str(result.model / "adapter")), Run(), None)
+    again = load_model(Model(path=str(result.model / "adapter")), Run(), None)
     assert again.continued, "what psigrad wrote goes on as well"
 
 
 def test_an_adapter_out_of_shards_is_written_as_peft_writes_it(base, tmp_path):
-    model = loading.load_model(Model(path=str(base), lora_rank=2), Run(), None)
+    model = load_model(Model(path=str(base), lora_rank=2), Run(), None)
     state = {name: p.detach().clone() for name, p in model.network.named_parameters()}
     sharded._write_adapter(model, state, tmp_path / "ours")
     model.save(tmp_path / "theirs")
@@ -179,10 +180,10 @@ def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path):
     held = json.loads(file.read_text())
     file.write_text(json.dumps({**held, "base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(UserError, match=r"There is no folder .*gone' \(the base of the adapter"):
-        loading.load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+        load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
     file.write_text(json.dumps({**held, "peft_type": "IA3"}))
     with pytest.raises(UserError, match=r"is of the kind IA3; psigrad goes on with LORA"):
-        loading.load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+        load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
 
 
 def test_a_peft_config_becomes_settings():

@@ -1,8 +1,19 @@
-"""Where a model comes from: a folder, the hub, a GGUF file, or an adapter of peft, which goes on or is merged into its base."""
+"""Where a model comes from: a folder, the hub, a GGUF file, or an adapter of peft, which goes on or is merged into its base.
+
+GGUF files and adapters to merge are converted once, into a cache. The folder there is named by what it was made of, so that
+another file of the same name is converted anew.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,8 +21,7 @@ from typing import Any
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.data.network import stay_here_without_a_network
-from psigrad.language.models.converted import plain_folder
+from psigrad.language.data.sources import go_offline_without_network
 from psigrad.language.models.lora import CONFIG, Lora, described, is_adapter
 
 # What a revision of a hub model is made of; other frameworks' weights are left out.
@@ -163,7 +173,7 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
     if Path(path).expanduser().exists():
         return None
     if not local:
-        stay_here_without_a_network()
+        go_offline_without_network()
     which: dict[str, Any] = {"revision": revision or None, "local_files_only": local}
     try:
         quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
@@ -173,3 +183,84 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
         return Path(snapshot_download(path, allow_patterns=_MODEL_FILES, **which))
     except (OSError, ValueError):  # the loader says what is wrong with the name
         return None
+
+
+def plain_folder(path: str) -> str:
+    """Where `path` lies as a folder of transformers: itself, unless it is a GGUF file, a folder with one such file and no
+    config.json, or an adapter of peft (which is merged into its base).
+
+    Raises `UserError` where it cannot be converted.
+    """
+    place = Path(path).expanduser()
+    if place.suffix == ".gguf" and place.is_file():
+        return _convert_once(_identity([place]), place, _convert_gguf)
+    if not place.is_dir() or (place / "config.json").exists():
+        return path
+    if (place / CONFIG).exists():
+        return _convert_once(_identity([place / CONFIG, *sorted(place.glob("adapter_model.*"))]), place, _merge_adapter)
+    files = sorted(place.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UserError(f"The folder {path!r} has several GGUF files ({names}); name one of them.")
+    return _convert_once(_identity(files), files[0], _convert_gguf) if files else path
+
+
+def _identity(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:24]
+
+
+def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
+    """The converted folder, made unless it is there; what was begun and not ended is never taken for one."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad" / "models"
+    place = cache / name
+    if place.is_dir():
+        return str(place)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as folder:
+        made = Path(folder) / "model"
+        with _in_a_sentence(source):
+            make(source, made)
+        try:
+            made.rename(place)
+        except OSError:  # another process was first
+            if not place.is_dir():
+                raise
+            shutil.rmtree(made)
+    return str(place)
+
+
+@contextlib.contextmanager
+def _in_a_sentence(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError, AttributeError, KeyError, RuntimeError, struct.error) as error:
+        raise UserError(f"The model {str(source)!r} cannot be converted: {reason_of(error)}.") from error
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    """The weights as numbers, whatever their quantisation was, with the tokenizer and chat template of the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given: dict[str, Any] = {"gguf_file": file.name}
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, **given)
+    if hasattr(model.config, "quantization_config"):  # it is none any more
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
+
+
+def _merge_adapter(adapter: Path, folder: Path) -> None:
+    """The base with the adapter's weights added."""
+    import peft
+    from transformers import AutoTokenizer
+
+    base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
+    model.save_pretrained(folder)
+    has_tokenizer = (adapter / "tokenizer_config.json").exists()
+    AutoTokenizer.from_pretrained(adapter if has_tokenizer else base).save_pretrained(folder)

@@ -8,7 +8,7 @@ import pytest
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad.language.recipes.model_source import check_path
+from psigrad.language.loading.model_source import check_path
 
 
 @pytest.fixture

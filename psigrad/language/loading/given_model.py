@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, write
@@ -23,6 +23,8 @@ from psigrad.language.models.lora import described, is_adapter
 from psigrad.processes.parallel.world import World
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from psigrad.language.models.language_model import LanguageModel
     from psigrad.language.models.scalar_model import ScalarModel
 
@@ -186,6 +188,8 @@ def held(model: Any, tokenizer: Any) -> GivenModel | None:
 
 def _check(model: Any) -> None:
     """Refuse what cannot be trained in place."""
+    from transformers import PreTrainedModel  # its modules take seconds to import, and a run from a folder needs none
+
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
         raise UserError(

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import psigrad
 from psigrad.errors import UserError
-from psigrad.language.recipes.given_model import weights_digest
+from psigrad.language.loading.given_model import weights_digest
 
 SHORT = {
     "max_steps": 4,

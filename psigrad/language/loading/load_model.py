@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of
+from psigrad.language.loading.given_model import GivenModel, take_weights
+from psigrad.language.loading.model_source import continued, located, lora_of
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.recipes.given_model import GivenModel, take_weights
-from psigrad.language.recipes.model_source import continued, located, lora_of
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import machine

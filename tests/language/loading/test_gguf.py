@@ -14,9 +14,10 @@ import psigrad
 from psigrad import cli
 from psigrad.compat import likelihood
 from psigrad.language.data.templates import CHATML
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import tiny
-from psigrad.language.models.converted import plain_folder
-from psigrad.language.recipes import loading, sums
+from psigrad.language.recipes import sums
 from psigrad.preflight.bench.inputs import prepare
 from psigrad.preflight.bench.workload import Workload
 
@@ -105,9 +106,9 @@ def test_the_real_file_answers_as_its_folder_does(tmp_path):
         figures = psigrad.evaluate(model=path, dataset=rows, reward="numeric", **greedy)
         assert figures["eval/numeric/mean"] == 1.0, "2 + 3 = 5"
     ours, theirs = (
-        loading.load_model(psigrad.config.Model(path=path), psigrad.config.Run(), None).network.state_dict()
+        load_model(psigrad.config.Model(path=path), psigrad.config.Run(), None).network.state_dict()
         for path in (str(file), place)
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    known = likelihood.everyday(loading.load_model(psigrad.config.Model(path=str(file)), psigrad.config.Run(), None))
+    known = likelihood.everyday(load_model(psigrad.config.Model(path=str(file)), psigrad.config.Run(), None))
     assert sum(item.right for item in known) > 90

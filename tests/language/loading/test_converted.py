@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
-from psigrad.language.models import converted, tiny
-from psigrad.language.models.converted import plain_folder
-from psigrad.language.recipes import loading, model_source
+from psigrad.language.loading import model_source
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.models import tiny
 from psigrad.records import pins
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -66,7 +67,7 @@ def test_it_is_converted_once_and_anew_when_it_changed(base, tmp_path, monkeypat
     adapted(base, tmp_path / "adapter")
     first = plain_folder(str(tmp_path / "adapter"))
     with monkeypatch.context() as patch:
-        patch.setattr(converted, "_merged", None)
+        patch.setattr(model_source, "_merge_adapter", None)
         assert plain_folder(str(tmp_path / "adapter")) == first
     adapted(base, tmp_path / "adapter", seed=1)
     second = plain_folder(str(tmp_path / "adapter"))
@@ -75,7 +76,7 @@ def test_it_is_converted_once_and_anew_when_it_changed(base, tmp_path, monkeypat
 
 def test_training_starts_from_it_and_pins_it(base, tmp_path):
     wanted = adapted(base, tmp_path / "adapter")
-    model = loading.load_model(Model(path=str(tmp_path / "adapter"), lora_rank=2), Run(), None)
+    model = load_model(Model(path=str(tmp_path / "adapter"), lora_rank=2), Run(), None)
     with torch.no_grad():
         torch.testing.assert_close(model.as_transformers()(PROMPT).logits, wanted, rtol=1e-4, atol=1e-5)
     assert pins.model_of(str(tmp_path / "adapter")) is not None
