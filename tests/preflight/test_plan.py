@@ -27,7 +27,7 @@ from psigrad.preflight import plan
 from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
 from psigrad.preflight.plan.arithmetic import work_of
-from psigrad.preflight.plan.memory import REFILLED, SLACK, Part, Terms, cache_bytes, recomputed_gradients, terms
+from psigrad.preflight.plan.memory import REFILLED, SLACK, ModelRole, Terms, cache_bytes, recomputed_gradients, terms
 from psigrad.preflight.plan.shape import counted
 
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
@@ -142,7 +142,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
     width = hf.dtype.itemsize
     adapter = shape.lora_parameters(rank, ("all-linear",)) if rank else 0
     assert bool(copies) == (dtype == "bfloat16" and not rank and not native)
-    part = Part("policy", shape.parameters, 0 if rank else shape.parameters, width, adapter, copied=not native)
+    part = ModelRole("policy", shape.parameters, 0 if rank else shape.parameters, width, adapter, copied=not native)
     found = [item.bytes for item in part.items()]
     assert found == [weights, gradients, moments + masters]
 

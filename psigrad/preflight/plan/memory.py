@@ -165,7 +165,7 @@ class MemoryItem:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelRole:
     """A model of the run: its role, parameters, trained parameters, bytes per weight, whether the optimiser's moments have 8 bits
     and how many gradients are recomputed instead of stored.
     """
@@ -334,7 +334,7 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool) -> MemoryIte
     )
 
 
-def load_items(parts: list[Part]) -> list[MemoryItem]:
+def load_items(parts: list[ModelRole]) -> list[MemoryItem]:
     """Weights are read from a mapped file, which counts as long as it is mapped."""
     return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
 
@@ -382,22 +382,22 @@ class PeakMemory:
 
 
 def roles_of(
-    policy: Part, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
-) -> list[Part]:
+    policy: ModelRole, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
+) -> list[ModelRole]:
     """Every model of the run: the policy, and whichever of reference, critic (with its `recomputed`) and reward models there
     are.
     """
     found = [policy]
     if reference is not None:
-        found.append(Part("reference", reference.parameters, 0, policy.width))
+        found.append(ModelRole("reference", reference.parameters, 0, policy.width))
     if critic is not None:
         size = critic[0].scalar_parameters
         own = replace(policy, name="critic", parameters=size, learns=size, adapter=0, recomputed=critic[1])
         found.append(own)
-    return found + [Part(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
+    return found + [ModelRole(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 
 
-def sharded_items(parts: list[Part], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
+def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
     """Items of one of `ranks` processes that hold the models in shards: its rows of each, what is made whole while it computes,
     and the whole copy that samples.
     """

@@ -28,7 +28,7 @@ from psigrad.preflight.plan.hardware import Machine
 from psigrad.preflight.plan.memory import (
     AMONG_OTHERS,
     MemoryItem,
-    Part,
+    ModelRole,
     PeakMemory,
     Terms,
     cache_bytes,
@@ -126,7 +126,7 @@ def predict(
 
     again = recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     parts = roles_of(
-        Part("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
+        ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -156,7 +156,7 @@ def predict(
     )
 
 
-def _models(config: Config, parts: list[Part], policy: Shape, work: Work) -> list[MemoryItem]:
+def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -> list[MemoryItem]:
     """What one process holds of the models, and of the other processes."""
     placement = config.placement
     if placement.processes == 1:
