@@ -28,6 +28,7 @@ from psigrad.errors import UserError
 from psigrad.experiments import drawing
 from psigrad.intervals import Interval, over_seeds
 from psigrad.language.recipes import api, demo, sample, sft
+from psigrad.records.report.plots import COLOURS
 from psigrad.records.rows import figures
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Watch
@@ -381,3 +382,44 @@ def shown(title: str, result: TrialResult, *notes: str, form: str = ".3f") -> It
     yield arms_table(title, result.arms, form)
     yield drawing.note("95 % intervals over seeds (Student's t).", *notes)
     yield findings_text(result.findings)
+
+
+def learning_curves(
+    found: Mapping[str, Any],
+    path: Path,
+    *panels: tuple[str, Sequence[str]],
+    sharey: bool = True,
+    beside: Sequence[tuple[str, Sequence[str]]] = (),
+) -> Path:
+    """Held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds.
+
+    `beside` asks for axes with figures of every arm: (title, names of the figures).
+    """
+    number = len(panels) + len(beside)
+    figure, axes = drawing.new_figure(4.9 * number, 3.4, 1, number, sharey=sharey and not beside, squeeze=False)
+    for ax, (title, names) in zip(axes[0], panels, strict=False):
+        arms = [arm for arm in found["arms"] if arm["name"] in names]
+        for arm, colour in zip(arms, COLOURS * 3, strict=False):
+            mean, low, high = zip(*arm["curve"], strict=True)
+            ax.fill_between(arm["steps"], low, high, color=colour, alpha=0.13, linewidth=0)
+            ax.plot(arm["steps"], mean, color=colour, linewidth=1.7, label=arm["name"])
+        drawing.tidy(ax, title, grid="y")
+        ax.set_xlabel("steps", color=drawing.INK, fontsize=9)
+        ax.legend(fontsize=8, frameon=False)
+    for ax, (title, names) in zip(axes[0][len(panels) :], beside, strict=True):
+        _intervals(ax, found["arms"], names)
+        drawing.tidy(ax, title, grid="x")
+    return drawing.save(figure, path)
+
+
+def _intervals(axes: Any, arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Figures of every arm that has them, one below the other, as points with their intervals."""
+    places = [(arm, name, colour) for name in names for arm, colour in zip(arms, COLOURS * 3, strict=False)]
+    places = [(arm, name, colour) for arm, name, colour in places if not math.isnan(arm["figures"][name][0])]
+    for y, (arm, name, colour) in enumerate(places):
+        mean, low, high = arm["figures"][name]
+        axes.plot([low, high], [y, y], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
+        axes.plot([mean], [y], "o", color=colour, markersize=6)
+    labels = [arm["name"] if len(names) == 1 else f"{name}, {arm['name']}" for arm, name, _ in places]
+    axes.set_yticks(range(len(places)), labels)
+    axes.set_ylim(len(places) - 0.4, -0.6)

@@ -14,7 +14,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import TrialSettings
 from studies.trials import Trial, TrialResult
@@ -66,4 +65,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, entropy and pass@k."""
     beside = [("Entropy, nats per token", ("entropy", "last fifth")), (f"pass@{K} at the end", (f"pass@{K}",))]
-    return drawing.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)
+    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)

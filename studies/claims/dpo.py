@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
-from psigrad.experiments import drawing
 from psigrad.language.data import tasks
 from psigrad.language.recipes import demo, sample
 from studies import trials
@@ -130,4 +129,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, and the changes of the log-probabilities."""
     beside = [("Change of log-probabilities, nats per completion", ("chosen", "rejected"))]
-    return drawing.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)
+    return trials.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)

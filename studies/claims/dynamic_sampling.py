@@ -13,7 +13,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import TrialSettings
 from studies.trials import Trial, TrialResult
@@ -79,4 +78,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves, and the area by updates and by samples."""
     beside = [("Mean accuracy, by updates and by samples", ("area", "by samples"))]
-    return drawing.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)
+    return trials.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)

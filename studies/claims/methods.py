@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import MethodsSettings
 from studies.trials import Trial, TrialResult
@@ -101,4 +100,4 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves."""
-    return drawing.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))
+    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import NoiseSettings
 from studies.trials import Arm, ClaimVerdict, Trial, TrialResult
@@ -102,4 +101,4 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     """The learning curves by noise."""
     cases = dict.fromkeys(arm["name"].split(", ")[1] for arm in found["arms"])
     panels = [(f"Held-out accuracy, {case}", [f"{m}, {case}" for m in METHODS]) for case in cases]
-    return drawing.learning_curves(found, path, *panels)
+    return trials.learning_curves(found, path, *panels)

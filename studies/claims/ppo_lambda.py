@@ -17,7 +17,6 @@ from rich.text import Text
 from psigrad.config import Run
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.experiments import drawing
 from studies import trials
 from studies.settings import LambdaSettings
 from studies.trials import Trial, TrialResult
@@ -95,4 +94,4 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         (f"{title} on {task}", [f"{task}, λ {lam:g}" for lam in LAMBDAS])
         for title, task in (("Held-out accuracy", "words"), ("Return", "CartPole"))
     ]
-    return drawing.learning_curves(found, path, *panels, sharey=False)
+    return trials.learning_curves(found, path, *panels, sharey=False)
