@@ -119,7 +119,7 @@ def _rows(config: OnlineConfig) -> list[Row]:
     return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
 
 
-def subject_of(config: OnlineConfig) -> Subject:
+def load_subject(config: OnlineConfig) -> Subject:
     """The model, and completions that it samples with the run's own settings, shortened."""
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
@@ -150,8 +150,19 @@ def run(config: OnlineConfig) -> list[Finding]:
     machine.prepare_torch(config.run)
     check_sampling(config.sampling)
     found: list[Finding] = []
-    subject = subject_of(config)
-    for check in (_data, _text, _packed, _shared, _sampled, in_micro_batches, among_processes, _reference, _saved, _adapter):
+    subject = load_subject(config)
+    for check in (
+        check_data,
+        check_text,
+        check_packing,
+        check_sharing,
+        check_sampling_logps,
+        check_micro_batches,
+        check_processes,
+        check_reference,
+        check_saving,
+        check_adapter,
+    ):
         start = time.perf_counter()
         try:
             finding = check(subject)
@@ -162,7 +173,7 @@ def run(config: OnlineConfig) -> list[Finding]:
     return found
 
 
-def passed(findings: Sequence[Finding]) -> bool:
+def all_pass(findings: Sequence[Finding]) -> bool:
     """Whether every check holds and could have failed."""
     return all(finding.verdict == "ok" for finding in findings)
 
@@ -170,7 +181,7 @@ def passed(findings: Sequence[Finding]) -> bool:
 def report(findings: Sequence[Finding], *, as_json: bool = False) -> str:
     """A line for each, or one JSON object {"passed", "checks"}."""
     if as_json:
-        return json.dumps({"passed": passed(findings), "checks": [finding.row() for finding in findings]}, indent=1)
+        return json.dumps({"passed": all_pass(findings), "checks": [finding.row() for finding in findings]}, indent=1)
     width, what = (max(len(getattr(f, key)) for f in findings) for key in ("name", "what"))
     lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
     for f in findings:
@@ -185,7 +196,7 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return float(difference.mean()) if bool(torch.isfinite(difference).all()) else float("inf")
 
 
-def _data(subject: Subject) -> Finding:
+def check_data(subject: Subject) -> Finding:
     """data."""
     room = subject.model.max_length - subject.config.sampling.max_completion_length
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
@@ -213,7 +224,7 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
             yield "the token that ends a turn of the chat template does not stop a completion"
 
 
-def _text(subject: Subject) -> Finding:
+def check_text(subject: Subject) -> Finding:
     """end of text."""
     model, row = subject.model, subject.prompts[0].row
     stops = sorted({*model.eos_token_ids, *subject.params.stop_token_ids})
@@ -235,7 +246,7 @@ def _text(subject: Subject) -> Finding:
     return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join(found))
 
 
-def _packed(subject: Subject) -> Finding:
+def check_packing(subject: Subject) -> Finding:
     """packing."""
     whole = subject.logp(subject.groups)
     padded = subject.logp(subject.groups, packed=False)
@@ -250,7 +261,7 @@ def _packed(subject: Subject) -> Finding:
     return Finding("packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=note)
 
 
-def _shared(subject: Subject) -> Finding:
+def check_sharing(subject: Subject) -> Finding:
     """shared prompts."""
     shared = subject.logp(subject.groups)
     apart = subject.logp(Groups([p for p, _ in subject.alone], [[c] for _, c in subject.alone]))
@@ -261,7 +272,7 @@ def _shared(subject: Subject) -> Finding:
     return Finding("shared prompts", what, _apart(shared, apart), subject.bounds[0], _apart(wrong, apart))
 
 
-def _sampled(subject: Subject) -> Finding:
+def check_sampling_logps(subject: Subject) -> Finding:
     """sampling."""
     temperature = subject.params.temperature
     completions = [t.completion for group in subject.trajectories for t in group]
@@ -269,7 +280,7 @@ def _sampled(subject: Subject) -> Finding:
     theirs = [torch.tensor(c.logprobs, device=subject.model.device) for c in completions]
     value = _apart(mine, theirs)
     if subject.params.filtered:  # the distribution after top-k and the like, out of the trainer's logits
-        exact = [_filtered(subject, prompt, ids) for prompt, ids in subject.alone]
+        exact = [_filtered_logps(subject, prompt, ids) for prompt, ids in subject.alone]
         drawn = [torch.tensor(c.sampling_logprobs, device=subject.model.device) for c in completions]
         value = max(value, _apart(exact, drawn))
     warmer = subject.logp(subject.groups, temperature=2 * temperature)
@@ -278,7 +289,7 @@ def _sampled(subject: Subject) -> Finding:
 
 
 @torch.no_grad()
-def _filtered(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+def _filtered_logps(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*prompt, *completion]], device=subject.model.device)
     logits = subject.model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     allowed = filtered(logits / subject.params.temperature, subject.params)
@@ -286,7 +297,7 @@ def _filtered(subject: Subject, prompt: Sequence[int], completion: Sequence[int]
 
 
 @torch.no_grad()
-def _reference(subject: Subject) -> Finding:
+def check_reference(subject: Subject) -> Finding:
     """reference."""
     reference = subject.model if subject.model.is_own_reference else subject.model.frozen_copy()
 
@@ -325,7 +336,7 @@ class _Changed:
             p.zero_()
 
 
-def _saved(subject: Subject) -> Finding:
+def check_saving(subject: Subject) -> Finding:
     """saving."""
     before = subject.logp(subject.groups)
     settings = Model(path="", dtype=subject.config.model.dtype, trust_remote_code=subject.config.model.trust_remote_code)
@@ -341,7 +352,7 @@ def _saved(subject: Subject) -> Finding:
     return Finding("saving", "the model saved and loaded, and as it was", value, bound, control)
 
 
-def _adapter(subject: Subject) -> Finding:
+def check_adapter(subject: Subject) -> Finding:
     """adapter."""
     base = replace(subject.config.model, lora_rank=0, adapter="merge")
     plain = replace(subject, model=load_model(base, subject.config.run, None)).logp(subject.groups)
@@ -410,7 +421,7 @@ class _Step:
         return share.value * scale
 
 
-def in_micro_batches(subject: Subject) -> Finding:
+def check_micro_batches(subject: Subject) -> Finding:
     """micro-batches."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
@@ -421,7 +432,7 @@ def in_micro_batches(subject: Subject) -> Finding:
     return Finding("micro-batches", "gradients of one pass and of many", value, subject.bounds[1], control)
 
 
-def among_processes(subject: Subject) -> Finding:
+def check_processes(subject: Subject) -> Finding:
     """processes."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)

@@ -28,7 +28,7 @@ from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
 from psigrad.preflight.plan.arithmetic import work_of
 from psigrad.preflight.plan.memory import REFILLED, SLACK, ModelRole, Terms, cache_bytes, recomputed_gradients, terms
-from psigrad.preflight.plan.shape import counted
+from psigrad.preflight.plan.shape import count_shape
 
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
@@ -53,7 +53,7 @@ def settings(folder, **given) -> OnlineConfig:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parameters_are_counted_without_weights(architecture, tied):
     model = tiny.model(architecture, 100, hidden=64, tied=tied)
-    shape = counted(model.config)
+    shape = count_shape(model.config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     model.config.num_labels = 1
     scalar = AutoModelForSequenceClassification.from_config(model.config)
@@ -65,7 +65,7 @@ def test_parameters_are_counted_without_weights(architecture, tied):
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
 def test_an_adapters_parameters_are_counted(targets):
     hf = tiny.model("qwen3", 100)
-    expected = counted(hf.config).lora_parameters(4, targets)
+    expected = count_shape(hf.config).lora_parameters(4, targets)
     model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0), lora=Lora(4, target_modules=targets))
     assert sum(p.numel() for p in model.trainable().values()) == expected
 
@@ -128,7 +128,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, ran
         "psigrad.language.training.update.steps_natively", steps_natively if native else lambda dtype, device: False
     )
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
-    shape = counted(hf.config)
+    shape = count_shape(hf.config)
     lora = Lora(rank) if rank else None
     model = language_model.prepare(hf, SimpleNamespace(eos_token_id=0), lora=lora)
     optimizer = Optimizer(model.trainable(), Optim())
@@ -162,7 +162,7 @@ def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_sto
         optimizer, "apply", lambda norm, lr: stored.append(sum(p.grad.numel() for p in hf.parameters() if p.grad is not None))
     )
     optimizer.step([lambda: model.evaluate(groups).logp.sum()], 1e-3)
-    shape = counted(hf.config)
+    shape = count_shape(hf.config)
     config = OnlineConfig(prompts_per_step=prompts, num_generations=2, run=Run(max_steps=1))
     work = work_of(config, plan.Lengths(4, 8, 4, 8))
     assert stored == [shape.parameters - sum(recomputed_gradients(work, shape, model.decoder is not None, head=True))]
@@ -198,7 +198,7 @@ def test_the_cache_is_as_large_as_the_samplers(architecture, monkeypatch):
     requests = [Request((1, 2, 3) * 20, tuple(range(4))) for _ in range(2)]
     embedded.EmbeddedSampler(model).sample(requests, SamplingParams(100, top_k=5))
     work = work_of(replace(settings("x"), prompts_per_step=2, num_generations=4), plan.Lengths(60, 100, 60, 100))
-    predicted = cache_bytes(work, counted(hf.config), terms(hf.config, "float32"), 4)
+    predicted = cache_bytes(work, count_shape(hf.config), terms(hf.config, "float32"), 4)
     assert predicted == pytest.approx(largest[0], rel=0.02)
 
 
@@ -342,7 +342,7 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     from psigrad.preflight.plan import hardware
 
     assert command.warning(settings(folder)) == ""
-    monkeypatch.setattr(hardware, "installed", lambda: 420 << 20)
+    monkeypatch.setattr(hardware, "installed_memory", lambda: 420 << 20)
     assert "may need" in command.warning(settings(folder))
     asked: list = []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -426,4 +426,4 @@ def test_the_settings_longest_completion_bounds_the_mean():
 
 
 def test_the_tiny_configurations_are_read_back(folder):
-    assert plan.shape_of(str(folder)) == counted(AutoConfig.from_pretrained(folder))
+    assert plan.shape_of(str(folder)) == count_shape(AutoConfig.from_pretrained(folder))

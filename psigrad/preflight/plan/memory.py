@@ -26,7 +26,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.native.processor import plain_bfloat16
 from psigrad.language.models.packing import Groups
 from psigrad.preflight.plan.arithmetic import Work
-from psigrad.preflight.plan.shape import Shape, counted, model_of, resized, size
+from psigrad.preflight.plan.shape import Shape, count_shape, model_of, resize, size
 
 # Widest hidden size of a twin: beyond it every width is divided alike, and what is kept is multiplied again.
 _WIDE = 512
@@ -80,11 +80,11 @@ def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str 
 @cache
 def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
     config = kind.from_dict(json.loads(settings))
-    shape, width = counted(config), DTYPES[dtype].itemsize
+    shape, width = count_shape(config), DTYPES[dtype].itemsize
     try:
         twins = [_twin(config, shape, layers) for layers in (1, 2)]
-        models = [_prepared(twin, dtype, lora) for twin in twins]
-        short, long = ([_saved(model, prompt) for model in models] for prompt in (2, 34))
+        models = [_prepare(twin, dtype, lora) for twin in twins]
+        short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
         return Terms.estimated(shape, width)
     per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
@@ -105,10 +105,10 @@ def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConf
     dim = max(8, round(shape.query * factor / heads / 8) * 8)
     sizes = {"hidden": round(shape.hidden * factor), "heads": heads, "keys": keys, "inner": round(shape.inner * factor / 8) * 8}
     sizes |= {"layers": layers, "vocab_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return resized(config, **sizes, head_dim=dim)
+    return resize(config, **sizes, head_dim=dim)
 
 
-def _prepared(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
+def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
     """The twin as the trainer has it."""
     with torch.random.fork_rng(devices=[]):
         hf = model_of(config, dtype=DTYPES[dtype])
@@ -116,7 +116,7 @@ def _prepared(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel
         return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
 
 
-def _saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
+def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
     """(bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
     groups, members, length = 2, 4, 33
     inputs = Groups([[3] * prompt] * groups, [[[4] * length] * members] * groups)
@@ -254,7 +254,7 @@ def passing(
     held = None
     if work.keeps and kept.fused:
         size = kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
-        held = _kept(size, work.keeps)
+        held = _kept_item(size, work.keeps)
     there = held.bytes if held is not None and held.phase == "held" else 0.0
     if there:
         # either they are there, and copies of one layer; or, one step in twenty and in later passes, those of a forward pass
@@ -289,7 +289,7 @@ def passing(
     return found
 
 
-def _kept(size: float, limit: float) -> MemoryItem:
+def _kept_item(size: float, limit: float) -> MemoryItem:
     """Activations kept from sampling: until the update used them, or dropped as soon as they exceed the limit."""
     if size <= limit:
         return MemoryItem(KEPT, size, "held", "so that training runs no forward pass of its own")
