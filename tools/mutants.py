@@ -46,8 +46,8 @@ SUBJECTS = (
     "psigrad/tabular/*.py",
     "psigrad/language/models/logprobs.py",
     "psigrad/language/rollout/samplers/distribution.py",
-    *(f"psigrad/language/training/{name}.py" for name in ("adamw", "update")),
-    *(f"psigrad/language/training/online/{name}.py" for name in ("collate", "forward", "online_rl", "reference", "tally")),
+    "psigrad/language/training/update.py",
+    *(f"psigrad/language/training/online/{name}.py" for name in ("figures", "forward", "online_rl")),
 )
 TESTS = (
     "tests/objective",

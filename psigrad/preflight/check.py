@@ -29,14 +29,12 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offered
-from psigrad.language.recipes.online import method
+from psigrad.language.recipes.online_settings import method
 from psigrad.language.rollout.samplers import samplers
-from psigrad.language.rollout.samplers.distribution import filtered
+from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
-from psigrad.language.rollout.types import Request, Sampler, SamplingParams, Trajectory
-from psigrad.language.training.online.collate import MicroBatch, micro_batches, to_batch
-from psigrad.language.training.online.forward import widened
-from psigrad.language.training.online.ledger import Prompt
+from psigrad.language.rollout.types import Prompt, Request, Sampler, SamplingParams, Trajectory
+from psigrad.language.training.online.forward import MicroBatch, inputs_of, micro_batches, rows_of, to_batch, widen
 from psigrad.language.training.update import Optimizer, add_up
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
@@ -292,7 +290,7 @@ def check_sampling_logps(subject: Subject) -> Finding:
 def _filtered_logps(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*prompt, *completion]], device=subject.model.device)
     logits = subject.model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    allowed = filtered(logits / subject.params.temperature, subject.params)
+    allowed = filter_logits(logits / subject.params.temperature, subject.params)
     return torch.log_softmax(allowed, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
@@ -403,7 +401,7 @@ class _Step:
 
     def totals(self, parts: Sequence[MicroBatch]) -> Totals:
         """What losses divide by where these parts are all there is."""
-        return self.algorithm.totals(self.prepared, torch.cat([part.rows for part in parts]))
+        return self.algorithm.totals(self.prepared, torch.cat([rows_of(part) for part in parts]))
 
     def gradient(self, parts: Sequence[MicroBatch], totals: Callable[[MicroBatch], Totals], scale: float = 1.0) -> Gradient:
         """The sum over the parts, by name."""
@@ -415,9 +413,9 @@ class _Step:
 
     def _loss(self, part: MicroBatch, totals: Totals, scale: float) -> Tensor:
         temperature, entropy = self.subject.params.temperature, self.algorithm.needs_entropy
-        evaluation = self.subject.model.evaluate(part.inputs, temperature=temperature, entropy=entropy)
-        rows = self.prepared.select(part.rows.to(self.batch.mask.device))
-        share = self.algorithm.loss(rows, widened(evaluation, self.batch.mask.shape[1]), totals, self.prepared.state)
+        evaluation = self.subject.model.evaluate(inputs_of(self.batch, part), temperature=temperature, entropy=entropy)
+        rows = self.prepared.select(rows_of(part).to(self.batch.mask.device))
+        share = self.algorithm.loss(rows, widen(evaluation, self.batch.mask.shape[1]), totals, self.prepared.state)
         return share.value * scale
 
 

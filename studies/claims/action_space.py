@@ -121,7 +121,7 @@ def masses(
     network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     places: dict[int, list[tuple[tuple[float, ...], float]]] = {}
     with torch.no_grad():
-        for one in evaluate.sampled(asked, False).trajectories:
+        for one in evaluate.sample_and_score(asked, False).trajectories:
             ids = torch.tensor([[*one.prompt_ids, *one.completion.ids]])
             logp = network(ids).logits[0, len(one.prompt_ids) - 1 : -1].float().log_softmax(-1)
             ordered = logp.exp().sort(descending=True).values.cumsum(-1)

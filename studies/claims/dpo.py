@@ -99,7 +99,7 @@ def pairs(s: TrialSettings, where: Mapping[str, Path]) -> tuple[Path, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         trials.pairs(asked, train)
     rows = [json.loads(line) for line in where["held_out"].read_text().splitlines()]
-    wrong = tasks.demonstrations(rows, 1.0, tasks.swapped_ending, 0)
+    wrong = tasks.demonstrations(rows, 1.0, tasks.swap_ending, 0)
     made = [
         {**row, "chosen": row["completion"], "rejected": other["completion"]}
         for row, other in zip(rows, wrong, strict=True)

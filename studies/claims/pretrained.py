@@ -196,7 +196,7 @@ def _measure(s: PretrainedSettings, model: str, base: str, held_out: Path, place
         run=Run(progress=False, threads=s.processes, seed=s.seed),
         reward=("numeric",),
     )
-    report = evaluate.sampled(asked, True)
+    report = evaluate.sample_and_score(asked, True)
     kls = evaluate.kls_to(model, base, report, asked)
     rewards = [t.reward or 0.0 for t in report.trajectories]
     groups = range(0, len(rewards), s.completions)

@@ -20,9 +20,8 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
-from psigrad.language.training.adamw import steps_natively
-from psigrad.language.training.online.collate import micro_batches, to_batch
-from psigrad.language.training.update import Optimizer
+from psigrad.language.training.online.forward import micro_batches, to_batch
+from psigrad.language.training.update import Optimizer, steps_natively
 from psigrad.preflight import plan
 from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
@@ -98,26 +97,26 @@ def kept_by_autograd(hf, prompts: int, members: int, prompt: int, length: int) -
 def test_what_the_backward_pass_needs_is_what_autograd_keeps(architecture):
     hf = tiny.model(architecture, 32, hidden=96, layers=4)
     kept, tokens, carried = kept_by_autograd(hf, 3, 4, 20, 50)
-    assert terms(hf.config, "float32").kept(4, tokens, carried) == pytest.approx(kept, rel=0.05)
+    assert terms(hf.config, "float32").bytes_for(4, tokens, carried) == pytest.approx(kept, rel=0.05)
 
 
 def test_a_wide_model_is_counted_on_a_narrow_twin():
     hf = tiny.model("qwen3", 100, hidden=1024, layers=1, heads=8)
     kept, tokens, carried = kept_by_autograd(hf, 1, 4, 8, 20)
-    assert terms(hf.config, "float32").kept(1, tokens, carried) == pytest.approx(kept, rel=0.05)
+    assert terms(hf.config, "float32").bytes_for(1, tokens, carried) == pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.needs("compiler")
 def test_negative_control_another_architectures_terms_do_not_fit():
     hf = tiny.model("qwen3", 32, hidden=96, layers=4)
     kept, tokens, carried = kept_by_autograd(hf, 3, 4, 20, 50)
-    assert terms(tiny.model("gpt2", 32, hidden=96).config, "float32").kept(4, tokens, carried) > 1.15 * kept
+    assert terms(tiny.model("gpt2", 32, hidden=96).config, "float32").bytes_for(4, tokens, carried) > 1.15 * kept
 
 
 def test_recomputing_layers_keeps_their_inputs_and_one_layer():
     kept = Terms(token=100.0, prefix=0.0, once=0.0, input=10.0)
-    assert kept.kept(8, 5, 0) == 8 * 500
-    assert kept.kept(8, 5, 0, recompute=True) == 8 * 50 + 500
+    assert kept.bytes_for(8, 5, 0) == 8 * 500
+    assert kept.bytes_for(8, 5, 0, recompute=True) == 8 * 50 + 500
 
 
 @pytest.mark.needs("compiler")

@@ -60,10 +60,10 @@ def from_ratings(
     def better(a: float, b: float) -> float:
         return a - b
 
-    return _pairs(_rated(rows, source, scale), source, "ratings", better, margin=margin, tie=tie)
+    return _pairs(_check_ratings(rows, source, scale), source, "ratings", better, margin=margin, tie=tie)
 
 
-def grouped(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
+def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
     """Rows with one `completion` and a number in `column` each, brought together by prompt; order of first appearance.
 
     Of the other columns those stay that all rows of a prompt agree on, such as `tools`.
@@ -83,7 +83,7 @@ def grouped(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict
     return list(found.values())
 
 
-def unpaired(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
+def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
     """Each pair as two labelled rows: the form that KTO takes. A prompt that stands in both answers becomes a column.
 
     Raises `UserError` naming row and column.
@@ -109,12 +109,12 @@ def _pairs(
     made: list[dict[str, Any]] = []
     ties = alone = 0
     for i, row in enumerate(rows, 1):
-        completions, values = _checked(row, column, f"{source}:{i}")
+        completions, values = _check_completions(row, column, f"{source}:{i}")
         own = {key: value for key, value in row.items() if key not in ("completions", column)}
         alone += len(completions) < 2
         for a, b in itertools.combinations(range(len(completions)), 2):
             by = lead(values[a], values[b])
-            if _tied(by, tie) or completions[a] == completions[b]:
+            if _is_tie(by, tie) or completions[a] == completions[b]:
                 ties += 1
                 continue
             best, worst = (a, b) if by > 0 else (b, a)
@@ -124,20 +124,20 @@ def _pairs(
     return Converted(made, ties, alone)
 
 
-def _tied(lead: float, tie: float) -> bool:
+def _is_tie(lead: float, tie: float) -> bool:
     return abs(lead) <= tie + 1e-9  # 1.3 − 1.2 is a little more than 0.1
 
 
-def _rated(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw]:
+def _check_ratings(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw]:
     for i, row in enumerate(rows, 1):
-        _, ratings = _checked(row, "ratings", f"{source}:{i}")
+        _, ratings = _check_completions(row, "ratings", f"{source}:{i}")
         for rating in ratings:
             if not 1 <= rating <= scale:
                 _fail(f"{source}:{i}", "ratings", f"has {rating!r}; expected numbers from 1 to {scale}")
         yield row
 
 
-def _checked(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
+def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
     """Completions and their numbers, each completion one that the prompt can have."""
     for name in ("prompt", "completions", column):
         _column(row, name, place, f"as prompt, completions and {column} are")

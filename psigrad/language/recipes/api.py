@@ -83,7 +83,7 @@ def train(
     if declared.settings is not RewardConfig:
         given["reward"] = _several(reward)
     given |= _adapter(peft_config, named)
-    objects = given_model.held(model, tokenizer)
+    objects = given_model.take_objects(model, tokenizer)
     if objects is None or objects.network is None:
         given["model.path"] = model
     else:

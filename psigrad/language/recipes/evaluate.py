@@ -21,7 +21,7 @@ from psigrad.language.rollout.episodes.openai_server import ServedModel
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import SamplingParams, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
-from psigrad.language.training.online.generation import score
+from psigrad.language.training.online.collect import score
 from psigrad.records.read import prompt_text
 from psigrad.runs import machine
 
@@ -60,13 +60,13 @@ def run(config: EvalConfig) -> Report:
         )
     if config.best_of > 1 and not rewards:
         raise UserError("best_of chooses by a reward and only a metric was given; name a reward with --reward or --reward-model.")
-    found = sampled(config, True)
+    found = sample_and_score(config, True)
     if found.trajectories and all(t.reward is None for t in found.trajectories):
         raise UserError(f"{found.unscored} Fix the reward function or the dataset.")
     return found
 
 
-def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
+def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
     machine.prepare_torch(config.run)
     samplers.check_sampling(config.sampling)
@@ -76,10 +76,10 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     size = best_of if best_of > 1 else config.evaluation.num_generations_eval
     if config.server:
         with judge_for(config, None, functions) as judge:
-            return _chosen(config, judge, *_by_server(config, judge, size))
+            return _choose(config, judge, *_by_server(config, judge, size))
     model = load_model(replace(config.model, adapter="merge"), config.run, None)
     with episodes_for(config) as episodes, judge_for(config, model.tokenizer, functions) as judge:
-        return _chosen(config, judge, *_by_model(config, judge, size, model, episodes))
+        return _choose(config, judge, *_by_model(config, judge, size, model, episodes))
 
 
 def _by_model(
@@ -128,7 +128,7 @@ def _by_server(config: EvalConfig | SampleConfig, judge: Judge, size: int) -> tu
     return figures_of(found, size, judge.metric), found, rows
 
 
-def _chosen(
+def _choose(
     config: EvalConfig | SampleConfig, judge: Judge, figures: dict[str, Any], found: list[Trajectory], rows: list[Row]
 ) -> Report:
     """All completions, or with `best_of` the best of each prompt, by the metric where there is one."""
@@ -138,7 +138,7 @@ def _chosen(
     if not config.evaluation.metric:
         return Report(figures_of(chosen, 1, judge.metric), chosen, rows)
     with judge_for(config, None, (config.evaluation.metric,)) as truth:
-        return _measured(chosen, judge, truth, rows)
+        return _measure(chosen, judge, truth, rows)
 
 
 def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | EvalConfig) -> list[float]:
@@ -157,7 +157,7 @@ def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> fl
     return sum(values) / max(1, len(values))
 
 
-def _measured(chosen: list[Trajectory], judge: Judge, truth: Judge, rows: list[Row]) -> Report:
+def _measure(chosen: list[Trajectory], judge: Judge, truth: Judge, rows: list[Row]) -> Report:
     """What the metric says of the completions that the reward chose."""
     by_reward = figures_of(chosen, 1, judge.metric)
     measured = score(truth.scorer, chosen, {t.row: rows[t.row] for t in chosen})

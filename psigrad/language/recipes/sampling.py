@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from psigrad.language.rollout.samplers.ray_sampler import RaySampler, RolloutWor
 from psigrad.language.rollout.types import ReplicaSampler, Sampler
 from psigrad.processes.parallel import sharded
 from psigrad.processes.parallel.fleet import Fleet
-from psigrad.processes.parallel.world import ALONE
+from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs.journal import Journal
 
 
@@ -41,6 +42,19 @@ def sampler_of(
     twin = model if model.root is None else load_model(config.model, config.run, None)
     with contextlib.closing(samplers.make(config.sampling, twin, None if journal is None else journal.tell)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
+
+
+@contextlib.contextmanager
+def collector_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
+    """A thread that collects while steps train, where others sample and a lag gives them the time."""
+    if not (sampler.central and config.lag and world.rank == 0):
+        yield None
+        return
+    thread = ThreadPoolExecutor(1, "collector")
+    try:
+        yield thread
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def parcels(sampler: Sampler) -> dict[str, dict[str, int]]:

@@ -29,9 +29,9 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
         if (done := session.finished(config, journal)) is not None:
             return done
-        found = session.newest_checkpoint(journal)
-        model = load_model(config.model, config.run, found, journal.world, given=given)
-        rows, held = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
+        checkpoint = session.newest_checkpoint(journal)
+        model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
+        rows, held_out_rows = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
         limit = token_limit(config, model)
         examples = [example(model.tokenizer, row, limit) for row in rows]
         if cut := sum(e.truncated for e in examples):
@@ -40,10 +40,10 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
         generated = None
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
-        if functions and held:
+        if functions and held_out_rows:
             judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, None, world=journal.world)
+            evaluator = evaluator_for(config.evaluation, config, model, judge, held_out_rows, None, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, examples)
-        held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held]) if held else None
-        return train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
+        held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held_out_rows]) if held_out_rows else None
+        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated)

@@ -47,16 +47,16 @@ class Terms:
     fused: int = 0
 
     @classmethod
-    def estimated(cls, shape: Shape, width: int) -> Terms:
+    def estimate(cls, shape: Shape, width: int) -> Terms:
         """Those of models like Llama in plain PyTorch, for weights of `width` bytes."""
         kept = 6 * shape.hidden + 4 * shape.query + 3 * shape.key + 4 * shape.inner
         return cls(width * kept, 2 * width * shape.query, 4 * width * shape.hidden, width * shape.hidden)
 
-    def scaled(self, factor: float) -> Terms:
+    def scale(self, factor: float) -> Terms:
         """All of them times `factor`."""
         return Terms(self.token * factor, self.prefix * factor, self.once * factor, self.input * factor, self.fused)
 
-    def kept(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
+    def bytes_for(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
         """Bytes for `tokens` packed tokens, with `carried` = the sum over completions of their prompts' lengths.
 
         With gradient checkpointing (`recompute`) each layer keeps its input, and one layer at a time everything.
@@ -74,7 +74,7 @@ def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str 
     settings = config.to_json_string(use_diff=False)
     if device == "cpu":
         return _terms(kind, settings, dtype, lora)
-    return _terms(kind, settings, "float64", lora).scaled(DTYPES[dtype].itemsize / 8)
+    return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
 
 
 @cache
@@ -86,7 +86,7 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
         models = [_prepare(twin, dtype, lora) for twin in twins]
         short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-        return Terms.estimated(shape, width)
+        return Terms.estimate(shape, width)
     per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
     (a, s, c), (b, t, d) = per_layer
     prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
@@ -222,7 +222,7 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
     """Bytes that the largest forward pass of a model keeps for its backward pass, and those of the backward pass itself."""
     carried = work.micro_completions * work.lengths.prompt
-    return kept.kept(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
+    return kept.bytes_for(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
 
 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:

@@ -18,10 +18,10 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import go_offline_without_network, read_rows
 from psigrad.language.data.templates import example, prompt_ids
-from psigrad.language.loading.model_source import as_planned, refuse_run, tokenizer_path
+from psigrad.language.loading.model_source import refuse_run, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
-from psigrad.language.training.adamw import steps_natively
+from psigrad.language.training.update import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.preflight.plan.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.preflight.plan.hardware import Machine
@@ -102,7 +102,7 @@ def predict(
     What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
     configurations that are on this machine are read.
     """
-    config = replace(config, model=as_planned(config.model, local=quick))
+    config = replace(config, model=resolve_for_plan(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
     policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
     work = share_of(config, whole)
@@ -113,22 +113,22 @@ def predict(
     critic_path = getattr(config, "critic", "") or config.model.path
     critic = shaped(critic_path) if work.critic else None
 
-    def kept_by(path: str, shape: Shape, lora: bool) -> Terms:
-        return Terms.estimated(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
+    def count_terms(path: str, shape: Shape, lora: bool) -> Terms:
+        return Terms.estimate(shape, width) if quick else terms(config_of(path), config.model.dtype, lora, machine.device)
 
-    kept = kept_by(config.model.path, policy, bool(rank))
-    learning = None if critic is None else (critic, kept_by(critic_path, critic, False))
+    kept = count_terms(config.model.path, policy, bool(rank))
+    learning = None if critic is None else (critic, count_terms(critic_path, critic, False))
     recompute = config.model.gradient_checkpointing
 
-    def recomputed(shape: Shape, kept: Terms, head: bool) -> tuple[int, int]:
+    def count_recomputed(shape: Shape, kept: Terms, head: bool) -> tuple[int, int]:
         wanted = recompute and width == 4 and not adapter
         return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
-    again = recomputed(policy, kept, head=not isinstance(config, RewardConfig))
+    again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     parts = roles_of(
         ModelRole("policy", policy.parameters, learns, width, adapter, eight_bit, sum(again), _copies(config, machine)),
         _reference(config, work, shaped),
-        learning and (learning[0], sum(recomputed(*learning, head=False))),
+        learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
     items = _models(config, parts, policy, work)
@@ -231,10 +231,10 @@ def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[i
     if isinstance(config, SFTConfig):
         return "sft", lambda tokenizer, row: _split_lengths(example(tokenizer, row, config.max_length))
     if isinstance(config, RewardConfig) and config.process:
-        return "stepwise", lambda tokenizer, row: (1, [pairs.steps(tokenizer, row, config.step_separator).tokens])
+        return "stepwise", lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
     if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
-        return "unpaired-preference", lambda tokenizer, row: _judged_lengths(pairs.judged(tokenizer, row))
-    return "preference", lambda tokenizer, row: _pair_lengths(pairs.pair(tokenizer, row))
+        return "unpaired-preference", lambda tokenizer, row: _judged_lengths(pairs.encode_judged(tokenizer, row))
+    return "preference", lambda tokenizer, row: _pair_lengths(pairs.encode_pair(tokenizer, row))
 
 
 def _split_lengths(made: Any) -> tuple[int, list[int]]:

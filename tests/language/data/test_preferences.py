@@ -35,7 +35,7 @@ def test_rankings_have_the_smallest_number_first():
 
 def test_a_pair_becomes_two_labelled_answers():
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "tools": [1]}, {"prompt": "q", "chosen": "c", "rejected": "d"}]
-    apart = preferences.unpaired([{**r, "margin": 2.0} for r in rows])
+    apart = preferences.split_pairs([{**r, "margin": 2.0} for r in rows])
     assert [r["label"] for r in apart] == [True, False, True, False] and all("margin" not in r for r in apart)
     assert [r["completion"] for r in apart] == ["a", "b", "c", "d"] and apart[0]["tools"] == [1]
 
@@ -43,7 +43,7 @@ def test_a_pair_becomes_two_labelled_answers():
 def test_rows_of_a_prompt_are_grouped_whatever_the_order_of_names_in_its_messages():
     first = {"prompt": CHAT, "completion": [{"role": "assistant", "content": "a"}], "rating": 1}
     second = {"prompt": [{"content": "p", "role": "user"}], "completion": [{"role": "assistant", "content": "b"}], "rating": 2}
-    (group,) = preferences.grouped([first, second], "rating")
+    (group,) = preferences.group_by_prompt([first, second], "rating")
     assert group["ratings"] == [1, 2]
 
 
@@ -59,7 +59,7 @@ def test_rows_of_a_prompt_are_grouped_whatever_the_order_of_names_in_its_message
         (preferences.from_ratings, {**RATED, "completions": [], "ratings": []}, "empty"),
         (preferences.from_rankings, {"prompt": "p", "completions": ["a"], "ranking": [True]}, "numbers"),
         (preferences.from_rankings, ["not", "a", "row"], "object"),
-        (preferences.unpaired, {"prompt": "p", "chosen": "a"}, "rejected"),
+        (preferences.split_pairs, {"prompt": "p", "chosen": "a"}, "rejected"),
     ],
 )
 def test_a_bad_row_is_named(make, row, said):
@@ -83,7 +83,7 @@ def test_pairs_are_labelled_answers_where_those_are_wanted():
     ]
     labelled = {"prompt": "q", "completion": "c", "label": False}
     found = from_rows([*rows, labelled], "unpaired-preference").rows
-    apart = from_rows([*preferences.unpaired(rows), labelled], "unpaired-preference").rows
+    apart = from_rows([*preferences.split_pairs(rows), labelled], "unpaired-preference").rows
     assert [replace(row, source="") for row in found] == [replace(row, source="") for row in apart] and len(found) == 7
     assert [row.label for row in found] == [True, False] * 3 + [False] and {row.rejected for row in found} == {None}
     with pytest.raises(UserError, match="rows:1: column 'rejected' is the same as chosen"):

@@ -263,9 +263,11 @@ STEP = """
 import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM
+LARGE = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "scipy", "accelerate")
 theirs = set(sys.modules)  # transformers 5.17 imports more for this name than 5.23
 from psigrad.config import Optim
 from psigrad.language.models import language_model
+from psigrad.language.recipes import api, online, preference, reward, sft  # what a command imports counts too
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
@@ -277,7 +279,7 @@ optimizer = Optimizer(model.trainable(), Optim())
 optimizer.step([lambda: model.evaluate(Groups([[3, 4, 5]], [[completion.ids]])).logp.sum()], 1e-3)
 model.save(Path(sys.argv[1]) / "saved")
 ours = sys.modules.keys() - theirs
-print([name for name in ("transformers.modeling_utils", "torch._dynamo", "scipy", "accelerate") if name in ours])
+print([name for name in LARGE if name in ours])
 """
 
 

@@ -23,8 +23,8 @@ from psigrad.language.rollout.episodes.games import GuessNumber, TextGrid, calcu
 from psigrad.language.rollout.episodes.tools import ToolBox, calls, schemas
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import SamplingParams
-from psigrad.language.training.online.collate import to_batch
-from psigrad.language.training.online.generation import score
+from psigrad.language.training.online.collect import score
+from psigrad.language.training.online.forward import to_batch
 
 
 def judged(trajectories, row):
