@@ -144,7 +144,7 @@ def check(arguments: list[str]) -> int:
 
     found = check.run(config)
     print(check.report(found, as_json="--json" in arguments))
-    return 0 if check.passed(found) else 1
+    return 0 if check.all_pass(found) else 1
 
 
 def plan(arguments: list[str]) -> int:

@@ -38,7 +38,7 @@ def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
 
     Equal ranks are a tie. Raises `UserError` naming row and column.
     """
-    return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False, scores=False, tie=0.0)
+    return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False, tie=0.0)
 
 
 def from_ratings(
@@ -48,13 +48,11 @@ def from_ratings(
     scale: int = 10,
     tie: float = 0.0,
     margin: bool = True,
-    scores: bool = False,
 ) -> Converted:
     """Every ordered pair of rows with `prompt`, `completions` and `ratings` from 1 to `scale`, the higher rating chosen.
 
     Ratings that differ by at most `tie` are a tie. With `margin` the difference stands in the column of that name, which the
-    reward model's loss reads; with `scores` the ratings themselves in `score_chosen` and `score_rejected`. Raises `UserError`
-    naming row and column.
+    reward model's loss reads. Raises `UserError` naming row and column.
     """
     if not scale > 1 or not 0 <= tie < math.inf:
         raise UserError(f"The ratings have scale={scale} and tie={tie}; expected a scale above 1 and a tie of 0 or more.")
@@ -62,7 +60,7 @@ def from_ratings(
     def better(a: float, b: float) -> float:
         return a - b
 
-    return _pairs(_check_ratings(rows, source, scale), source, "ratings", better, margin=margin, scores=scores, tie=tie)
+    return _pairs(_check_ratings(rows, source, scale), source, "ratings", better, margin=margin, tie=tie)
 
 
 def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
@@ -99,27 +97,6 @@ def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any
     return made
 
 
-def make_pairs(rows: Iterable[Raw], source: str = "rows") -> Converted:
-    """Unpaired rows (`prompt`, `completion`, `label`) as pairs: every desirable answer of a prompt with every other one of it.
-
-    Prompts are in order of first appearance. Raises `UserError` naming row and column.
-    """
-    checked = ((raw, validate(raw, "unpaired-preference", f"{source}:{i}")) for i, raw in enumerate(rows, 1))
-    made: list[dict[str, Any]] = []
-    ties = alone = 0
-    for group in group_by_prompt(({**raw, "label": row.label} for raw, row in checked), "label", source):
-        answers, labels = group.pop("completions"), group.pop("labels")
-        good = [a for a, label in zip(answers, labels, strict=True) if label]
-        bad = [a for a, label in zip(answers, labels, strict=True) if not label]
-        alone += not good or not bad
-        for chosen, rejected in itertools.product(good, bad):
-            if chosen == rejected:
-                ties += 1
-            else:
-                made.append({**group, "chosen": chosen, "rejected": rejected})
-    return Converted(made, ties, alone)
-
-
 def _pairs(
     rows: Iterable[Raw],
     source: str,
@@ -127,7 +104,6 @@ def _pairs(
     lead: Callable[[Any, Any], float],
     *,
     margin: bool,
-    scores: bool,
     tie: float,
 ) -> Converted:
     made: list[dict[str, Any]] = []
@@ -144,7 +120,7 @@ def _pairs(
             best, worst = (a, b) if by > 0 else (b, a)
             pair = {**own, "chosen": completions[best], "rejected": completions[worst]}
             pair |= {"margin": float(abs(by))} if margin else {}
-            made.append(pair | ({"score_chosen": values[best], "score_rejected": values[worst]} if scores else {}))
+            made.append(pair)
     return Converted(made, ties, alone)
 
 

@@ -73,10 +73,10 @@ class Inline:
 
     @staticmethod
     def _scored(groups: Sequence[Samples]) -> list[Result]:
-        return [Scored(value, {"reward": value}) for group in groups for value in _called(group)]
+        return [Scored(value, {"reward": value}) for group in groups for value in _call_reward(group)]
 
 
-def _called(group: Samples) -> list[float]:
+def _call_reward(group: Samples) -> list[float]:
     given: dict[str, Any] = group.shown
     return reward(**given)
 

@@ -24,7 +24,7 @@ from psigrad.language.models import language_model, scalar_model, tiny
 from psigrad.language.models.fused.weights_only import WeightsOnly
 from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups
-from psigrad.preflight.plan.shape import counted
+from psigrad.preflight.plan.shape import count_shape
 
 pytestmark = pytest.mark.needs("compiler")
 
@@ -193,7 +193,7 @@ def test_transformers_model_is_put_around_the_same_parameters(stored):
 
 def test_a_count_from_the_configuration_is_that_of_transformers(stored):
     _, hf = stored
-    found = counted(hf.config)
+    found = count_shape(hf.config)
     assert found.parameters == sum(p.numel() for p in hf.parameters())
     linear = [name for name, m in hf.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
     assert [name for name, *_ in found.linears] == linear
