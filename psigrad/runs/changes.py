@@ -17,6 +17,7 @@ CHANGEABLE = (
     *("optim.learning_rate", "optim.weight_decay", "optim.max_grad_norm", "critic_learning_rate"),
     *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p"),
     *("evaluation.eval_steps", "run.save_steps", "run.save_minutes"),
+    *("learning_rate", "max_grad_norm", "target_kl", "eval_steps"),  # control's
     *("num_iterations", "num_minibatches", "missing_eos_penalty", "max_refills", "record_tokens"),
 )
 _PARTS = ("algorithm", "loss")

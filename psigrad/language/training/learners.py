@@ -22,6 +22,11 @@ from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
 from psigrad.runs.state import NonFiniteError, RunState
 
+# What to do about a step that ran out of memory.
+LESS_MEMORY = (
+    "Go on with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
+    "model.gradient_checkpointing=true: a run may change these. `psigrad plan` shows where memory goes."
+)
 OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
 
 

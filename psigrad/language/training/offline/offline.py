@@ -15,7 +15,7 @@ from psigrad.language.data.batches import batch_at
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.learners import State
+from psigrad.language.training.learners import LESS_MEMORY, State
 from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
@@ -82,7 +82,9 @@ def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
     evaluate = lambda state: _evaluate(apply_changes(run, state.changes), state)  # noqa: E731
     updates = lambda: run.optimizer.updates  # noqa: E731
-    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates)
+    return cycle(
+        run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates, LESS_MEMORY
+    )
 
 
 def step(run: Offline, state: State) -> tuple[State, str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import State
+from psigrad.language.training.learners import LESS_MEMORY, State
 from psigrad.language.training.offline.preference_task import learn_preferences
 from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
 from psigrad.language.training.online.figures import Outcome, Tally, TokenFigures, collection_metrics, rollout_rows, staleness
@@ -54,7 +54,7 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
     name = run.algorithm.name or "policy gradient"
     run.journal.callbacks.trial = partial(changed, run)
     turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
-    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates)
+    return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates, LESS_MEMORY)
 
 
 def step(run: Online, state: State) -> tuple[State, str]:
