@@ -17,9 +17,8 @@ from psigrad.language.recipes import loading, model_source, setup
 from psigrad.language.recipes.conversation import episodes_for, rows_for
 from psigrad.language.recipes.given_model import GivenModel
 from psigrad.language.recipes.pinned import pinned
-from psigrad.language.recipes.sampling import parcels, sampler_of
-from psigrad.language.recipes.scorers import completion_room, evaluator_for, judge_for
-from psigrad.language.rewards import resolve
+from psigrad.language.recipes.placement import count_tasks, sampler_of
+from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training import rehearsal
 from psigrad.language.training.online.online_rl import train
@@ -46,6 +45,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     """
     algorithm = method(config)
     check(config, algorithm)
+    rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
         if (done := session.finished(config, journal)) is not None:
             return done
@@ -55,12 +55,11 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         rows, held = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held and config.evaluation.eval_kl)
         reference = _reference(config, model, found, journal.world) if wants_reference else None
-        reward = stack.enter_context(judge_for(config, model.tokenizer, journal=journal))
+        scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))
         evaluator = None
         if held:
-            metric = config.evaluation.metric
-            judge = stack.enter_context(judge_for(config, model.tokenizer, [metric], journal)) if metric else reward
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes, world=journal.world)
+            measures = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
+            evaluator = evaluator_for(config, model, metric or rewards, measures, held, reference, episodes, world=journal.world)
         prompts = setup.prompts_of(rows, model, config.data, completion_room(config, episodes), journal)
         if config.teacher_prompt and reference is not None:
             room = config.sampling.max_completion_length
@@ -74,14 +73,15 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
         fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held))
-        begun = session.begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh, counted)
+        pins = pinned(config, model.tokenizer, rows, held, [*rewards.functions, *(metric.functions if metric else ())])
+        begun = session.begin(config, journal, learners, pins, found, fresh, counted)
         job = Online(
             config=config,
             algorithm=algorithm,
             model=model,
             reference=reference,
             sampler=sampler,
-            scorer=reward.scorer,
+            scorer=scorer,
             optimizer=policy.optimizer,
             prompts=prompts,
             params=setup.sampling_params(config.sampling, model, rows),
@@ -90,13 +90,13 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             evaluator=evaluator,
             critic=critic,
             episodes=episodes,
-            reward_weights=reward.weights,
+            reward_weights=rewards.weights,
             collector=collector,
         )
         if config.optim.rehearse:
             rehearsal.online(job)
         after = train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model, ledger=after.ledger, **parcels(sampler))
+        return setup.finish(config, journal, model, ledger=after.ledger, **count_tasks(sampler))
 
 
 def _policy(
@@ -166,8 +166,6 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."
         )
-    for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
-        resolve(function)
     setup.check_sampling(config.sampling)
     _check_reference(config, algorithm, needs_reward)
     _check_critic(config, algorithm)

@@ -24,8 +24,8 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes import loading, setup
 from psigrad.language.recipes.given_model import GivenModel
-from psigrad.language.recipes.sampling import sampler_of
-from psigrad.language.recipes.scorers import evaluator_for, judge_for
+from psigrad.language.recipes.placement import sampler_of
+from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.training.offline.offline import Generated
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
 from psigrad.language.training.offline.task import Task
@@ -45,6 +45,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     """
     loss = resolve_loss(config.loss)
     setup.check_sampling(config.sampling)
+    rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
         if (done := session.finished(config, journal)) is not None:
             return done
@@ -55,13 +56,14 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
         task = _task(config, loss, model, reference, rows, journal)
         held_out = _task(config, loss, model, reference, held, journal) if held else None
         generated = None
-        if held and (config.reward or config.reward_model or config.evaluation.metric):
-            functions = (config.evaluation.metric,) if config.evaluation.metric else None
-            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
+        measure = metric or rewards
+        if held and measure.weights:
+            scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to, world=journal.world)
+            evaluator = evaluator_for(config, model, measure, scorer, held, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
+        functions = [*rewards.functions, *(metric.functions if metric else ())]
+        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated, functions)
 
 
 def _reference(

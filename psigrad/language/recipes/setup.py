@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -217,13 +217,14 @@ def train_on_rows(
     task: Task,
     held_out: Task | None,
     generated: Generated | None = None,
+    functions: Sequence[Callable[..., Any]] = (),
 ) -> Result:
     """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind.
 
-    `rows` are those of training and those that are held out.
+    `rows` are those of training and those that are held out. `functions` are the reward functions, whose code is pinned.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    pins, counted = pinned(config, model.tokenizer, *rows), (len(rows[0]), len(rows[1]))
+    pins, counted = pinned(config, model.tokenizer, *rows, functions), (len(rows[0]), len(rows[1]))
     begun = session.begin(config, journal, [learner], pins, found, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
