@@ -22,7 +22,7 @@ from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes
 from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
 from psigrad.language.rollout.episodes.tools import ToolBox, schemas
-from psigrad.processes.sandbox import enclosed
+from psigrad.processes.sandbox import enclosing_command
 from psigrad.runs.journal import Journal
 
 # Rows of a built-in environment when no dataset was given.
@@ -65,7 +65,7 @@ def _playing(config: Played) -> Playing:
         workers=config.environment_workers,
         memory_gb=config.worker_memory_gb,
         variables=config.worker_env,
-        prefix=enclosed() if config.environment_sandbox else (),
+        prefix=enclosing_command() if config.environment_sandbox else (),
     )
 
 
