@@ -15,8 +15,7 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run, algorithm
 from psigrad.config.load import load
 from psigrad.config.methods import declaration, declared, of_spec
 from psigrad.errors import UserError
-from psigrad.experiments import comparison
-from psigrad.language.recipes import api, online
+from psigrad.language.recipes import api, comparison, online
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import online_preference, preference_catalog
 
@@ -24,7 +23,7 @@ OBJECTS = {**catalog.METHODS, **online_preference.METHODS, **preference_catalog.
 ONLINE = [name for name, method in declared().items() if method.online]
 
 
-def test_what_settings_read_from_the_source_is_what_the_objects_are():
+def test_every_method_that_is_declared_can_be_chosen():
     assert list(declared()) == ["sft", *OBJECTS, "reward"]
     for name, method in OBJECTS.items():
         found = declared()[name]

@@ -12,9 +12,10 @@ from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConf
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rollout.episodes import environments
 from psigrad.records import pins
-from psigrad.runs import session
+from psigrad.runs.machine import pins_of
 
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
@@ -35,7 +36,7 @@ def pinned(
         "tokenizer": tokenizer.get_vocab(),
         "chat_template": tokenizer.chat_template,
     }
-    return {**pins.hashes(content), **_models(config), **_code(config, functions), **session.machine(config.run)}
+    return {**pins.hashes(content), **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
 
 
 def _models(config: Config) -> dict[str, str]:

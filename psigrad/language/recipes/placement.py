@@ -11,8 +11,8 @@ from torch import Tensor
 
 from psigrad.config import OnlineConfig, Placement, PreferenceConfig, SFTConfig
 from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import loading
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.ray_sampler import RaySampler, RolloutWorker
 from psigrad.language.rollout.types import ReplicaSampler, Sampler
@@ -77,7 +77,7 @@ def sampler_of(
                 prompts_per_task=placement.parcel_prompts,
             )
         return
-    twin = model if model.root is None else loading.load_model(config.model, config.run, None)
+    twin = model if model.root is None else load_model(config.model, config.run, None)
     with contextlib.closing(samplers.make(config.sampling, twin, None if journal is None else journal.tell)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
@@ -104,5 +104,5 @@ def _samplers(
 
 def sampling_model(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
     """A model to sample with, on a worker: its first weights are those of the beginning."""
-    model = loading.load_model(config.model, config.run, None)
+    model = load_model(config.model, config.run, None)
     return model, samplers.make(config.sampling, model)

@@ -15,14 +15,16 @@ from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import loading, setup
 from psigrad.language.recipes.placement import open_actors
+from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.reward_pool import name_apart
 from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.scoring import Mixture, ModelScorer, RayScorer, RewardWorker
 from psigrad.processes.parallel.world import ALONE, World
@@ -149,7 +151,7 @@ def _name_model(path: str, names: Sequence[str]) -> str:
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
     """A reward model that never learns."""
-    model = loading.load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
+    model = load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer
     same = tokenizer is not None and own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
@@ -184,10 +186,10 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by these rewards, which `scorer` gives."""
     return Evaluator(
-        prompts=setup.prompts_of(rows, model, config.data, completion_room(config, episodes)),
+        prompts=encode_prompts(rows, model, config.data, completion_room(config, episodes)),
         scorer=scorer,
         metric=rewards.metric,
-        params=setup.sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),
+        params=sampling_params(config.sampling, model, rows, config.evaluation.eval_temperature),
         seed=config.run.seed,
         num_generations=size or config.evaluation.num_generations_eval,
         reference=reference if config.evaluation.eval_kl else None,
