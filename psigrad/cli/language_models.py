@@ -141,11 +141,11 @@ def check(arguments: list[str]) -> int:
     from psigrad.config import OnlineConfig
 
     config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
-    from psigrad.preflight.check import check
+    from psigrad.preflight import check
 
     found = check.run(config)
     print(check.report(found, as_json="--json" in arguments))
-    return 0 if check.passed(found) else 1
+    return 0 if check.all_pass(found) else 1
 
 
 def plan(arguments: list[str]) -> int:
@@ -180,7 +180,7 @@ def compare(arguments: list[str]) -> int:
     config = flags.parse(
         OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
     )
-    from psigrad.experiments import comparison as compare
+    from psigrad.language.recipes import comparison as compare
     from psigrad.records.report import terminal
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
@@ -226,7 +226,7 @@ def lm_eval(arguments: list[str]) -> int:
 
     config = flags.parse(LmEvalConfig, "lm-eval", arguments)
     try:
-        from psigrad.compat.lm_eval import harness
+        from psigrad.compat import lm_eval as harness
     except ImportError as error:
         raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
     from psigrad.records.report import terminal

@@ -19,7 +19,6 @@ from psigrad.compat.conversion import convert_object as convert_object
 from psigrad.compat.entrances import open_zoo_file, split_file
 from psigrad.compat.entrances import split_flags as split_flags
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
-from psigrad.compat.trl import REWARDS
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value
@@ -104,11 +103,6 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
 
 def _other_methods(cls: type[Any], name: str) -> str:
     return other_methods(cls, our_name(OnlineConfig, name))
-
-
-def trl_reward(name: str) -> str:
-    """Where a reward of TRL's command line is found; empty for another name."""
-    return str(found) if isinstance(found := REWARDS.get(name), str) else ""
 
 
 @cache

@@ -10,7 +10,7 @@ from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig
 from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
 from psigrad.objective import catalog
-from psigrad.objective.method import Method
+from psigrad.objective.catalog import Method
 from psigrad.objective.preferences import online_preference, preference_catalog
 
 TrainingConfig = SFTConfig | RewardConfig | PreferenceConfig | OnlineConfig

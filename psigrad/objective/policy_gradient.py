@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from psigrad.objective import stats
-from psigrad.objective.batch import Batch, PolicyOutputs, Totals, inside, zero_outside
+from psigrad.objective.batch import Batch, Loss, PolicyOutputs, Prepared, Totals, inside, zero_outside
 from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts import aggregate as aggregates
 from psigrad.objective.parts import kl as kls
-from psigrad.objective.parts import penalty, ratio
+from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import Psi, StatefulPsi, needs_of, no_reward, whitened
 from psigrad.objective.parts.aggregate import Aggregate
 from psigrad.objective.parts.correction import Correction
@@ -24,8 +24,17 @@ from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.entropy import bonus
 from psigrad.objective.parts.keep import Keep, has_signal
 from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.surrogate import Surrogate, clip_fractions, differentiates_ratio, score, silent_without_advantage
-from psigrad.objective.prepared import Loss, Prepared
+from psigrad.objective.parts.surrogate import (
+    PENALTY_KEY,
+    Surrogate,
+    adapt,
+    clip_fractions,
+    differentiates_ratio,
+    kl_penalty,
+    measure_kl,
+    score,
+    silent_without_advantage,
+)
 
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]
@@ -44,7 +53,7 @@ class PolicyGradient:
     ratio: Ratio
     """(logp, logp_old, mask) -> log ratio [N,T]; see ratio.py."""
     surrogate: Surrogate
-    """(logp, log_ratio, advantage) -> loss per step [N,T]; see surrogate.py, penalty.py."""
+    """(logp, log_ratio, advantage) -> loss per step [N,T]; see surrogate.py."""
     aggregate: Aggregate
     """(mask, totals) -> weights [N,T]; see aggregate.py."""
     kl: KL | None = None
@@ -78,8 +87,7 @@ class PolicyGradient:
                 "critic=None.",
             ),
             (
-                self.ratio is ratio.none
-                and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, penalty.kl_penalty)),
+                self.ratio is ratio.none and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, kl_penalty)),
                 f"surrogate {_name(self.surrogate)} takes its gradient from the ratio and ratio is none; set ratio=token, or "
                 "surrogate=score.",
             ),
@@ -144,8 +152,8 @@ class PolicyGradient:
             state |= self.psi.initial_state()
         if self.kl is not None:
             state |= self.kl.initial_state()
-        if isinstance(self.surrogate, penalty.kl_penalty):
-            state[penalty.STATE_KEY] = self.surrogate.coefficient
+        if isinstance(self.surrogate, kl_penalty):
+            state[PENALTY_KEY] = self.surrogate.coefficient
         return state
 
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
@@ -167,11 +175,11 @@ class PolicyGradient:
         else:
             advantage = self.psi(shaped)
         advantage = advantage.detach() if batch.whole else zero_outside(batch.mask, advantage.detach())
-        keep, counts, marks = self._chosen(batch, advantage)
+        keep, counts, marks = self._choose(batch, advantage)
         adapts = self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive)
         figures = self._batch_metrics(batch, shaped, keep, counts, state) if metrics or adapts else {}
         if self.kl is not None and isinstance(self.kl.coefficient, kls.adaptive):
-            updated = self.kl.coefficient.updated(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
+            updated = self.kl.coefficient.update(self.kl.beta(state), figures["objective/kl"], int(batch.present.sum()))
             new_state[kls.STATE_KEY] = updated
         felt = advantage != 0 if marks is None else (advantage != 0) | (marks != 0)
         felt = felt if counts is None else felt & counts
@@ -183,7 +191,7 @@ class PolicyGradient:
             figures["returns/mean"] = float(stats.masked_mean(returns, batch.mask))
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
-    def _chosen(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The rows that are kept [N]; the steps that count and those that the surrogate marks [N, T], where some part tells."""
         keep, counts = batch.present, None
         for part in self.keep:
@@ -217,7 +225,7 @@ class PolicyGradient:
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
         if self.critic is None:
             return policy
-        critic = self.critic_loss(prepared, _given(evaluation.value, "value", "the critic's loss"), totals)
+        critic = self.critic_loss(prepared, _require(evaluation.value, "value", "the critic's loss"), totals)
         return Loss(policy.value + critic.value, policy.terms | critic.terms)
 
     def policy_loss(
@@ -261,7 +269,7 @@ class PolicyGradient:
         if metrics and evaluation.entropy is not None:
             terms["entropy"] = mean(evaluation.entropy)
         if self.entropy is not None:
-            entropy = within(_given(evaluation.entropy, "entropy", "an entropy bonus"))
+            entropy = within(_require(evaluation.entropy, "entropy", "an entropy bonus"))
             value = value - self.entropy.coefficient * entropy.sum() / max(totals.tokens, 1)
         return Loss(value, terms)
 
@@ -275,10 +283,21 @@ class PolicyGradient:
                 f"{self.name or _name(self.psi)} has no critic; set critic=value_loss() and a psi that reads values."
             )
         within = inside(prepared.batch.mask & prepared.keep[:, None])
-        value_old = within(_given(prepared.batch.value, "value", "the critic's loss"))
-        returns = within(_given(prepared.returns, "returns", "the critic's loss"))
+        value_old = within(_require(prepared.batch.value, "value", "the critic's loss"))
+        returns = within(_require(prepared.returns, "returns", "the critic's loss"))
         error = self.critic(within(value), value_old, returns).sum() / max(totals.tokens, 1)
         return Loss(self.critic.coefficient * error, {"value_loss": error.detach()})
+
+    @property
+    def adapts(self) -> bool:
+        """Whether a penalty's coefficient follows how far each update has moved the policy."""
+        return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
+
+    def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
+        """The state after all passes over a batch, from the log-probs [N, T] of the policy that came of them; see `adapts`."""
+        kept = prepared.batch.mask & prepared.keep[:, None]
+        assert isinstance(self.surrogate, kl_penalty)
+        return adapt(self.surrogate, prepared.state, measure_kl(logp, prepared.batch.logp_old, kept))
 
     def _check_batch(self, batch: Batch) -> None:
         batch.check_finite()
@@ -333,15 +352,15 @@ class PolicyGradient:
         return plain + shaped.value
 
     def _surrogate_now(self, state: State) -> Surrogate:
-        if isinstance(self.surrogate, penalty.kl_penalty):
-            return replace(self.surrogate, coefficient=state[penalty.STATE_KEY])
+        if isinstance(self.surrogate, kl_penalty):
+            return replace(self.surrogate, coefficient=state[PENALTY_KEY])
         return self.surrogate
 
     @staticmethod
     def _kl_per_step(kl: KL, within: Inside, batch: Batch, logp: Tensor, logp_old: Tensor, evaluation: PolicyOutputs) -> Tensor:
         if kl.estimator in kls.EXACT:
-            return within(_given(evaluation.kl, "kl", "the exact KL term"))
-        logp_ref = within(_given(batch.logp_ref, "logp_ref", "the KL term"))
+            return within(_require(evaluation.kl, "kl", "the exact KL term"))
+        logp_ref = within(_require(batch.logp_ref, "logp_ref", "the KL term"))
         return kl.per_step(logp, logp_old, logp_ref)
 
 
@@ -349,7 +368,7 @@ def _name(part: object) -> str:
     return str(getattr(part, "__name__", type(part).__name__))
 
 
-def _given(tensor: Tensor | None, field: str, reader: str) -> Tensor:
+def _require(tensor: Tensor | None, field: str, reader: str) -> Tensor:
     if tensor is None:
         raise ValueError(f"`{field}` is missing and {reader} reads it; let the model compute it, or choose another part.")
     return tensor

@@ -18,6 +18,7 @@ CHANGEABLE = (
     *("optim.learning_rate", "optim.weight_decay", "optim.max_grad_norm", "critic_learning_rate"),
     *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p"),
     *("evaluation.eval_steps", "run.save_steps", "run.save_minutes"),
+    *("learning_rate", "max_grad_norm", "target_kl", "eval_steps"),  # control's
     *("num_iterations", "num_minibatches", "missing_eos_penalty", "max_refills", "record_tokens"),
 )
 _PARTS = ("algorithm", "loss")
@@ -69,7 +70,7 @@ def changed(run: R, changes: Mapping[str, Any]) -> R:
     return same
 
 
-def in_force(run: R, changes: Mapping[str, Any]) -> R:
+def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
     """As `changed`, the optimisers with it."""
     if not changes:
         return run

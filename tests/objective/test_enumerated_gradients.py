@@ -28,8 +28,7 @@ from psigrad.objective.parts.entropy import bonus
 from psigrad.objective.parts.group_advantage import pass_at_k
 from psigrad.objective.parts.kl import KL
 from psigrad.objective.parts.ratio import none
-from psigrad.objective.parts.surrogate import clip, score
-from psigrad.objective.parts.trust_surrogate import with_imitation
+from psigrad.objective.parts.surrogate import clip, score, with_imitation
 
 EOS = 0
 TOLERANCE = 1e-10
@@ -287,7 +286,7 @@ class Row:
 
 
 def passes(advantage: float, ratio: float, low: float, high: float) -> float:
-    """The mask M of document 000: 0 where clipping stops the gradient."""
+    """The mask M: 0 where clipping stops the gradient."""
     stopped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
     return 0.0 if stopped else 1.0
 

@@ -11,7 +11,7 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs
 from psigrad.objective.parts.kl import KL, adaptive, estimate
-from psigrad.objective.parts.penalty import adapted, kl_penalty
+from psigrad.objective.parts.surrogate import adapt, kl_penalty
 
 G = torch.Generator().manual_seed(0)
 THETA, REF, OLD = (torch.randn(5, generator=G, dtype=torch.float64) for _ in range(3))
@@ -126,10 +126,10 @@ def test_the_penalty_surrogate_has_the_gradient_of_kl_old_to_new() -> None:
 def test_the_penalty_coefficient_doubles_and_halves() -> None:
     part = kl_penalty(1.0, target=0.01)
     state = {"penalty_coefficient": 1.0}
-    assert adapted(part, state, 0.016) == {"penalty_coefficient": 2.0}
-    assert adapted(part, state, 0.006) == {"penalty_coefficient": 0.5}
-    assert adapted(part, state, 0.012) == state
-    assert adapted(kl_penalty(1.0), state, 9.0) == state
+    assert adapt(part, state, 0.016) == {"penalty_coefficient": 2.0}
+    assert adapt(part, state, 0.006) == {"penalty_coefficient": 0.5}
+    assert adapt(part, state, 0.012) == state
+    assert adapt(kl_penalty(1.0), state, 9.0) == state
 
 
 def test_the_measured_distance_from_the_old_policy_is_the_mean_of_its_unbiased_estimate() -> None:
@@ -175,7 +175,7 @@ def test_a_penalty_that_cannot_work_is_refused(arguments: dict, sentence: str) -
 
 @pytest.mark.parametrize(("kl", "factor"), [(100.0, 1.2), (6.6, 1.1), (6.0, 1.0), (5.4, 0.9), (0.0, 0.8), (-5.0, 0.8)])
 def test_an_adaptive_coefficient_moves_by_at_most_a_fifth_per_horizon(kl: float, factor: float) -> None:
-    assert adaptive(0.5, target=6.0, horizon=10).updated(0.5, kl, sequences=10) == pytest.approx(0.5 * factor)
+    assert adaptive(0.5, target=6.0, horizon=10).update(0.5, kl, sequences=10) == pytest.approx(0.5 * factor)
 
 
 def test_an_adaptive_coefficient_must_be_able_to_grow() -> None:

@@ -19,7 +19,7 @@ from psigrad.language.models import language_model, tiny
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.objective import PolicyGradient
-from psigrad.preflight.check import check, check_gradients
+from psigrad.preflight import check
 
 NAMES = [
     "data",
@@ -72,7 +72,7 @@ def verdicts(asked: OnlineConfig) -> dict[str, str]:
 def test_a_sound_model_passes(kind, models):
     found = check.run(config(models[kind]))
     assert [f.name for f in found] == NAMES
-    assert check.passed(found), check.report(found)
+    assert check.all_pass(found), check.report(found)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_sound_model_passes(kind, models):
 )
 def test_so_it_does_with_other_settings(changes, models):
     found = check.run(config(models["qwen3"], **changes))
-    assert check.passed(found), check.report(found)
+    assert check.all_pass(found), check.report(found)
 
 
 def leaking(monkeypatch):
@@ -137,8 +137,8 @@ def own_totals(monkeypatch):
 
 def lost_rank(monkeypatch):
     """What one of several processes found is left out of the sum."""
-    original = check_gradients._sum
-    monkeypatch.setattr(check_gradients, "_sum", lambda parts: original(parts[1:]))
+    original = check._sum
+    monkeypatch.setattr(check, "_sum", lambda parts: original(parts[1:]))
 
 
 def lossy_save(monkeypatch):
@@ -225,7 +225,7 @@ def test_a_control_that_shows_nothing_leaves_a_check_unproven(models, tmp_path):
     AutoTokenizer.from_pretrained(models["gpt2"]).save_pretrained(tmp_path)
     found = check.run(config(tmp_path))
     assert {f.name: f.verdict for f in found}["packing"] == "unproven"
-    assert not check.passed(found)
+    assert not check.all_pass(found)
 
 
 def rows(path: Path, prompts: list) -> Data:

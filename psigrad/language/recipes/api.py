@@ -12,8 +12,8 @@ from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, S
 from psigrad.config.load import convert_object, load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError, kind_of
-from psigrad.language.recipes import given_model
-from psigrad.language.recipes.given_model import START, GivenModel
+from psigrad.language.loading import given_model
+from psigrad.language.loading.given_model import START, GivenModel
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel import launch
 from psigrad.runs.result import Result
@@ -81,7 +81,7 @@ def train(
     if declared.settings is not RewardConfig:
         given["reward"] = _several(reward)
     given |= _adapter(peft_config, named)
-    objects = given_model.held(model, tokenizer)
+    objects = given_model.take_objects(model, tokenizer)
     if objects is None or objects.network is None:
         given["model.path"] = model
     else:

@@ -13,16 +13,15 @@ from psigrad.config.language import Played
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.sources import from_rows
-from psigrad.language.recipes import setup
-from psigrad.language.recipes.fleets import fleet
+from psigrad.language.data.sources import from_rows, read_rows
+from psigrad.language.recipes.placement import open_actors
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
 from psigrad.language.rollout.episodes.environments import InProcess, Playing
 from psigrad.language.rollout.episodes.episodes import Episodes
-from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, OfRankZero, RayEnvironments
+from psigrad.language.rollout.episodes.ray_environments import EnvironmentWorker, RayEnvironments
 from psigrad.language.rollout.episodes.tools import ToolBox, schemas
-from psigrad.processes.sandbox import enclosed
+from psigrad.processes.sandbox import enclosing_command
 from psigrad.runs.journal import Journal
 
 # Rows of a built-in environment when no dataset was given.
@@ -46,13 +45,13 @@ def episodes_for(config: Played, journal: Journal | None = None) -> Iterator[Epi
         if placement is None or not placement.environment_actors or journal is None:
             yield Episodes(stack.enter_context(_playing(config)), config.max_turns)
             return
-        there = None
+        pool = None
         if journal.world.rank == 0:
             wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
             make = partial(_playing, config)
-            actors = fleet(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
-            there = RayEnvironments(stack.enter_context(actors))
-        yield Episodes(OfRankZero(there, journal.world), config.max_turns)
+            actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
+            pool = stack.enter_context(actors)
+        yield Episodes(RayEnvironments(pool, journal.world), config.max_turns)
 
 
 def _playing(config: Played) -> Playing:
@@ -65,7 +64,7 @@ def _playing(config: Played) -> Playing:
         workers=config.environment_workers,
         memory_gb=config.worker_memory_gb,
         variables=config.worker_env,
-        prefix=enclosed() if config.environment_sandbox else (),
+        prefix=enclosing_command() if config.environment_sandbox else (),
     )
 
 
@@ -77,7 +76,7 @@ def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row]
     """Training and held-out rows: the dataset's, or those that the environment brings along. Tools are offered in every row."""
     own = own_rows(config, episodes)
     if own is None:
-        train, held = setup.read_rows(config, "prompt-only")
+        train, held = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed)
     else:
         held, train = own[: config.evaluation.eval_prompts], own[config.evaluation.eval_prompts :]
     return offered(config, train), offered(config, held)

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from psigrad.objective.batch import Loss
 from psigrad.objective.lazy_torch import Tensor, torch
-from psigrad.objective.prepared import Loss
 
 Score = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 Link = Callable[[Tensor, Tensor, float], Tensor]

@@ -10,11 +10,11 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from psigrad import seeds
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rollout.samplers import distribution
-from psigrad.language.rollout.samplers.distribution import draw, filtered, inverse
+from psigrad.language.rollout.samplers.distribution import draw, filter_logits, inverse
 from psigrad.language.rollout.types import SamplingParams
 
 
-@pytest.fixture(params=["kernel", "tensors"])
+@pytest.fixture(params=[pytest.param("kernel", marks=pytest.mark.needs("compiler")), "tensors"])
 def means(request, monkeypatch):
     """What draws: the native kernel, or tensor operations, its oracle and its fallback."""
     if request.param == "tensors":
@@ -52,7 +52,7 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def test_the_filtered_distribution_is_transformers(params):
     logits = 2 * torch.randn(200, 40, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(
-        filtered(logits / params.temperature, params).log_softmax(-1).exp(), warped(logits, params).exp(), atol=1e-6
+        filter_logits(logits / params.temperature, params).log_softmax(-1).exp(), warped(logits, params).exp(), atol=1e-6
     )
 
 
@@ -166,6 +166,7 @@ def test_the_inverse_by_blocks_is_that_of_one_sum(size, kind):
     assert torch.equal(inverse(weights, u), slow_inverse(weights, u))
 
 
+@pytest.mark.needs("compiler")
 def test_rare_tokens_of_a_large_vocabulary_are_reached():
     """Each of 9,000 tokens of a share of 1e-12 has its own u; sums in float32, the control, find few of them."""
     weights = torch.full((1, 10_000), 1e-12)

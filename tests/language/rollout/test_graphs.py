@@ -12,8 +12,8 @@ from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.rollout.samplers import embedded, samplers
+from psigrad.language.rollout.samplers.cache import Recorded
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.samplers.graphs import Recorded
 from psigrad.language.rollout.types import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=tuple(range(40)))  # some end early
@@ -61,9 +61,9 @@ def sampled(model, requests_, monkeypatch, recorder, max_batch: int):
         def __init__(self, model, cache):
             super().__init__(model, cache, recorder)
 
-        def _recorded(self, size):
+        def _record(self, size):
             sizes.append(size)
-            return super()._recorded(size)
+            return super()._record(size)
 
     monkeypatch.setattr(embedded, "Recorded", Watched)
     return EmbeddedSampler(model, max_batch, cuda_graphs=True).sample(requests_, PARAMS), sizes

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from psigrad.config import Optim
-from psigrad.language.training.adamw import AdamW, steps_natively
-from psigrad.language.training.update import Optimizer
+from psigrad.language.training.update import AdamW, Optimizer, steps_natively
 from psigrad.records import checkpoint
 from psigrad.records.checkpoint import CheckpointError
 
@@ -90,7 +89,7 @@ def test_a_step_counts_the_parameters_versions_up():
 @pytest.mark.parametrize(("which", "imports"), [("ours", "False"), ("torch", "True")])
 def test_only_torchs_own_imports_the_compiler(which, imports):
     make = {
-        "ours": "from psigrad.language.training.adamw import AdamW; o = AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0); o.step(0.1)",
+        "ours": "from psigrad.language.training.update import AdamW; o = AdamW({'p': p}, (0.9, 0.99), 1e-8, 0.0); o.step(0.1)",
         "torch": "o = torch.optim.AdamW([p], fused=True); o.step()",
     }[which]
     code = f"import sys, torch; p = torch.nn.Parameter(torch.ones(2, 2)); p.grad = p.detach(); {make}"
@@ -215,6 +214,7 @@ def alike(a, b) -> bool:
     return torch.allclose(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("scale", [1e-4, 1.0], ids=["as they are", "clipped"])
 def test_bfloat16_weights_are_stepped_as_torch_does_it(scale, monkeypatch):
     ours, weights = half_optimizer(monkeypatch, native=True)
@@ -228,6 +228,7 @@ def test_bfloat16_weights_are_stepped_as_torch_does_it(scale, monkeypatch):
         assert torch.equal(p.detach(), ours.masters[name].detach().bfloat16())
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("wrong", [{"rate": 1.001e-2}, {"scale": 0.9}], ids=["the rate", "the gradient"])
 def test_negative_control_another_step_of_bfloat16_weights_is_noticed(wrong, monkeypatch):
     ours, _ = half_optimizer(monkeypatch, native=True, max_grad_norm=0.0)
@@ -240,6 +241,7 @@ def test_negative_control_another_step_of_bfloat16_weights_is_noticed(wrong, mon
     assert not (moments and masters)
 
 
+@pytest.mark.needs("compiler")
 def test_steps_of_bfloat16_weights_do_not_depend_on_the_threads(monkeypatch):
     found, before = [], torch.get_num_threads()
     for threads in (1, 2, 3):
@@ -251,6 +253,7 @@ def test_steps_of_bfloat16_weights_do_not_depend_on_the_threads(monkeypatch):
         assert norms == found[0][0] and all(torch.equal(a, b) for a, b in zip(masters, found[0][1], strict=True))
 
 
+@pytest.mark.needs("compiler")
 def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
     optimizer, weights = half_optimizer(monkeypatch, native=True)
     before = {name: (p._version, optimizer.masters[name]._version) for name, p in weights.items()}
@@ -261,7 +264,7 @@ def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
 
 def test_the_kernels_are_not_asked_for_where_no_weight_is_bfloat16(monkeypatch):
     """They may have to be compiled, which takes seconds."""
-    monkeypatch.setattr("psigrad.language.training.adamw.kernels", lambda: pytest.fail("nobody needs them"))
+    monkeypatch.setattr("psigrad.language.training.update.kernels", lambda: pytest.fail("nobody needs them"))
     for kind in (torch.float32, torch.float16):
         weight = nn.Parameter(torch.ones(3, 3, dtype=kind))
         Optimizer({"w": weight}, Optim()).step([lambda weight=weight: weight.float().sum()], 0.1)

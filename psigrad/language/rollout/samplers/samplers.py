@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import stop_token_id
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Sampler
+from psigrad.language.rollout.types import Sampler, SamplingParams
 
 NAMES = ("embedded", "transformers", "vllm")
 
@@ -52,3 +54,26 @@ def make(sampling: Sampling, model: LanguageModel, tell: Callable[..., None] | N
     if sampling.cuda_graphs and model.device.type != "cuda":
         raise UserError(f"sampling.cuda_graphs is for GPUs and the model is on {model.device}; leave it off.")
     return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse settings that describe no distribution before anything is loaded."""
+    SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def sampling_params(
+    sampling: Sampling, model: LanguageModel, rows: Sequence[Row], temperature: float | None = None
+) -> SamplingParams:
+    """The distribution that is sampled from; evaluation may have its own temperature.
+
+    Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too.
+    """
+    chat = (stop_token_id(model.tokenizer),) if rows and not isinstance(rows[0].prompt, str) else ()
+    return SamplingParams(
+        max_tokens=sampling.max_completion_length,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=(*sampling.stop_token_ids, *chat),
+    )

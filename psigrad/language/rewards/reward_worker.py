@@ -1,0 +1,182 @@
+"""What a worker does for rewards: calls the functions, and makes of each return an answer that JSON can hold."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from psigrad.errors import kind_of
+from psigrad.language.rewards.outcomes import Failure, Unscored
+from psigrad.language.rewards.rubric import Rubric
+from psigrad.processes.workers import unpack
+from psigrad.processes.workers.child import message_of, reason_for
+from psigrad.processes.workers.shipping import Packed
+
+
+class Malformed(ValueError):
+    """A reward function returned what is no reward."""
+
+
+# What one function gives to one sample: a number, None (not applicable), a Failure (the policy's fault) or Unscored (ours).
+Part = float | None | Failure | Unscored
+
+
+def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[Any]]:
+    """The worker's service for reward functions, given as (name, packed function).
+
+    A request is (which functions, samples); each function's answer is given as soon as it is there.
+    """
+    functions = [(name, unpack(packed)) for name, packed in payload]
+    for _, function in functions:
+        if isinstance(function, Rubric):
+            function.prepare()
+
+    def answer(message: Any) -> Iterator[Any]:
+        asked, samples = message
+        for which in asked:
+            # what one function does to its lists, no other sees
+            name, function = functions[which]
+            yield encode(ask(name, function, copy.deepcopy(samples)))
+
+    return answer
+
+
+def encode(answer: list[Part] | Unscored) -> Any:
+    """An answer as JSON: a reason, or for each sample a number, null, or [kind, text]."""
+    if isinstance(answer, Unscored):
+        return answer.reason
+    return [
+        part
+        if part is None or isinstance(part, float)
+        else [type(part).__name__, part.reason if isinstance(part, Unscored) else str(part)]
+        for part in answer
+    ]
+
+
+def decode(content: Any, count: int) -> list[Part] | Unscored:
+    """The inverse of `encode` for `count` samples. Raises `ValueError` for what is no answer."""
+    if isinstance(content, str):
+        return Unscored(content)
+    if not isinstance(content, list) or len(content) != count:
+        raise ValueError(f"{count} rewards were expected")
+    return [_decode_part(value) for value in content]
+
+
+def _decode_part(value: Any) -> Part:
+    match value:
+        case None:
+            return None
+        case ["Failure", reason]:
+            return Failure(str(reason))
+        case ["Unscored", reason]:
+            return Unscored(str(reason))
+        case int() | float() if math.isfinite(value):
+            return float(value)
+    raise ValueError(f"{value!r} is no reward")
+
+
+def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part] | Unscored:
+    """What `function` gives to each sample, or why it gives nothing.
+
+    Whatever it raises, SystemExit included, is such a reason; only Ctrl-C passes.
+    """
+    try:
+        return call(name, function, samples)
+    except KeyboardInterrupt:
+        raise
+    except Malformed as error:
+        return Unscored(str(error))
+    except BaseException as error:
+        return Unscored(reason_for(name, error))
+
+
+def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part]:
+    """What `function` gives to each sample. `samples` has prompts, completions, completion_ids and the columns, as equally
+    long lists.
+
+    Raises what the function raises, and `Malformed` where the return as a whole is no list of rewards. A `Failure` raised for one
+    sample alone is its result; raised for several it does not say which is at fault, and is raised here too.
+    """
+    count = len(samples["completions"])
+    try:
+        returned = function(**_select_arguments(name, function, samples))
+        if inspect.isawaitable(returned):
+            returned = _finish(returned)
+    except Failure as failure:
+        if count > 1:
+            raise
+        return [Failure(message_of(failure))]
+    tolist = getattr(returned, "tolist", None)  # arrays and tensors, without importing either
+    values = tolist() if callable(tolist) else returned
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
+        raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
+    if len(values) != count:
+        # asked again one by one, such a function could give each the reward of another
+        return [Unscored(f"{name} returned {len(values)} rewards for {count} completions")] * count
+    return [_part_of(name, value) for value in values]
+
+
+def _finish(returned: Any) -> Any:
+    import asyncio  # a third of a worker's start-up, and few rewards need it
+
+    async def result() -> Any:
+        return await returned
+
+    work: Coroutine[Any, Any, Any] = result()
+    return asyncio.run(work)
+
+
+def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
+    """Only the arguments that the function takes, where it does not take all. Raises `Malformed` where one is missing."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return samples
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in samples]:
+        if missing[0] in _TRAINERS:
+            raise Malformed(
+                f"{name} needs {missing[0]!r}, which TRL's trainer gives and psigrad does not: rewards run in processes of their "
+                "own, on completions and columns alone"
+            )
+        columns = ", ".join(column for column in samples if column not in _ALWAYS) or "only prompts"
+        raise Malformed(f"{name} needs the column {missing[0]!r}, which the dataset does not have (found: {columns})")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return samples
+    return {p.name: samples[p.name] for p in parameters if p.name in samples}
+
+
+# What every reward function is given, besides the columns.
+_ALWAYS = ("prompts", "completions", "completion_ids")
+# What TRL's trainer gives them besides.
+_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
+
+
+def _part_of(name: str, value: Any) -> Part:
+    """One value of a returned list as a plain Python object, which any process can read."""
+    if isinstance(value, Failure):
+        return Failure(message_of(value))
+    if isinstance(value, Unscored):
+        return Unscored(f"{name}: {value.reason}")
+    kind = kind_of(value)
+    item = getattr(value, "item", None)  # a scalar of numpy or torch
+    if callable(item):
+        try:
+            value = item()
+        except (RuntimeError, TypeError, ValueError):
+            return Unscored(f"{name} returned {kind} for one completion; expected a number or None")
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        return Unscored(f"{name} returned {kind} for one completion; expected a number or None")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return Unscored(f"{name} returned {number} for one completion; expected a finite number or None")
+    return number

@@ -1,0 +1,83 @@
+"""The largest forward and backward pass of a run, before its first step: memory that does not suffice shows at once.
+
+Nothing comes of it: gradients are thrown away, no random number is drawn that anything else would have drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.data.batches import pack_groups
+from psigrad.language.models.gradients import in_place
+from psigrad.language.models.packing import Groups
+from psigrad.language.training.offline.offline import Offline
+from psigrad.language.training.online.forward import divergence
+from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.update import Optimizer
+from psigrad.objective import PolicyGradient
+
+
+def check_online(run: Online) -> None:
+    """The fullest micro-batch of one optimiser step on the longest prompts, every completion as long as it may be."""
+    inputs = _fullest(run)
+    method = run.algorithm if isinstance(run.algorithm, PolicyGradient) else None
+    needs_critic = run.algorithm.needs_critic
+    with _trial([run.optimizer, *([run.critic.optimizer] if run.critic else [])]):
+        evaluation = run.model.evaluate(
+            inputs,
+            temperature=run.params.temperature,
+            entropy=method is not None and method.needs_entropy,
+            kl_to=None if method is None else divergence(method, run.reference),
+            value=needs_critic and run.critic is None,
+        )
+        parts = (evaluation.logp, evaluation.entropy, evaluation.kl, evaluation.value)
+        loss: Tensor = torch.stack([part.sum() for part in parts if part is not None]).sum()
+        loss.backward()
+        if run.critic is not None:
+            run.critic.model.values(inputs).sum().backward()
+
+
+def check_offline(run: Offline) -> None:
+    """The fullest micro-batch of a step on the longest rows."""
+    task = run.task
+    longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
+    with _trial([run.optimizer]):
+        first = task.shares(longest, run.config.micro_batch_tokens)[0]  # the longest row stands in the first
+        first().value.backward()
+
+
+def _fullest(run: Online) -> Groups:
+    """The micro-batch with the most tokens."""
+    config = run.config
+    count = math.ceil(config.prompts_per_step / config.num_minibatches)
+    prompts = sorted((p.ids for p in run.prompts), key=len)[-count:]
+    room = run.model.max_length
+    lengths = [[min(run.params.max_tokens, room - len(p))] * config.num_generations for p in prompts]
+    parts = pack_groups([len(p) for p in prompts], lengths, config.micro_batch_tokens)
+
+    def tokens(part: Sequence[tuple[int, list[int]]]) -> int:
+        return sum(len(prompts[g]) + sum(lengths[g][k] for k in ks) for g, ks in part)
+
+    fullest = max(parts, key=tokens)
+    return Groups([prompts[g] for g, _ in fullest], [[[prompts[g][-1]] * lengths[g][k] for k in ks] for g, ks in fullest])
+
+
+@contextlib.contextmanager
+def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """As in a step, but afterwards no gradient is left."""
+    try:
+        with torch.random.fork_rng(devices=[]), in_place(*(o.sums for o in optimizers)):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "The longest samples of this run do not fit the device's memory; `psigrad plan` shows what takes less."
+        ) from error
+    finally:
+        for optimizer in optimizers:
+            optimizer.clear()

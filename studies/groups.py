@@ -1,0 +1,107 @@
+"""The expected gradient of methods that compare completions of one prompt, exact: every group that can be drawn is enumerated.
+
+The prompt is a fork. The first token decides whether the answer will be right; every later one whether the completion goes on or
+ends, in states of their own. The reward knows nothing of length: ∇J is 0 for every decision but the first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+
+from psigrad.experiments import problems
+from psigrad.objective import PolicyGradient
+from psigrad.objective.catalog import DR_GRPO, GRPO
+from psigrad.objective.parts.advantage import group_mean
+from psigrad.objective.parts.aggregate import fixed_length, sequence_mean
+from psigrad.tabular import MDP, all_paths, softmax_policy
+from psigrad.tabular.mdp import FloatArray
+
+WITHOUT_KL = replace(GRPO, kl=None)
+METHODS = {
+    "GRPO": WITHOUT_KL,
+    "GRPO without std": replace(WITHOUT_KL, psi=group_mean(std=False)),
+    "Dr. GRPO": DR_GRPO,
+}
+assert METHODS["GRPO"].aggregate is sequence_mean and isinstance(DR_GRPO.aggregate, fixed_length)
+
+
+def fork(longest: int) -> MDP:
+    """State 0 chooses between the right and the wrong branch; of either there are `longest` − 1 states in a row, where action 0
+    goes on and action 1 ends. The last one ends in any case. The right branch pays 1 as it ends.
+    """
+    places, n_states = longest - 1, 2 * longest
+    transitions, rewards = np.zeros((2, n_states, n_states)), np.zeros((2, n_states, n_states))
+    over = n_states - 1
+    for branch, pays in enumerate((1.0, 0.0)):
+        first = 1 + branch * places
+        transitions[branch, 0, first if places else over] = 1.0
+        rewards[branch, 0, over] = pays * (not places)
+        for i in range(places):
+            for action in (0, 1):
+                following = first + i + 1 if action == 0 and i < places - 1 else over
+                transitions[action, first + i, following] = 1.0
+                rewards[action, first + i, over] = pays
+    return MDP(transitions, rewards, 1.0, terminal=np.arange(n_states) == over, start=np.eye(n_states)[0])
+
+
+def logits(longest: int, success: float) -> FloatArray:
+    """(S, A): logits of a policy that is right with this probability, and goes on with probability ½ everywhere."""
+    theta = np.zeros((2 * longest, 2))
+    theta[0, 0] = math.log(success / (1 - success))
+    return theta
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """The expected step of a method on one prompt."""
+
+    gradient: FloatArray
+    """[S·A]"""
+    weight: dict[tuple[bool, int], float]
+    """Of ∇log π of one token, by (right, length of its completion)."""
+
+
+def enumerate_groups(method: PolicyGradient, longest: int, theta: FloatArray, group: int) -> Expected:
+    """The mean over all groups of so many completions of the gradient that the method's own `prepare` and `loss` give."""
+    mdp, policy = fork(longest), softmax_policy(theta, 1.0)
+    paths, p = all_paths(mdp, policy)
+    members = np.array(list(combinations_with_replacement(range(len(p)), group)))
+    chance = np.array([_orders(row) for row in members]) * p[members].prod(1)
+    drawn = paths.select(members.ravel())
+    batch = problems.batch_of(drawn, policy, group=np.repeat(np.arange(len(members)), group))
+    prepared = method.prepare(batch, method.initial_state(), metrics=False)
+    weight_NT = problems.step_weights(method, prepared, group)
+    chance_N = np.repeat(chance, group)
+    gradient = problems.gradients(weight_NT * chance_N[:, None], drawn, policy, len(chance_N))[0]
+    right_N, weights = drawn.rewards.sum(1) > 0, {}
+    for right, length in {(bool(r), int(n)) for r, n in zip(right_N, drawn.lengths, strict=True)}:
+        these = (right_N == right) & (drawn.lengths == length)
+        weights[right, length] = float(chance_N[these] @ weight_NT[these, 0] / chance_N[these].sum())
+    return Expected(gradient, dict(sorted(weights.items())))
+
+
+def _orders(row: np.ndarray) -> float:
+    """In how many orders this group can be drawn."""
+    _, counts = np.unique(row, return_counts=True)
+    return math.factorial(len(row)) / math.prod(math.factorial(c) for c in counts)
+
+
+def accuracy(longest: int, theta: FloatArray) -> tuple[float, FloatArray]:
+    """J, the probability of a right answer, and ∇J [S·A], by visits and advantages."""
+    mdp, policy = fork(longest), softmax_policy(theta, 1.0)
+    return float(policy[0, 0]), problems.exact_gradient(mdp, policy).ravel()
+
+
+def mean_length(longest: int, theta: FloatArray, *, right: bool) -> tuple[float, FloatArray]:
+    """The mean length of right or of wrong completions, and its gradient [S·A], exact."""
+    mdp, policy = fork(longest), softmax_policy(theta, 1.0)
+    paths, p = all_paths(mdp, policy)
+    these = (paths.rewards.sum(1) > 0) == right
+    share = np.where(these, p, 0.0) / p[these].sum()
+    mean = float(share @ paths.lengths)
+    weight = (share * (paths.lengths - mean))[:, None] * paths.mask
+    return mean, problems.gradients(weight, paths, policy, len(p))[0]

@@ -1,0 +1,107 @@
+"""Training on what sampling kept, through a whole run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from in_memory import make
+from safetensors.torch import load_file
+from tiny_jobs import episodes_config, online_config
+
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.language.models.fused.activation_cache import ActivationCache
+from psigrad.language.recipes import online
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.training.online import forward
+from psigrad.language.training.online import online_rl as training
+from psigrad.processes.parallel.world import ALONE
+
+
+def weights(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Whether each forward pass with gradient found its activations."""
+    seen, find = [], ActivationCache.find
+
+    def watched(self, *given):
+        known = find(self, *given)
+        seen.append(known is not None)
+        return known
+
+    monkeypatch.setattr(ActivationCache, "find", watched)
+    return seen
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatches):
+    # not seed 0, whose first minibatch has no signal: Adam's first steps make much of the rounding of a KL of 0
+    config = online_config(job, tmp_path / "kept", max_steps=3, seed=1)
+    online.run(replace(config, num_minibatches=minibatches))
+    assert any(found)
+    assert all(found) == (minibatches == 1), "behind the first optimiser step nothing may be reused"
+    count = len(found)
+    plain = online_config(job, tmp_path / "plain", max_steps=3, seed=1)
+    online.run(replace(plain, num_minibatches=minibatches, keep_activations_gb=0.0))
+    assert len(found) == count
+    kept, other, before = weights(tmp_path / "kept"), weights(tmp_path / "plain"), load_file(job / "base" / "model.safetensors")
+    moved = sum(float((other[name] - before[name]).norm() ** 2) for name in other) ** 0.5
+    apart = sum(float((other[name] - kept[name]).norm() ** 2) for name in other) ** 0.5
+    assert moved > 0.1 and apart < 1e-3 * moved
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_some_completions_run_forward_again_now_and_then_others_each_time(job, tmp_path, monkeypatch, minibatches):
+    monkeypatch.setattr(forward, "COMPARED", 4)
+    monkeypatch.setattr(forward, "COMPARE_EVERY", 2)
+    seen, log_probs = [], forward.log_probs
+
+    def watched(model, batch, *rest, cache=None, wanted=None, world=ALONE):
+        again = log_probs(model, batch, *rest, cache=cache, wanted=wanted, world=world)
+        if wanted is not None:
+            assert cache is None, "else they would be the sampler's own"
+            seen.extend(wanted.nonzero()[:, 0].tolist())
+        return again
+
+    monkeypatch.setattr(forward, "log_probs", watched)
+    online.run(replace(online_config(job, tmp_path / "run", max_steps=8), num_minibatches=minibatches))
+    assert sorted(seen) == list(range(16)), "a quarter of the completions each time, all of them in four times"
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = {row["step"]: row.get("sampling/sampling_logp_difference/max") for row in written if "loss" in row}
+    assert [step for step, gap in gaps.items() if gap is not None] == [1, 3, 5, 7]
+    gaps = [gap for gap in gaps.values() if gap is not None]
+    assert max(gaps) < 1e-5
+    assert max(gaps) > 0, "it would be a computation beside itself"
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_sampler_that_says_other_log_probs_stops_the_run_at_once(job, tmp_path, monkeypatch, found, step):
+    steps, calls = EmbeddedSampler.steps, []
+
+    def shifted(self, requests, params, cache=None):
+        calls.append(requests)
+        for part in steps(self, requests, params, cache):
+            off = 0.01 * (len(calls) > step)  # the first call is an evaluation's
+            yield [(i, [replace(c, logprobs=tuple(x + off for x in c.logprobs)) for c in group]) for i, group in part]
+
+    monkeypatch.setattr(EmbeddedSampler, "steps", shifted)
+    with pytest.raises(UserError, match=f"At step {step} sampler and trainer disagree by 0.01"):
+        online.run(replace(online_config(job, tmp_path / "run", max_steps=5), num_minibatches=1))
+    assert found, "it was the kept activations that were trained on"
+
+
+def test_episodes_of_several_turns_keep_nothing(job, tmp_path, found):
+    online.run(episodes_config(job, tmp_path / "run", max_steps=2))
+    assert found == []
+
+
+def test_who_recomputes_activations_keeps_none():
+    run = make(tiny.tokenizer(["say a: b"], 270))
+    recomputing = replace(run, config=replace(run.config, model=replace(run.config.model, gradient_checkpointing=True)))
+    for job, keeps in ((run, True), (recomputing, False)):
+        assert (training.activation_cache(job) is not None) == keeps
