@@ -64,7 +64,18 @@ TESTS = (
     *(
         f"tests/language/training/test_{name}.py"
         for name in (
-            *("adamw", "bounds", "critic", "kept", "lag", "learn", "lessons", "old_log_probs", "overlap", "reference"),
+            *(
+                "adamw",
+                "bounds",
+                "critic",
+                "kept_activations",
+                "lag",
+                "learn",
+                "offline_tasks",
+                "old_log_probs",
+                "overlap",
+                "reference",
+            ),
             *("row_limits", "token_figures", "update"),
         )
     ),

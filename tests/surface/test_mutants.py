@@ -40,7 +40,7 @@ def test_a_planted_fault_is_noticed_and_none_is_not():
         "endless": (old, "    while True: pass"),
     }
     tests = ["tests.objective.test_catalog.test_a_mapping_changes_the_slots_it_names_and_no_other"]
-    tests.append("tests.objective.test_golden.test_reinforce_gives_the_numbers_of_document_003")
+    tests.append("tests.objective.test_golden.test_reinforce_gives_the_numbers_worked_by_hand")
     before = (ROOT / "psigrad/objective/parts/advantage.py").read_bytes()
     done = subprocess.run(
         [sys.executable, "-c", PLANTED, json.dumps(changes), *tests],

@@ -63,9 +63,7 @@ def _load_language_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)  # a fresh adapter's A matrices
         model = language_model.load(
-            str(checkpoint)
-            if checkpoint is not None and lora is None
-            else locate(before.base if before is not None else settings),
+            str(checkpoint) if checkpoint is not None and lora is None else locate(settings if before is None else before.base),
             dtype=settings.dtype,
             device=machine.device(run),
             lora=lora,
