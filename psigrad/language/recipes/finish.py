@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,14 @@ def train_on_rows(
     task: Task,
     held_out: Task | None,
     generated: Generated | None = None,
+    functions: Sequence[Callable[..., Any]] = (),
 ) -> Result:
     """The rest of every offline recipe: train on `task` from the `checkpoint` on, and leave the model behind.
 
-    `rows` are those of training and those that are held out.
+    `rows` are those of training and those that are held out. `functions` are the reward functions, whose code is pinned.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    pins, counted = pinned(config, model.tokenizer, *rows), (len(rows[0]), len(rows[1]))
+    pins, counted = pinned(config, model.tokenizer, *rows, functions), (len(rows[0]), len(rows[1]))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)

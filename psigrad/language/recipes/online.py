@@ -15,8 +15,8 @@ from psigrad.language.recipes.conversation import episodes_for, rows_for
 from psigrad.language.recipes.finish import finish, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
 from psigrad.language.recipes.pinned import pinned
-from psigrad.language.recipes.sampling import collector_of, parcels, sampler_of
-from psigrad.language.recipes.scorers import completion_room, evaluator_for, judge_for
+from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
+from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.learners import Follower, Learner, State, begin
 from psigrad.language.training.memory_check import check_online
@@ -35,6 +35,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     """
     algorithm = method(config)
     check(config, algorithm)
+    rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
         if (done := session.finished(config, journal)) is not None:
             return done
@@ -46,12 +47,12 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         rows, held_out = rows_for(config, episodes)
         wants_reference = algorithm.needs_reference or (held_out and config.evaluation.eval_kl)
         reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
-        reward = stack.enter_context(judge_for(config, model.tokenizer, journal=journal))
+        scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal))
         evaluator = None
         if held_out:
-            metric = config.evaluation.metric
-            judge = stack.enter_context(judge_for(config, model.tokenizer, [metric], journal)) if metric else reward
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held_out, reference, episodes, world=journal.world)
+            measure = metric or rewards
+            judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
+            evaluator = evaluator_for(config, model, measure, judge, held_out, reference, episodes, world=journal.world)
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config, episodes), journal)
         room = config.sampling.max_completion_length
         prompts = row_limits.add_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
@@ -63,14 +64,16 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
         fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held_out))
-        begun = begin(config, journal, learners, pinned(config, model.tokenizer, rows, held_out), checkpoint, fresh, counted)
+        functions = [*rewards.functions, *(metric.functions if metric else ())]
+        pins = pinned(config, model.tokenizer, rows, held_out, functions)
+        begun = begin(config, journal, learners, pins, checkpoint, fresh, counted)
         job = Online(
             config=config,
             algorithm=algorithm,
             model=model,
             reference=reference,
             sampler=sampler,
-            scorer=reward.scorer,
+            scorer=scorer,
             optimizer=policy.optimizer,
             prompts=prompts,
             params=sampling_params(config.sampling, model, rows),
@@ -79,13 +82,13 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             evaluate=None if evaluator is None else partial(evaluator.record, model, sampler, journal=journal),
             critic=critic,
             episodes=episodes,
-            reward_weights=reward.weights,
+            reward_weights=rewards.weights,
             collector=stack.enter_context(collector_of(config, sampler, journal.world)),
         )
         if config.optim.rehearse:
             check_online(job)
         after = train(job, begun.state, begun.save)
-        return finish(config, journal, model, ledger=after.ledger, **parcels(sampler))
+        return finish(config, journal, model, ledger=after.ledger, **count_tasks(sampler))
 
 
 def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> ValueModel:

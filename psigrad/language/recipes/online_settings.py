@@ -9,7 +9,6 @@ from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rewards import resolve
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.online.online_run import is_exact
@@ -65,8 +64,6 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."
         )
-    for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
-        resolve(function)
     check_sampling(config.sampling)
     _check_reference(config, algorithm, needs_reward)
     _check_critic(config, algorithm)

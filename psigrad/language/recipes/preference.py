@@ -26,9 +26,9 @@ from psigrad.language.loading.load_model import load_frozen, load_model, load_re
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.placement import sampler_of
 from psigrad.language.recipes.row_limits import check_row_count, token_limit
-from psigrad.language.recipes.sampling import sampler_of
-from psigrad.language.recipes.scorers import evaluator_for, judge_for
+from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Generated, Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
@@ -48,6 +48,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     """
     loss = resolve_loss(config.loss)
     check_sampling(config.sampling)
+    rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
         if (done := session.finished(config, journal)) is not None:
             return done
@@ -59,13 +60,14 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
         task = _task(config, loss, model, reference, rows, journal)
         held_out = _task(config, loss, model, reference, held_out_rows, journal) if held_out_rows else None
         generated = None
-        if held_out_rows and (config.reward or config.reward_model or config.evaluation.metric):
-            functions = (config.evaluation.metric,) if config.evaluation.metric else None
-            judge = stack.enter_context(judge_for(config, model.tokenizer, functions, journal))
+        measure = metric or rewards
+        if held_out_rows and measure.weights:
+            scorer = stack.enter_context(measure.scorer(model.tokenizer, journal))
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
-            evaluator = evaluator_for(config.evaluation, config, model, judge, held_out_rows, kl_to, world=journal.world)
+            evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated)
+        functions = [*rewards.functions, *(metric.functions if metric else ())]
+        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, functions)
 
 
 def _reference(

@@ -235,7 +235,7 @@ def _sample(
                 for k, (c, text) in enumerate(zip(completions, texts, strict=True))
             ]
             rewards.add(groups[place])
-        rewards.turn()
+        rewards.poll()
     return [t for place in range(len(requests)) for t in groups[place]]
 
 
@@ -299,10 +299,10 @@ class _Rewards:
         )
         self._scoring.add(samples)
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Let the scorer go on."""
         if self._scoring is not None:
-            self._scoring.turn()
+            self._scoring.poll()
 
     def give_to(self, trajectories: list[Trajectory], missing_eos_penalty: float = 0.0) -> list[Trajectory]:
         """The same trajectories with their rewards. `missing_eos_penalty` is taken from the reward of completions that the
