@@ -22,7 +22,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.pairs import Answer
 from psigrad.language.data.sources import read_rows
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_model, load_reference
+from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import train_on_rows
@@ -84,11 +84,7 @@ def _reference(
         return model
     if checkpoint is None and not config.evaluation.eval_kl:
         return model
-    loaded = load_model(replace(config.model, lora_rank=0), config.run, None, world)
-    if not world.lockstep:
-        return loaded.frozen_copy()
-    loaded.network.requires_grad_(False)
-    return loaded
+    return load_frozen(replace(config.model, lora_rank=0), config.run, None, world)
 
 
 def _task(
