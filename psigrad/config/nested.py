@@ -100,9 +100,13 @@ def read_value(text: str, hint: Any = None) -> Any:
         return text
 
 
-@cache
 def names_of(cls: Any) -> dict[str, str]:
     """Leaf, and dotted, name -> dotted name of every setting."""
+    return _names_of(cls)
+
+
+@cache
+def _names_of(cls: Any) -> dict[str, str]:
     return {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
 
 
