@@ -26,7 +26,7 @@ def train(name: str) -> Callable[[list[str]], int]:
             agree(name, getattr(config, setting), setting)
         from psigrad.processes.parallel import launch
 
-        if config.placement.processes > 1 and not launch.started():
+        if config.placement.processes > 1 and not launch.is_rank():
             return launch.run(config.placement.processes, [name, *arguments])
         from psigrad.language.recipes import api
         from psigrad.preflight.plan import plan as command

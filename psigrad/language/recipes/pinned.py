@@ -20,7 +20,7 @@ from psigrad.runs.machine import pins_of
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
-def pinned(
+def collect_pins(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
