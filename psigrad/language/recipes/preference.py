@@ -66,8 +66,9 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config, model, measure, scorer, held_out_rows, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        functions = [*rewards.functions, *(metric.functions if metric else ())]
-        return train_on_rows(config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, functions)
+        return train_on_rows(
+            config, journal, model, (rows, held_out_rows), checkpoint, task, held_out, generated, (rewards, metric)
+        )
 
 
 def _reference(
