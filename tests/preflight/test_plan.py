@@ -20,7 +20,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
-from psigrad.language.training.online.forward import micro_batches, to_batch
+from psigrad.language.training.online.forward import inputs_of, micro_batches, to_batch
 from psigrad.language.training.update import Optimizer, steps_natively
 from psigrad.preflight import plan
 from psigrad.preflight.plan import memory
@@ -221,8 +221,10 @@ def test_micro_batches_are_as_many_as_the_trainer_makes(folder, prompt, length, 
     work = work_of(config, plan.Lengths(prompt, length, prompt, length))
     completion = Completion((1,) * length, (0.0,) * length, (0.0,) * length, "length", 0)
     groups = [[Trajectory(g, k, (1,) * prompt, completion, 0) for k in range(4)] for g in range(8)]
-    micros = micro_batches(to_batch(groups), torch.ones(32, dtype=torch.bool), budget)
-    largest = max(sum(map(len, m.inputs.prompts)) + sum(len(c) for cs in m.inputs.completions for c in cs) for m in micros)
+    batch = to_batch(groups)
+    micros = micro_batches(batch, torch.ones(32, dtype=torch.bool), budget)
+    inputs = [inputs_of(batch, micro) for micro in micros]
+    largest = max(sum(map(len, one.prompts)) + sum(len(c) for cs in one.completions for c in cs) for one in inputs)
     assert largest <= work.micro_tokens
     # whole groups and completions leave a pass fuller or emptier than the mean
     assert work.micro_batches <= len(micros) <= 2 * work.micro_batches + 1
