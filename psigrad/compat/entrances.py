@@ -69,7 +69,7 @@ def split_flags(
         flag = typed.replace("_", "-")
         name = _name(text)
         if typed.startswith("--") and typed not in switches and flag not in switches:
-            flag = flags.get(our_name(cls, name), flag)
+            flag = flags.get(our_name(cls, name), flag) if name != "reward_funcs" else flag  # whose values are translated too
         if not text.startswith("--"):
             ours += [text, *values]
         elif flag in switches:
@@ -80,7 +80,7 @@ def split_flags(
                 ours += [f"{flag}{sign}{value}", *values]
         elif is_known(name):
             others[name] = _read(text, values)
-            if is_refused(name, one := one_value(others[name])):
+            if our_name(cls, name) not in flags and is_refused(name, one := one_value(others[name])):
                 wrong.append(refusal(name, one, typed))
         else:
             ours += [f"{flag}{sign}{value}", *values]

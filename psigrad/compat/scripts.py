@@ -10,7 +10,7 @@ from typing import Any
 
 from psigrad.compat.conversion import Conversion, TrlScript, Unread, convert
 from psigrad.compat.translate import is_known
-from psigrad.compat.trl import DEFAULTS, METHODS
+from psigrad.compat.trl import AGGREGATES, DEFAULTS, METHODS
 from psigrad.config import algorithms
 from psigrad.config.load import load
 from psigrad.config.methods import declaration
@@ -84,9 +84,7 @@ def _of_file(path: str, config: str) -> TrlScript:
         if isinstance(mixed, list) and len(mixed) == 1 and isinstance(mixed[0], Mapping):
             values |= {"dataset_name": mixed[0].get("path"), "dataset_config": mixed[0].get("name")}
         else:
-            found.look_at.append(
-                f"datasets: {len(mixed)} datasets are mixed; put their files into one folder and name it as dataset."
-            )
+            found.look_at.append(f"datasets: {len(mixed)} are mixed; give them as dataset=[a.jsonl:0.7, b.jsonl:0.3].")
     adapter = [name for name in values if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
     if adapter and not values.get("use_peft"):
         found.look_at.append(f"{', '.join(adapter)}: without use_peft TRL puts no adapter on the model.")
@@ -102,8 +100,7 @@ def _name_config(values: Mapping[str, Any], path: str) -> str:
            "RewardConfig": ("center_rewards_coefficient",), "KTOConfig": ("desirable_weight", "undesirable_weight"),
            "DPOConfig": ("precompute_ref_log_probs", "f_divergence_type", "loss_weights")}  # fmt: skip
     told = [name for name, fields in own.items() if any(f in values for f in fields)]
-    loss = values.get("loss_type")
-    told += ["GRPOConfig"] if not told and loss in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo") else []
+    told = told or ["GRPOConfig"] * (values.get("loss_type") in [*AGGREGATES])
     if len(told) != 1:
         raise UserError(f"{path} does not say which trainer it is for; add --trainer grpo, sft, dpo, reward, rloo or kto.")
     return told[0]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 Settings = Mapping[str, Any]
 
 
-class Row(NamedTuple):
+class Entry(NamedTuple):
     """One name. Of `means`, `values`, `rule` and `why` at least one is there, or it is needless."""
 
     name: str
@@ -30,28 +30,28 @@ class Row(NamedTuple):
     needless: bool = False
 
 
-def _same(ours: str, trl: str = "", verl: str = "", openrlhf: str = "", sb3: str = "") -> Iterator[Row]:
+def _same(ours: str, trl: str = "", verl: str = "", openrlhf: str = "", sb3: str = "") -> Iterator[Entry]:
     """Names of the same setting, by library."""
     for library, names in (("trl", trl), ("verl", verl), ("openrlhf", openrlhf), ("sb3", sb3)):
-        yield from (Row(name, library, means=ours) for name in names.split())
+        yield from (Entry(name, library, means=ours) for name in names.split())
 
 
-def _needless(why: str, names: str) -> Iterator[Row]:
-    return (Row(name, "trl", why=why, needless=True) for name in names.split())
+def _needless(why: str, names: str) -> Iterator[Entry]:
+    return (Entry(name, "trl", why=why, needless=True) for name in names.split())
 
 
-def _no_equal(why: str, library: str = "trl", /, **usual: Any) -> Iterator[Row]:
+def _no_equal(why: str, library: str = "trl", /, **usual: Any) -> Iterator[Entry]:
     """Names without an equal, each with its own default."""
-    return (Row(name, library, usual=(value,), why=why) for name, value in usual.items())
+    return (Entry(name, library, usual=(value,), why=why) for name, value in usual.items())
 
 
-def _instead(why: str, names: str, library: str = "trl") -> Iterator[Row]:
-    return (Row(name, library, why=why) for name in names.split())
+def _instead(why: str, names: str, library: str = "trl") -> Iterator[Entry]:
+    return (Entry(name, library, why=why) for name in names.split())
 
 
-def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str = "trl", usual: tuple[Any, ...] = ()) -> Row:
+def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str = "trl", usual: tuple[Any, ...] = ()) -> Entry:
     """A name that some values of have an equal."""
-    return Row(name, library, values=values, why=why, usual=usual)
+    return Entry(name, library, values=values, why=why, usual=usual)
 
 
 _READ_ONCE = "rows are read once, before the first step"
@@ -131,14 +131,14 @@ _ROWS = (
     *_same("margin", "simpo_gamma"),
     *_same("sft_weight", "cpo_alpha rpo_alpha"),
     # settings that have a value of others
-    Row("model.dtype", values={"auto": {}}),
-    Row("run.max_steps", values={-1: {"run.max_steps": 0}}),
-    Row("run.report_to", values={"none": {"run.report_to": ()}}),
-    Row("sampling.top_k", values={-1: {"sampling.top_k": 0}}),
-    Row("sampling.min_p", values={None: {"sampling.min_p": 0.0}}),
-    Row("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}}),
-    Row("epsilon_high", values={None: {}}),
-    Row("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
+    Entry("model.dtype", values={"auto": {}}),
+    Entry("run.max_steps", values={-1: {"run.max_steps": 0}}),
+    Entry("run.report_to", values={"none": {"run.report_to": ()}}),
+    Entry("sampling.top_k", values={-1: {"sampling.top_k": 0}}),
+    Entry("sampling.min_p", values={None: {"sampling.min_p": 0.0}}),
+    Entry("optim.lr_scheduler_type", values={"constant_with_warmup": {"optim.lr_scheduler_type": "constant"}}),
+    Entry("epsilon_high", values={None: {}}),
+    Entry("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
     # values that mean settings of ours
     _is("bf16", {True: {"model.dtype": "bfloat16"}, False: {}}, _PRECISION),
     _is("fp16", {False: {}}, _PRECISION),
@@ -180,26 +180,27 @@ _ROWS = (
     }, "the network of control is net_arch, activation, critic and cnn, and a language model is model", "sb3"),
     _is("use_sde", {False: {}}, "there is no gSDE; the first deviation of real actions is log_std_init", "sb3"),
     # computed from several settings
-    *(Row(name, "trl", rule=_BATCH) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
-    *(Row(name, "trl", rule=_BATCH) for name in ("steps_per_generation", "generation_batch_size")),
-    *(Row(name, "verl", rule=_BATCH) for name in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")),
-    *(Row(f"custom_reward_function.{name}", "verl", rule="reward") for name in ("path", "name")),
-    Row("loss_type", "trl", rule="aggregate, the surrogate, or the loss", why=METHOD),
-    Row("warmup_ratio", "trl", why="it is a share of max_steps, from 0 to 1; warmup_steps counts steps"),
-    Row("dataset_config", "trl", rule="data.dataset=NAME:CONFIGURATION",
+    *(Entry(name, "trl", rule=_BATCH) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
+    *(Entry(name, "trl", rule=_BATCH) for name in ("steps_per_generation", "generation_batch_size")),
+    *(Entry(name, "verl", rule=_BATCH) for name in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")),
+    *(Entry(f"custom_reward_function.{name}", "verl", rule="reward") for name in ("path", "name")),
+    Entry("loss_type", "trl", rule="aggregate, the surrogate, or the loss", why=METHOD),
+    Entry("warmup_ratio", "trl", why="it is a share of max_steps, from 0 to 1; warmup_steps counts steps"),
+    Entry("dataset_config", "trl", rule="data.dataset=NAME:CONFIGURATION",
         why="a configuration stands behind the dataset's name: dataset=openai/gsm8k:main"),
-    Row("ddp_timeout", "trl", rule="placement.timeout_minutes", why="how long processes wait for one another is timeout_minutes"),
-    Row("model_init_kwargs", "trl", rule="model.dtype and model.revision",
+    Entry("ddp_timeout", "trl", rule="placement.timeout_minutes",
+        why="how long processes wait for one another is timeout_minutes"),
+    Entry("model_init_kwargs", "trl", rule="model.dtype and model.revision",
         why="a model is loaded by dtype and revision, and psigrad chooses the rest"),
-    Row("teacher_model_init_kwargs", "trl", rule="reference_dtype", why="a teacher is loaded by reference and reference_dtype"),
-    Row("delta", "trl", rule="algorithm.surrogate={part: dual_clip, bound: DELTA}", usual=(None,), why=_ONLINE),
-    Row("off_policy_mask_threshold", "trl", rule="algorithm.surrogate={part: off_policy_mask, …}", usual=(None,), why=_ONLINE),
-    Row("sapo_temperature_pos", "trl", rule="algorithm.surrogate.positive", usual=(1.0,), why=_ONLINE),
-    Row("sapo_temperature_neg", "trl", rule="algorithm.surrogate.negative", usual=(1.05,), why=_ONLINE),
-    Row("multi_objective_aggregation", "trl", values={"sum_then_normalize": {}},
+    Entry("teacher_model_init_kwargs", "trl", rule="reference_dtype", why="a teacher is loaded by reference and reference_dtype"),
+    Entry("delta", "trl", rule="algorithm.surrogate={part: dual_clip, bound: DELTA}", usual=(None,), why=_ONLINE),
+    Entry("off_policy_mask_threshold", "trl", rule="algorithm.surrogate={part: off_policy_mask, …}", usual=(None,), why=_ONLINE),
+    Entry("sapo_temperature_pos", "trl", rule="algorithm.surrogate.positive", usual=(1.0,), why=_ONLINE),
+    Entry("sapo_temperature_neg", "trl", rule="algorithm.surrogate.negative", usual=(1.05,), why=_ONLINE),
+    Entry("multi_objective_aggregation", "trl", values={"sum_then_normalize": {}},
         rule="algorithm.psi=decoupled_group_mean for normalize_then_sum", why=_ONLINE),
-    Row("normalize_advantages", "trl", values={False: {}}, rule="algorithm.psi={part: whitened, …}", why=_ONLINE),
-    *(Row(f"vllm_importance_sampling_{name}", "trl", rule="algorithm.correction, with sampler=vllm", why=_ONLINE)
+    Entry("normalize_advantages", "trl", values={False: {}}, rule="algorithm.psi={part: whitened, …}", why=_ONLINE),
+    *(Entry(f"vllm_importance_sampling_{name}", "trl", rule="algorithm.correction, with sampler=vllm", why=_ONLINE)
       for name in ("mode", "clip_max", "clip_min", "correction")),
     # what changes nothing here
     *_needless("sequences are packed without padding, within micro_batch_tokens",
@@ -267,7 +268,7 @@ _ROWS = (
     *_no_equal("sequences are packed whole", packing_strategy="bfd", eval_packing=None),
     *_no_equal("activations stay on the device; gradient_checkpointing saves their memory", activation_offloading=False),
     *_no_equal("log-probabilities are computed in float32 from the head as it is", cast_lm_head_to_fp32=False),
-    Row("loss_weights", "trl", rule="loss.sft, with loss_type=[…, sft]", usual=(None,),
+    Entry("loss_weights", "trl", rule="loss.sft, with loss_type=[…, sft]", usual=(None,),
         why="one loss is trained; sft adds the likelihood of the chosen"),
     *_no_equal("psigrad has no such part", ld_alpha=None, use_weighting=False, discopop_tau=0.05),
     *_no_equal("the margin is that of the reverse KL", f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5),
@@ -307,8 +308,8 @@ _ROWS = (
     *_no_equal("the tokenizer is the model's; psigrad.train takes another one as tokenizer", processing_class=None,
         tokenizer=None),
     # what to write instead
-    Row("reward", why=_REWARDS),
-    Row("reward_funcs", "trl", means="reward", why=_REWARDS),
+    Entry("reward", why=_REWARDS),
+    Entry("reward_funcs", "trl", means="reward", why=_REWARDS),
     *_instead(_REWARDS, "reward_model", ""),
     *_instead(METHOD, "algorithm.adv_estimator", "verl"),
     *_instead("prompts of a step are prompts_per_step, rows of one are batch_size", "train_batch_size", "openrlhf"),
@@ -348,7 +349,7 @@ _ROWS = (
     *_instead("how copies of an environment are stepped is vectorization=serial, sync or async", "vec_env", "sb3"),
 )
 # fmt: on
-TABLE: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ROWS})
+TABLE: Mapping[str, Entry] = MappingProxyType({row.name: row for row in _ROWS})
 assert len(TABLE) == len(_ROWS), "a name stands there twice"
-NOTHING = Row("")
+NOTHING = Entry("")
 """The row of a name that nobody knows."""

@@ -15,7 +15,7 @@ import yaml
 from psigrad.cli import flags
 from psigrad.compat.conversion import convert_object
 from psigrad.compat.scripts import convert_file
-from psigrad.compat.table import TABLE, Row
+from psigrad.compat.table import TABLE, Entry
 from psigrad.compat.translate import our_name
 from psigrad.compat.trl import DEFAULTS, FIXED, METHODS
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
@@ -30,8 +30,7 @@ from psigrad.objective.parts import group_advantage
 from psigrad.objective.parts.advantage import group_mean, leave_one_out, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
 from psigrad.objective.parts.correction import masked_importance, truncated_importance
-from psigrad.objective.parts.surrogate import clip, dual_clip, truncated_weight
-from psigrad.objective.parts.trust_surrogate import off_policy_mask, soft_clip
+from psigrad.objective.parts.surrogate import clip, dual_clip, off_policy_mask, soft_clip, truncated_weight
 
 EXPERIMENTAL = {"OnlineDPOConfig": "online_dpo", "ORPOConfig": "orpo", "CPOConfig": "cpo"}
 CONFIGS = {
@@ -68,7 +67,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 CLASSES: dict[type[Any], str] = {OnlineConfig: "grpo", PreferenceConfig: "dpo", SFTConfig: "sft", ControlConfig: "control"}
 
 
-def method_of(row: Row) -> str:
+def method_of(row: Entry) -> str:
     """A method that has what the row means."""
     named = {**dict.fromkeys(("gae_lambda", "gamma", "cliprange_value"), "ppo"), "margin": "simpo"}
     named |= dict.fromkeys(("sft_weight", "loss_weights"), "dpo")
@@ -89,7 +88,7 @@ def settings_of(method: str) -> type[Any]:
     return ControlConfig if method == "control" else declaration(method).settings
 
 
-def values_of(row: Row, method: str) -> list[Any]:
+def values_of(row: Entry, method: str) -> list[Any]:
     """Values that the row takes, and one that it does not."""
     if row.name in SAMPLES or row.means in SAMPLES:
         return [SAMPLES.get(row.name, SAMPLES.get(row.means))]
@@ -217,7 +216,7 @@ for _config, _cls in CONFIGS.items():
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_an_object_and_a_script_come_to_what_a_file_comes_to(name, here):
-    config, row = FIELDS[name], TABLE.get(name, Row(name, "trl", means=name))
+    config, row = FIELDS[name], TABLE.get(name, Entry(name, "trl", means=name))
     method = METHODS[config][0]
     for value in values_of(row, method):
         own = {name: value, **{key: inner for key, inner in BESIDE.get(name, {}).items() if key != "dataset_name"}}
