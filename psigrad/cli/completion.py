@@ -12,13 +12,13 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from psigrad.cli.common import asks_for_help
+from psigrad.cli.flags import asks_for_help
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
 
 
 class Runnable(Protocol):
-    """What is asked of a command: its line in the help, and a function that prints its own help for `--help`."""
+    """What is asked of a command: its line in the help, and a function that prints its own help for `--help-all`."""
 
     @property
     def purpose(self) -> str:
@@ -76,7 +76,7 @@ def shown(name: str, command: Runnable) -> Shown:
     """What a command takes, read off its own help, so that no second list can fall behind."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        command.run(["--help"])
+        command.run(["--help-all"])
     usage, _, rest = text.getvalue().partition("\n")
     words = tuple(declared()) if name in ("plan", "explain") else tuple(_choices(usage.removeprefix("usage: "), name))
     if name == "control":

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from psigrad.cli.common import asks_for_help
+from psigrad.cli.flags import asks_for_help
 from psigrad.errors import UserError
 
 _USAGE = "psigrad from-trl SCRIPT.py|CONFIG.yaml [--trainer grpo] [--output FILE.yaml]"
@@ -47,7 +47,7 @@ def from_trl(arguments: list[str]) -> int:
 
 def command(method: str, settings: dict[str, Any]) -> str:
     """The command line of these settings."""
-    from psigrad.cli.flags import flag_of
+    from psigrad.config.fields import flag_of
 
     words = ["psigrad", method]
     for name, value in settings.items():

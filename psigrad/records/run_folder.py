@@ -60,9 +60,10 @@ class RunFolder:
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", usual: Mapping[str, Any] | None = None
+        cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", settings: type[Any] | None = None
     ) -> Iterator[RunFolder]:
-        """The folder at `path`, made or gone on with, locked for the length of the block. `usual` are the settings' defaults.
+        """The folder at `path`, made or gone on with, locked for the length of the block. `settings` is the class of the
+        settings, whose marks say what may change when a run goes on.
 
         Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting
         that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
@@ -84,14 +85,14 @@ class RunFolder:
         try:
             folder = cls(path, lock)
             with _errors_of(path):
-                folder._begin({"format": FORMAT, **config}, resume, usual or {})
+                folder._begin({"format": FORMAT, **config}, resume, settings)
             yield folder
         finally:
             for stream in folder._files.values():
                 stream.close()
             lock.close()
 
-    def _begin(self, config: Mapping[str, Any], resume: str, usual: Mapping[str, Any]) -> None:
+    def _begin(self, config: Mapping[str, Any], resume: str, settings: type[Any] | None) -> None:
         if resume == "never" and any(self.checkpoints.glob("step-*")):
             raise RunFolderError(
                 f"{self.path} has checkpoints and resume is never; choose another output_dir or set resume to auto."
@@ -107,7 +108,7 @@ class RunFolder:
             before = _settings(file)
             pins.check_format(self.path, before)
         if file.exists() and self._has_begun():
-            changes = pins.check_settings(self.path, before, now, json.loads(to_line(usual)))
+            changes = pins.check_settings(self.path, before, now, settings)
         _replace(file, (json.dumps(now, indent=1) + "\n").encode())
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
@@ -115,7 +116,7 @@ class RunFolder:
             rows = self.path / f"{name}.jsonl"
             self._files[name] = rows.open("ab", buffering=0)
             _truncate(rows, _end_of_lines(rows))
-        longer = any(change.name in pins.LENGTH for change in changes)
+        longer = any(change.is_length for change in changes)
         self.finished = not longer and (self.path / "model").is_dir() and _last_kind(self.path / "events.jsonl") == "finished"
         if changes:
             self.event("settings_changed", changes={c.name: [c.before, c.now] for c in changes})

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, Run, SFTConfig
+from psigrad.config.fields import LENGTH, marked
 from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.language.models.native.kernels import kernels
@@ -64,13 +65,12 @@ def open_run(config: Config, recipe: str) -> Iterator[Journal]:
 @contextlib.contextmanager
 def _open_as(world: World, path: Path, config: Config, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
-    usual = to_dict(type(config)())
     if world.rank:
         with StopSignal() as stop:
             bystander = Bystander(path, world.broadcast(False))
             yield Journal(bystander, signal=stop, world=world, callbacks=_callbacks(config, bystander, world))
         return
-    with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
+    with RunFolder.open(path, settings, config.run.resume, type(config)) as folder, StopSignal() as stop:
         world.broadcast(folder.finished)
         trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
         watchdog = Watchdog(
@@ -149,7 +149,7 @@ def finished(config: Config, journal: Journal) -> Result | None:
     if not journal.folder.finished:
         return None
     if journal.world.rank == 0:
-        length = "total_timesteps" if hasattr(config, "total_timesteps") else "max_steps"
+        length = marked(type(config), LENGTH)[0].rpartition(".")[2]
         print(f"{folder} is finished; nothing was done. To train on, give a larger {length} with --extend.", file=sys.stderr)
     before, after = evaluations(folder)
     report = folder / "report.html"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config.fields import defaults_of
 from psigrad.records.read import RunData, clip, flat, kind_of
 from psigrad.records.rows import number
 
@@ -105,11 +105,15 @@ def method(run: RunData) -> str:
     return f"{algorithm} on {model}{against}: {shape}"
 
 
-def chosen(run: RunData) -> dict[str, Any]:
-    """Settings other than the defaults, by dotted name."""
-    kind = kind_of(run.config)
+def settings_class(config: Mapping[str, Any]) -> Any:
+    """The class of a run's settings."""
+    kind = kind_of(config)
     # control stands beside this library, not in it, and a report needs no more of it than these
-    settings = import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
-    defaults = flat(json.loads(json.dumps(asdict(settings()))))
+    return import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
+
+
+def overrides(run: RunData) -> dict[str, Any]:
+    """Settings other than the defaults, by dotted name."""
+    defaults = flat(defaults_of(settings_class(run.config)))
     given = {name: value for name, value in run.settings.items() if name not in ("recipe", "format")}
     return {name: value for name, value in given.items() if value != defaults.get(name)}

@@ -18,7 +18,7 @@ from psigrad.errors import UserError
 from psigrad.records import run_folder
 from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, shown, visible
 from psigrad.records.report import plots
-from psigrad.records.report.facts import chosen, facts, method, moment
+from psigrad.records.report.facts import facts, method, moment, overrides
 from psigrad.records.report.verdict import Verdict, alerts, verdict
 from psigrad.records.rows import number
 from psigrad.records.signals import BY_NAME, name_of
@@ -87,7 +87,7 @@ class _Parts:
     episode: str = ""
     samples: Table | None = None
     troubles: Table | None = None
-    chosen: Table | None = None
+    overrides: Table | None = None
     events: Table | None = field(default=None)
 
 
@@ -139,7 +139,7 @@ def page(runs: Sequence[RunData]) -> str:
         episode=_episode(run),
         samples=_samples(run),
         troubles=_troubles(run),
-        chosen=_chosen(run),
+        overrides=_overrides(run),
         events=_events(run),
     )
     return rendered("report.html", run.name, **vars(parts))
@@ -293,9 +293,9 @@ def _troubles(run: RunData) -> Table | None:
     return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None
 
 
-def _chosen(run: RunData) -> Table | None:
+def _overrides(run: RunData) -> Table | None:
     """Settings other than the defaults."""
-    rows = [[Cell(name), Cell(_value(value), "text")] for name, value in chosen(run).items()]
+    rows = [[Cell(name), Cell(_value(value), "text")] for name, value in overrides(run).items()]
     return Table((), rows[:80]) if rows else None
 
 
