@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from psigrad.errors import UserError
-from psigrad.records import checkpoint, disk, pins
+from psigrad.records import checkpoint, pins
 from psigrad.records.rows import FORMAT
 
 ROWS = ("metrics", "timings", "rollouts", "events")
@@ -174,7 +174,7 @@ class RunFolder:
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
-        free, needed = disk.free_bytes(self.path), self.checkpoint_bytes
+        free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes
         if free >= 1.5 * needed:
             return ""
         return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
@@ -185,11 +185,11 @@ class RunFolder:
         with _errors_of(self.path):
             shutil.rmtree(beside, ignore_errors=True)
             write(beside)
-            disk.sync_tree(beside)
+            checkpoint.sync_tree(beside)
             if final.exists():
                 os.rename(final, aside)
             os.rename(beside, final)
-            disk.sync(self.path)
+            checkpoint.sync(self.path)
         shutil.rmtree(aside, ignore_errors=True)
         return final
 
@@ -306,11 +306,11 @@ def _errors_of(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not disk.is_trouble(error):
+        if not checkpoint.is_disk_trouble(error):
             raise
         what, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
         raise RunFolderError(
-            f"{what} cannot be written: {why} ({disk.free_bytes(path)} bytes are free); what was saved before is intact. "
+            f"{what} cannot be written: {why} ({checkpoint.free_bytes(path)} bytes are free); what was saved before is intact. "
             "Fix that and start again: the run continues from its newest checkpoint."
         ) from error
 

@@ -24,7 +24,7 @@ from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.processor import default_threads
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, agree, joined
-from psigrad.records import checkpoint, disk, pins
+from psigrad.records import checkpoint, pins
 from psigrad.records.run_folder import Bystander, RunFolder
 from psigrad.runs import callbacks, state
 from psigrad.runs.callbacks import Callbacks
@@ -209,7 +209,7 @@ def begin(
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
         path = state.save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned, world=world)
         if path is not None:
-            journal.folder.checkpoint_bytes = disk.size_of(path)
+            journal.folder.checkpoint_bytes = checkpoint.size_of(path)
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, save)
