@@ -1,5 +1,5 @@
 # psigrad: `make demo` shows it, `make test` proves it. Both make their own environment in .venv; nothing else is needed but
-# Python 3.11+, git and make; the tests of the studio want a Chromium too.
+# Python 3.11+, git and make. `make test` installs the other programs that some tests start, where it may, and else leaves those out.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo demo-real test lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval bench lint types docs size install clean
+.PHONY: help demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm test-lm-eval bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
 	@echo "make demo-real  teach SmolLM2-135M sums by GRPO: a download of 90 MB, then a quarter of an hour"
-	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite"
+	@echo "make test       install, then lint, type-check, build the documentation and run the whole test suite (meant: at most 10 minutes on two cores)"
+	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
 	@echo "make test-studio  the tests of the web application alone"
 	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; goes on where it stopped)"
@@ -28,9 +29,9 @@ help:
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict"
 	@echo "make docs       the documentation site, into build/docs"
-	@echo "make size       lines of code in each room"
+	@echo "make size       lines of code in each room, and the files that one online step passes through"
 	@echo "make install    the environment alone, in $(VENV); with LOCKED=1 every file is checked by its hash (CPU)"
-	@echo "make lock       requirements.lock, THIRD_PARTY_NOTICES.md and sbom.cdx.json, from constraints.txt (needs uv)"
+	@echo "make lock       supply/: the lock with hashes, the notices and the bill of materials, from constraints.txt (needs uv)"
 	@echo "make clean      remove the environment"
 
 install: $(INSTALLED)
@@ -44,10 +45,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
 ifdef LOCKED
-	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 else
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pycosat >/dev/null 2>&1 || { \
+	  echo "pycosat, a part of reasoning-gym, cannot be compiled here; tools/pycosat does its work"; \
+	  $(RUN) -m pip install --quiet --disable-pip-version-check ./tools/pycosat; }
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 endif
 	@touch $(INSTALLED)
@@ -59,10 +63,22 @@ demo: $(INSTALLED)
 demo-real: $(INSTALLED)
 	$(RUN) examples/sums.py
 
-test: lint types docs
-	$(RUN) -m pytest --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
+test: $(INSTALLED) test-machine
+	+@MAKE="$(MAKE)" $(RUN) tools/whole.py lint types docs suite
 
-test-studio: $(INSTALLED)
+# What pytest is given; nothing for the whole suite.
+TESTS ?=
+tests: test-machine
+	+@$(MAKE) --no-print-directory suite
+
+suite: $(INSTALLED)
+	$(RUN) -m pytest $(TESTS) --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# Programs that tests start are installed as far as that is allowed here: as root, by apt-get.
+test-machine: $(INSTALLED)
+	@$(RUN) tests/support/machine.py install
+
+test-studio: test-machine
 	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile
 
 # Ray is no dependency of psigrad: it gets an environment of its own, which sees the other's packages.
@@ -146,7 +162,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 
 types: $(INSTALLED)
-	$(RUN) -m mypy psigrad psigrad_studio
+	$(RUN) -m mypy psigrad psigrad_studio studies
 
 # Warnings are errors, and a link that leads nowhere is one. No network is used.
 docs: $(INSTALLED)
@@ -158,6 +174,7 @@ lock: $(INSTALLED)
 
 size:
 	$(PYTHON) tools/size.py
+	@test ! -f $(INSTALLED) || $(RUN) tools/trace_step.py --count 2>/dev/null
 
 clean:
 	rm -rf $(VENV)

@@ -28,7 +28,7 @@ from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling, SFTCon
 from psigrad.preflight import plan
 from psigrad.preflight.bench.inputs import build
 from psigrad.preflight.bench.workload import Workload
-from psigrad.runs.provenance import provenance
+from psigrad.runs.machine import provenance
 
 RESULTS = Path(__file__).parent / "results" / "cluster.json"
 # Figures that placements must agree on, and by how much of their size; samplers' float32 log-probs differ by rounding.

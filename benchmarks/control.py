@@ -73,7 +73,7 @@ def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
         values |= {"optimizer": "rmsprop"}
     if algorithm == "dqn":
         values |= {"activation": "relu", "max_grad_norm": 10.0}
-    from psigrad.runs.session import prepare_torch
+    from psigrad.runs.machine import prepare_torch
 
     made = builder.settings(algorithm, "CartPole-v1", {**values, "seed": seed, "threads": 1})
     prepare_torch(made.run)  # as `psigrad control` does

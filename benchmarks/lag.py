@@ -19,7 +19,7 @@ from typing import Any
 
 from psigrad.intervals import over_seeds
 from psigrad.language.recipes import demo, online
-from psigrad.runs.provenance import provenance
+from psigrad.runs.machine import provenance
 
 RESULTS = Path(__file__).parent / "results" / "lag.json"
 METRIC, WEIGHT = "eval/exact/mean", "sampling/importance_sampling_ratio/mean"

@@ -3,7 +3,7 @@
 Each side runs in a process of its own with the same weights, prompts, batch shape and precision. First both compute loss and
 gradient norm on one fixed batch, and the run stops unless they are equal. Then they take steps alternately, so that whatever else
 the machine does falls on both. PPO, for which TRL 1.16 has no trainer, is timed alone. One JSON line per workload is
-appended to --json, a table goes to the screen. `psigrad bench` does the same with a model of your own.
+appended to --json, a table goes to the screen. `psigrad bench --beside trl` does the same with a model of your own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 
 import goals
 import torch
+from beside_trl import PEERS, beside, table
 from workloads import WORKLOADS
 
 from psigrad.errors import UserError
-from psigrad.preflight.bench.side_by_side import PEERS, alone, beside, table
+from psigrad.preflight.bench.timing import alone
 
 HERE = Path(__file__).parent
 

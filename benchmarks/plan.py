@@ -16,7 +16,7 @@ from workloads import WORKLOADS
 from psigrad.config import Model, OnlineConfig, Run, Sampling
 from psigrad.preflight import plan
 from psigrad.preflight.bench.inputs import build
-from psigrad.preflight.bench.side_by_side import alone
+from psigrad.preflight.bench.timing import alone
 from psigrad.preflight.bench.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "plan.json"

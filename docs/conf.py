@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))  # the psigrad beside these pages, whatever is installed
 
-sys.path.insert(0, str(DOCS))
+sys.path.append(str(DOCS / "make"))
 import live_grid  # noqa: E402
 
 import psigrad  # noqa: E402
@@ -31,7 +31,7 @@ version = release = psigrad.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 exclude_patterns = ["images/**", "site/**", "live/**"]
-nb_execution_mode = "off"  # the notebooks of the course keep their outputs: make_course.py
+nb_execution_mode = "off"  # the notebooks of the course keep their outputs: make/course.py
 myst_heading_anchors = 3
 nitpicky = True
 smartquotes = False  # s' is a state, not the end of a quotation

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import psigrad
-from psigrad.compat.lm_eval import likelihood
+from psigrad.compat import likelihood
 from psigrad.intervals import mean_interval
+from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import language_model
-from psigrad.language.models.converted import plain_folder
 from psigrad.language.recipes import sums
 from psigrad.records.read import prompt_text
 

@@ -126,8 +126,8 @@ class _Writer:
     """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
-        from psigrad.language.recipes.setup import sampling_params
         from psigrad.language.rollout.samplers.samplers import make as sampler_for
+        from psigrad.language.rollout.samplers.samplers import sampling_params
         from psigrad.language.rollout.types import Request
 
         row = question.row(model.tokenizer)

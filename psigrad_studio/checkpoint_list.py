@@ -62,10 +62,10 @@ class Checkpoint:
         # torch and transformers are imported on demand, so that the studio starts without them
         import transformers
 
+        from psigrad.language.loading.model_source import continued, located, lora_of
         from psigrad.language.models.backbone import DTYPES
         from psigrad.language.models.language_model import load
-        from psigrad.language.recipes.model_source import continued, located, lora_of
-        from psigrad.runs.session import device
+        from psigrad.runs.machine import device
 
         transformers.utils.logging.disable_progress_bar()
         where = device(Run())

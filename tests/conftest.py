@@ -1,15 +1,20 @@
 """One thread for every test and for the processes that it starts: the fork of a process whose torch has threads running would
 hang, and two processes of two threads each on two cores spend their time waiting for each other. And no example of hypothesis
 is too slow: how long one takes depends on what else the machine does.
+
+And the one door by which tests are left out: `pytest.mark.needs`, whose programs are those of `support/machine.py`. The last
+lines of the output say how many were, and why; a test that is skipped otherwise fails.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for `psigrad` in a test's own process or in one of its own
 
+import machine
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -25,3 +30,47 @@ def job(tmp_path_factory) -> Path:
     from tiny_jobs import make_job
 
     return make_job(tmp_path_factory.mktemp("job"))
+
+
+NEEDED = "needs"
+"""The property of a report that names what its test was left out for, and why."""
+
+
+def _needs(item: pytest.Item) -> list[str]:
+    named = [name for mark in item.iter_markers("needs") for name in mark.args]
+    return named + [need for fixture, need in machine.FIXTURES.items() if fixture in getattr(item, "fixturenames", ())]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture is made."""
+    for name in _needs(item):
+        if found := machine.lack(name):
+            item.user_properties.append((NEEDED, f"{name}: {found.sentence}"))
+            if machine.fails(name):
+                pytest.fail(found.sentence, pytrace=False)
+            pytest.skip(found.sentence)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """A skip by any other door is a failure."""
+    report = yield
+    if report.skipped and not any(key == NEEDED for key, _ in item.user_properties):
+        report.outcome, why = "failed", report.longrepr[2] if isinstance(report.longrepr, tuple) else "xfail"
+        vars(report).pop("wasxfail", None)
+        report.longrepr = f"A test is left out by pytest.mark.needs alone ({why})."
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """The last of all: what was left out on this machine."""
+    result = yield
+    reports = [report for kind in ("skipped", "failed", "error") for report in terminalreporter.stats.get(kind, ())]
+    found = Counter(value for report in reports for key, value in getattr(report, "user_properties", ()) if key == NEEDED)
+    if found:
+        terminalreporter.section("missing on this machine")
+    for (name, _, why), count in ((value.partition(": "), count) for value, count in found.items()):
+        terminalreporter.write_line(machine.left_out(name, count, why))
+    return result

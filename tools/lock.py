@@ -21,8 +21,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "requirements.lock"
-NOTICES, SBOM = ROOT / "THIRD_PARTY_NOTICES.md", ROOT / "sbom.cdx.json"
+CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "supply" / "requirements.lock"
+NOTICES, SBOM = ROOT / "supply" / "THIRD_PARTY_NOTICES.md", ROOT / "supply" / "sbom.cdx.json"
 # torch 2.13.0+cpu for Linux on x86-64 and Python 3.11, from https://download.pytorch.org/whl/cpu
 TORCH_CPU = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 # Software that is part of this repository, with its licence beside it.
@@ -58,7 +58,7 @@ def write_lock() -> None:
     """requirements.lock from constraints.txt."""
     command = ["uv", "pip", "compile", "--no-deps", "--generate-hashes", "--no-header", "--no-annotate", "--quiet"]
     made = subprocess.run([*command, str(CONSTRAINTS)], check=True, capture_output=True, text=True).stdout
-    head = "# Made by `make lock` from constraints.txt. Install: pip install --require-hashes --no-deps -r requirements.lock\n"
+    head = "# Made by `make lock` from constraints.txt. Install: pip install --require-hashes --no-deps -r supply/requirements.lock\n"  # noqa: E501
     torch = re.search(r"^torch==(\S+) \\\n(?:    --hash=\S+(?: \\)?\n)+", made, re.MULTILINE)
     assert torch is not None
     entry = " \\\n".join([f"torch=={torch[1]}", *(f"    --hash=sha256:{value}" for value in cpu_builds(torch[1]))])

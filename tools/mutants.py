@@ -53,6 +53,7 @@ TESTS = (
     "tests/objective",
     "tests/tabular",
     "tests/experiments",
+    "tests/studies/test_groups.py",
     *(f"tests/control/test_{name}.py" for name in ("dqn", "on_policy", "sb3_agreement", "steps", "trust_region")),
     *(f"tests/surface/test_{name}.py" for name in ("docs", "immutable", "methods")),
     *(

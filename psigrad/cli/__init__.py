@@ -55,7 +55,7 @@ GROUPS = {
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
         "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", language.lm_eval),
         "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", language.plan),
-        "bench": Command("training steps of a model, timed by phase, beside TRL where it is installed", language.bench),
+        "bench": Command("training steps of a model, timed by phase; in a source checkout beside TRL", language.bench),
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),
         "report": Command("draw report.html of a run again, or compare several runs", run_folders.report),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", run_folders.push),

@@ -123,7 +123,7 @@ def tasks(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
     config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
-    from psigrad.preflight.check import check
+    from psigrad.preflight import check
 
     found = check.run(config)
     print(check.report(found, as_json="--json" in arguments))
@@ -154,7 +154,7 @@ def compare(arguments: list[str]) -> int:
     config = flags.parse(
         OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
     )
-    from psigrad.experiments import comparison as compare
+    from psigrad.language.recipes import comparison as compare
     from psigrad.records.report import terminal
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
@@ -192,7 +192,7 @@ def lm_eval(arguments: list[str]) -> int:
     """Print what lm-eval's tasks say of a model, and of the one that it is compared with."""
     config = flags.parse(LmEvalConfig, "lm-eval", arguments)
     try:
-        from psigrad.compat.lm_eval import harness
+        from psigrad.compat import lm_eval as harness
     except ImportError as error:
         raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
     from psigrad.records.report import terminal

@@ -54,7 +54,7 @@ def experiment(arguments: list[str]) -> int:
         for title, few in experiment.groups().items():
             print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
         return 0
-    settings = flags.parse(experiment.named(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
+    settings = flags.parse(experiment.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
     experiment.run(arguments[0], settings)
     return 0
 

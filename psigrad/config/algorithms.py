@@ -22,10 +22,8 @@ from psigrad.objective.parts import (
     group_advantage,
     keep,
     kl,
-    penalty,
     ratio,
     surrogate,
-    trust_surrogate,
 )
 from psigrad.objective.preferences import online_preference, preference_catalog
 from psigrad.objective.preferences.online_preference import OnlinePreference
@@ -39,7 +37,7 @@ LossSpec = str | Mapping[str, Any] | Preference | KahnemanTversky
 SLOTS = {
     "psi": (advantage, group_advantage),
     "ratio": (ratio,),
-    "surrogate": (surrogate, trust_surrogate, penalty),
+    "surrogate": (surrogate,),
     "aggregate": (aggregate,),
     "kl": (kl,),
     "keep": (keep,),

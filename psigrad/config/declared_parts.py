@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _OBJECTIVE = Path(__file__).parents[1] / "objective"
-_PARTS = ("advantage", "group_advantage", "ratio", "surrogate", "trust_surrogate", "penalty", "aggregate", "kl", "keep")
+_PARTS = ("advantage", "group_advantage", "ratio", "surrogate", "aggregate", "kl", "keep")
 _METHODS = ("policy_gradient", "catalog", "preference_loss", "preference_catalog", "online_preference")
 # A mapping in these slots of a method without such a part makes this one.
 _FILLS = {"kl": "KL", "entropy": "bonus", "critic": "value_loss"}

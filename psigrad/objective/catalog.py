@@ -1,4 +1,5 @@
-"""The policy-gradient methods, each as one declaration: its name, what it is, and its parts with the values of its paper.
+"""The policy-gradient methods, each as one declaration: its name, what it is in a line, its parts with the values of its paper,
+and the settings that go with it.
 
 Where TRL's default differs, the comment above a method says so. Everything is scaled so that the same learning rate as in TRL
 applies, with one exception: DR_GRPO divides by a constant that TRL takes from max_completion_length.
@@ -6,9 +7,10 @@ applies, with one exception: DR_GRPO divides by a constant that TRL takes from m
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
 
-from psigrad.objective.method import Catalog
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import (
     batch_mean,
@@ -34,10 +36,50 @@ from psigrad.objective.parts.group_advantage import (
 )
 from psigrad.objective.parts.keep import clip_covariance, has_signal, not_truncated, top_entropy, top_k
 from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.penalty import kl_penalty
-from psigrad.objective.parts.surrogate import clip, score, truncated_weight
-from psigrad.objective.parts.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip, with_imitation
+from psigrad.objective.parts.surrogate import (
+    clip,
+    covariance_penalty,
+    divergence_mask,
+    geometric_clip,
+    kl_penalty,
+    score,
+    soft_clip,
+    truncated_weight,
+    with_imitation,
+)
 from psigrad.objective.policy_gradient import PolicyGradient
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Method(Generic[A]):
+    """A method as users choose it."""
+
+    name: str
+    """What it is called on the command line and in Python."""
+    summary: str
+    """What it is, in a line of `psigrad --help`."""
+    algorithm: A
+    """Its mathematics."""
+    defaults: Mapping[str, Any]
+    """Settings whose default is another than in `OnlineConfig` or `PreferenceConfig`; what the user sets wins."""
+
+
+class Catalog(dict[str, Method[A]]):
+    """Methods by name, in the order of their declarations."""
+
+    def declare(self, name: str, summary: str, algorithm: B, **defaults: Any) -> B:
+        """Enter a method and return its algorithm with that name.
+
+        Name, summary and defaults must be literals: `psigrad.config.methods` reads them from the source, so that help is there
+        before torch is imported.
+        """
+        named: B = replace(algorithm, name=name)  # type: ignore[type-var]
+        self[name] = Method(name, summary, cast(A, named), defaults)
+        return named
+
 
 METHODS: Catalog[PolicyGradient] = Catalog()
 

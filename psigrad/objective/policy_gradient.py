@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from psigrad.objective import stats
-from psigrad.objective.batch import Batch, PolicyOutputs, Totals, inside, zero_outside
+from psigrad.objective.batch import Batch, Loss, PolicyOutputs, Prepared, Totals, inside, zero_outside
 from psigrad.objective.parts import aggregate as aggregates
 from psigrad.objective.parts import kl as kls
-from psigrad.objective.parts import penalty, ratio
+from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import Psi, StatefulPsi, needs_of, no_reward, whitened
 from psigrad.objective.parts.aggregate import Aggregate
 from psigrad.objective.parts.correction import Correction
@@ -26,8 +26,17 @@ from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.entropy import bonus
 from psigrad.objective.parts.keep import Keep, has_signal
 from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.surrogate import Surrogate, clip_fractions, differentiates_ratio, score, silent_without_advantage
-from psigrad.objective.prepared import Loss, Prepared
+from psigrad.objective.parts.surrogate import (
+    PENALTY_KEY,
+    Surrogate,
+    adapt,
+    clip_fractions,
+    differentiates_ratio,
+    kl_penalty,
+    measure_kl,
+    score,
+    silent_without_advantage,
+)
 
 Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]
@@ -46,7 +55,7 @@ class PolicyGradient:
     ratio: Ratio
     """(logp, logp_old, mask) -> log ratio [N,T]; see ratio.py."""
     surrogate: Surrogate
-    """(logp, log_ratio, advantage) -> loss per step [N,T]; see surrogate.py, penalty.py."""
+    """(logp, log_ratio, advantage) -> loss per step [N,T]; see surrogate.py."""
     aggregate: Aggregate
     """(mask, totals) -> weights [N,T]; see aggregate.py."""
     kl: KL | None = None
@@ -80,8 +89,7 @@ class PolicyGradient:
                 "critic=None.",
             ),
             (
-                self.ratio is ratio.none
-                and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, penalty.kl_penalty)),
+                self.ratio is ratio.none and (differentiates_ratio(self.surrogate) or isinstance(self.surrogate, kl_penalty)),
                 f"surrogate {_name(self.surrogate)} takes its gradient from the ratio and ratio is none; set ratio=token, or "
                 "surrogate=score.",
             ),
@@ -146,8 +154,8 @@ class PolicyGradient:
             state |= self.psi.initial_state()
         if self.kl is not None:
             state |= self.kl.initial_state()
-        if isinstance(self.surrogate, penalty.kl_penalty):
-            state[penalty.STATE_KEY] = self.surrogate.coefficient
+        if isinstance(self.surrogate, kl_penalty):
+            state[PENALTY_KEY] = self.surrogate.coefficient
         return state
 
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
@@ -282,6 +290,17 @@ class PolicyGradient:
         error = self.critic(within(value), value_old, returns).sum() / max(totals.tokens, 1)
         return Loss(self.critic.coefficient * error, {"value_loss": error.detach()})
 
+    @property
+    def adapts(self) -> bool:
+        """Whether a penalty's coefficient follows how far each update has moved the policy."""
+        return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
+
+    def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
+        """The state after all passes over a batch, from the log-probs [N, T] of the policy that came of them; see `adapts`."""
+        kept = prepared.batch.mask & prepared.keep[:, None]
+        assert isinstance(self.surrogate, kl_penalty)
+        return adapt(self.surrogate, prepared.state, measure_kl(logp, prepared.batch.logp_old, kept))
+
     def _check_batch(self, batch: Batch) -> None:
         batch.check_finite()
         if self.min_group_size > 1 and bool(batch.present.any()):
@@ -335,8 +354,8 @@ class PolicyGradient:
         return plain + shaped.value
 
     def _surrogate_now(self, state: State) -> Surrogate:
-        if isinstance(self.surrogate, penalty.kl_penalty):
-            return replace(self.surrogate, coefficient=state[penalty.STATE_KEY])
+        if isinstance(self.surrogate, kl_penalty):
+            return replace(self.surrogate, coefficient=state[PENALTY_KEY])
         return self.surrogate
 
     @staticmethod

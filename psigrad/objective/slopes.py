@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psigrad.objective.batch import Totals
+from psigrad.objective.batch import Prepared, Totals
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.ratio import MAX_LOG_RATIO
 from psigrad.objective.parts.surrogate import clip, score, unclipped
 from psigrad.objective.policy_gradient import PolicyGradient
-from psigrad.objective.prepared import Prepared
 
 
 @dataclass(frozen=True, eq=False)

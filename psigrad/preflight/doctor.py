@@ -16,9 +16,10 @@ import torch
 import psigrad
 from psigrad.language.models.native.build import compiler
 from psigrad.language.models.native.kernels import kernels
-from psigrad.language.models.native.processor import cores, fast_bfloat16
+from psigrad.language.models.native.processor import fast_bfloat16
 from psigrad.preflight.plan.hardware import available, installed
 from psigrad.processes.sandbox import tier_of_this_machine
+from psigrad.runs.machine import cores
 
 # extra -> the package that shows whether it is installed
 EXTRAS = {

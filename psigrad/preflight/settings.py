@@ -33,7 +33,7 @@ class PlanConfig:
 @dataclass(frozen=True)
 class BenchConfig:
     """Training steps of a model, timed by phase, with the peak memory and the time from process start to the end of the first
-    step; beside TRL after both have computed the same loss and gradient.
+    step.
     """
 
     model: str = ""
@@ -67,6 +67,6 @@ class BenchConfig:
     device: str = "cpu"
     """cpu or cuda."""
     beside: Literal["", "trl"] = ""
-    """trl: take steps in turn with TRL, where it is installed."""
+    """trl: take steps in turn with TRL, where it is installed and this is a source checkout."""
     json: str = ""
     """File that the JSON line is added to."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from psigrad.config.load import flat_names
 from psigrad.errors import UserError, nearest
@@ -22,8 +22,9 @@ from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.rows import headline, stepped
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.changes import check
-from psigrad.runs.state import State
+from psigrad.runs.state import RunState
 
+S = TypeVar("S", bound=RunState)
 EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 # What the held-out figure that tells whether a run improves is called among the metrics of `on_evaluate`.
 HEADLINE = "headline"
@@ -89,9 +90,10 @@ class Arguments:
     def __init__(self, config: Any) -> None:
         self._config = config
         self._names = dict(flat_names(type(config)))
-        evaluates = bool(config.evaluation.eval_prompts)
+        self._others: dict[str, Any] = {}
+        evaluates = any(getattr(self, name) for name in ("eval_prompts", "eval_episodes") if name in self._names)
         self.greater_is_better = True
-        self._others = {
+        self._others |= {
             "eval_strategy": "steps" if evaluates else "no",
             "save_strategy": "steps",
             "logging_strategy": "steps",
@@ -138,17 +140,19 @@ class Callbacks:
         self.tokenizer: Any = None
         self._rows: list[dict[str, Any]] = []
 
-    def know(self, model: Any) -> None:
-        """The model that trains, as callbacks see it: transformers' module, or None where it is in shards."""
-        if self.callbacks and self.world.rank == 0 and not self.world.lockstep:
-            self.model, self.tokenizer = model.adapter or model.as_transformers(), model.tokenizer
+    def __bool__(self) -> bool:
+        return bool(self.callbacks)
+
+    def know(self, model: Any, tokenizer: Any = None) -> None:
+        """The model that trains, as callbacks see it."""
+        self.model, self.tokenizer = model, tokenizer
 
     def see(self, row: Mapping[str, Any]) -> None:
         """A row of metrics, which they are told of at the next event."""
         if self.callbacks:
             self._rows.append(dict(row))
 
-    def begin(self, state: State, total: int) -> State:
+    def begin(self, state: S, total: int) -> S:
         """Give each callback what it remembered; then the run begins."""
         if not self.callbacks:
             return state
@@ -167,16 +171,16 @@ class Callbacks:
         self._on_rank_0(restore, state)
         return self._tell("on_train_begin", self._tell("on_init_end", state))
 
-    def step_begin(self, state: State) -> State:
+    def step_begin(self, state: S) -> S:
         """A step is about to begin."""
         return self._tell("on_step_begin", state) if self.callbacks else state
 
-    def step_end(self, state: State, evaluate: bool, save: bool) -> State:
+    def step_end(self, state: S, evaluate: bool, save: bool) -> S:
         """A step has ended; `control` says afterwards whether to evaluate and to save."""
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._tell("on_step_end", state) if self.callbacks else state
 
-    def evaluated(self, state: State) -> State:
+    def evaluated(self, state: S) -> S:
         """The model was evaluated."""
         if not self.callbacks:
             return state
@@ -191,15 +195,15 @@ class Callbacks:
             self.told.best_metric, self.told.best_global_step = found.value, state.step
         return state
 
-    def saved(self, state: State, checkpoint: Any) -> State:
+    def saved(self, state: S, checkpoint: Any) -> S:
         """A checkpoint was made."""
         return self._tell("on_save", state, checkpoint=checkpoint) if self.callbacks else state
 
-    def end(self, state: State) -> State:
+    def end(self, state: S) -> S:
         """The last step was made."""
         return self._tell("on_train_end", state) if self.callbacks else state
 
-    def remembered(self, state: State) -> State:
+    def remembered(self, state: S) -> S:
         """The state with what the callbacks remember, before it is saved."""
         if not self.callbacks or self.world.rank:
             return state
@@ -247,7 +251,7 @@ class Callbacks:
                 if self._is_better(found.value):
                     self.told.best_metric, self.told.best_global_step = found.value, row["step"]
 
-    def _tell(self, event: str, state: State, **more: Any) -> State:
+    def _tell(self, event: str, state: S, **more: Any) -> S:
         """Call the method of that name, and do what was asked for on every rank."""
 
         def call() -> None:
@@ -281,7 +285,7 @@ class Callbacks:
         if self.control.should_training_stop and not before[1] and self.folder is not None:
             self.folder.event("stop_asked", step=step, callback=name)
 
-    def _on_rank_0(self, work: Callable[[], None], state: State) -> State:
+    def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
         """Do something of the callbacks, whose failure ends every rank, and take over what was asked for."""
         failure = ""
         if self.world.rank == 0:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -14,23 +15,25 @@ from psigrad.errors import UserError
 from psigrad.runs.callbacks import CallbackError
 from psigrad.runs.journal import Journal
 from psigrad.runs.progress import bar
-from psigrad.runs.state import State
+from psigrad.runs.state import RunState
+
+S = TypeVar("S", bound=RunState)
 
 
 def cycle(
     name: str,
-    state: State,
+    state: S,
     total: int,
-    step: Callable[[State], tuple[State, str]],
-    evaluate: Callable[[State], None],
-    save: Callable[[State], None],
+    step: Callable[[S], tuple[S, str]],
+    evaluate: Callable[[S], None],
+    save: Callable[[S], None],
     settings: Run,
     eval_steps: int,
     journal: Journal,
     updates: Callable[[], int],
-) -> State:
+) -> S:
     """From `state` to step `total`. `step` returns the next state and a note for the progress bar; `updates` counts the updates
-    of the weights.
+    of the weights, and of whatever else a state does not hold. `eval_steps` and `save_steps` count turns of the cycle.
 
     The journal's callbacks are told, and what they ask for is done. Everything of step s is in the run folder before checkpoint
     s is, so a resumed run repeats nothing and lacks nothing. A stop that was asked for is served between steps: the state is
@@ -49,40 +52,39 @@ def cycle(
                 saves.keep(state)
                 journal.stopped(state.step)
             state = hooks.step_begin(state)
+            before = state.step
             state, note = saves.step(step, state)
-            advance(note=note)
-            every = state.changes.get("evaluation.eval_steps", eval_steps)
-            state = hooks.step_end(state, bool(every) and state.step % every == 0, saves.due(state))
-            if state.step == total or state.ended or hooks.control.should_evaluate:
+            advance(state.step - before, note)
+            every = _now(state, "eval_steps", eval_steps)
+            state = hooks.step_end(state, bool(every) and state.turns % every == 0, saves.due(state))
+            if state.step >= total or state.ended or hooks.control.should_evaluate:
                 evaluate(state)
                 state = hooks.evaluated(state)
-            state = saves.after(state, last=state.step == total or state.ended)
+            state = saves.after(state, last=state.step >= total or state.ended)
     return hooks.end(state)
 
 
-class _Saves:
+class _Saves(Generic[S]):
     """When a run is saved, and what is saved where it fails."""
 
-    def __init__(
-        self, state: State, save: Callable[[State], None], settings: Run, journal: Journal, updates: Callable[[], int]
-    ) -> None:
+    def __init__(self, state: S, save: Callable[[S], None], settings: Run, journal: Journal, updates: Callable[[], int]) -> None:
         self.save, self.settings, self.journal, self.updates = save, settings, journal, updates
         self.good, self.moved, self.saved, self.saved_at = state, updates(), state.step, time.monotonic()
 
-    def due(self, state: State) -> bool:
+    def due(self, state: S) -> bool:
         """Whether the settings want a checkpoint now."""
-        minutes = state.changes.get("run.save_minutes", self.settings.save_minutes)
-        every = state.changes.get("run.save_steps", self.settings.save_steps)
+        minutes = _now(state, "save_minutes", self.settings.save_minutes)
+        every = _now(state, "save_steps", self.settings.save_steps)
         spent = self.journal.world.broadcast(time.monotonic() - self.saved_at) if minutes else 0.0
-        return bool(minutes and spent >= 60 * minutes) or bool(every and state.step % every == 0)
+        return bool(minutes and spent >= 60 * minutes) or bool(every and state.turns % every == 0)
 
-    def keep(self, state: State) -> State:
+    def keep(self, state: S) -> S:
         """Save the state, and tell the callbacks."""
         self.save(self.journal.callbacks.remembered(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.saved(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
-    def after(self, state: State, last: bool) -> State:
+    def after(self, state: S, last: bool) -> S:
         """Save behind a step where that is due, or the disk gets full."""
         if state.nonfinite:  # a step without a finite gradient changed nothing and must push no older checkpoint out
             return state
@@ -94,7 +96,7 @@ class _Saves:
             raise UserError(f"{reason} The run is saved at step {state.step}: make room, and the same command goes on.")
         return state
 
-    def step(self, step: Callable[[State], tuple[State, str]], state: State) -> tuple[State, str]:
+    def step(self, step: Callable[[S], tuple[S, str]], state: S) -> tuple[S, str]:
         """One step. If it fails before it has moved a weight, the state before it is saved."""
         try:
             after, note = step(state)
@@ -122,6 +124,11 @@ class _Saves:
         if self.good.step > self.saved:
             with contextlib.suppress(UserError):  # a full disk must not hide the reason
                 self.save(self.journal.callbacks.remembered(self.good))
+
+
+def _now(state: RunState, setting: str, given: Any) -> Any:
+    """A setting as the run has it, or as a callback has changed it."""
+    return next((value for name, value in state.changes.items() if name.rpartition(".")[2] == setting), given)
 
 
 def _out_of_memory(error: BaseException) -> bool:

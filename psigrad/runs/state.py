@@ -1,166 +1,40 @@
-"""What must survive a stop: weights, optimiser, and the few numbers that change. Saved and restored bitwise."""
+"""What the cycle itself knows of a run: how far it is, and what callbacks have asked for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-import transformers
+from psigrad.errors import UserError
 
-import psigrad
-from psigrad.language.training.online.collected import Collected, Pending
-from psigrad.language.training.update import NonFiniteError, Optimizer
-from psigrad.processes.parallel import sharded, shards
-from psigrad.processes.parallel.world import ALONE, World
-from psigrad.records import checkpoint
+# Consecutive steps without a finite gradient after which a run stops.
+MAX_NONFINITE = 3
 
-OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
+
+class NonFiniteError(UserError):
+    """The gradient was not finite for `MAX_NONFINITE` steps in a row."""
 
 
 @dataclass(frozen=True)
-class State:
-    """Everything that changes from step to step besides weights and optimiser moments.
-
-    `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
-    `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `evaluated` says that the model was
-    evaluated before its first step; `ledger` says what became of the prompts (online; see `language/training/online/ledger.py`).
-    """
+class RunState:
+    """The numbers of every run; each kind of training adds its own. A checkpoint holds them, and what they vouch for."""
 
     step: int = 0
-    cursor: int = 0
+    """What rows and checkpoints are numbered by."""
     tokens: int = 0
+    """Tokens sampled or trained on; 0 where a run has none."""
     nonfinite: int = 0
+    """Steps in a row, up to this one, whose gradient was not finite."""
     evaluated: bool = False
-    algorithm: dict[str, float] = field(default_factory=dict)
-    ledger: dict[str, int] = field(default_factory=dict)
+    """The model was evaluated before its first step."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that callbacks have changed, by dotted name."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """What callbacks remember, by their names."""
     ended: bool = False
     """A callback has ended the run."""
-    pending: tuple[Pending, ...] = ()
-    """Collections for the steps to come, with a lag."""
 
-
-class Saved(Protocol):
-    """A model that writes itself into a folder."""
-
-    def save(self, folder: Path) -> None:
-        """Weights in Hugging Face form."""
-        ...
-
-
-@dataclass(frozen=True)
-class Learner:
-    """A model and its optimiser. The policy's place in a checkpoint is the folder itself, the critic's `critic/`."""
-
-    model: Saved
-    optimizer: Optimizer
-    place: str = ""
-
-
-@dataclass(frozen=True)
-class Follower:
-    """A model whose weights change without an optimiser, as a reference that follows the policy."""
-
-    model: Saved
-    place: str
-
-
-Learners = Sequence[Learner | Follower]
-
-
-def save(
-    root: Path,
-    state: State,
-    learners: Learners,
-    *,
-    keep: int,
-    meta: Mapping[str, Any] | None = None,
-    world: World = ALONE,
-) -> Path | None:
-    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go.
-
-    Where models are in shards each process writes its rows of both, and rank 0 all else. Returns the folder on rank 0.
-    """
-    for learner in learners:
-        if isinstance(learner, Follower):
-            continue
-        if bad := [name for name, p in learner.optimizer.held.items() if not bool(torch.isfinite(p).all())]:
-            raise NonFiniteError(
-                f"The weights are not finite after step {state.step} ({', '.join(bad[:3])}), so no checkpoint was made of them; "
-                "the last one is sound. Lower the learning rate."
-            )
-
-    def write(folder: Path) -> None:
-        for learner in learners:
-            if getattr(learner.model, "root", None) is not None:
-                moments = tensors_of(learner.optimizer) if isinstance(learner, Learner) else {}
-                model: Any = learner.model
-                sharded.save(model, folder / learner.place, moments, world)
-                continue
-            learner.model.save(folder / learner.place)
-            if isinstance(learner, Learner):
-                checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
-        if world.rank == 0:
-            (folder / "state.json").write_text(json.dumps(_numbers(state), indent=1) + "\n")
-            if state.pending:
-                (folder / PENDING).write_text("".join(p.result().to_json() + "\n" for p in state.pending))
-        if world.lockstep:
-            world.all_gather(None)  # all have written
-
-    if world.rank:
-        if world.lockstep:
-            write(world.broadcast(root))
-        return None
-    together = (lambda folder: write(world.broadcast(folder))) if world.lockstep else write
-    path = checkpoint.save(root, state.step, together, meta={**versions(), **(meta or {})})
-    checkpoint.prune(root, keep)
-    return path
-
-
-def _numbers(state: State) -> dict[str, Any]:
-    return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "pending"}
-
-
-def versions() -> dict[str, str]:
-    """The versions of what computes, as a checkpoint's manifest records them."""
-    return {"psigrad": psigrad.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def restore(path: Path, learners: Learners) -> State:
-    """The state of a verified checkpoint; fills the optimisers in. The models are loaded from `path` by the caller."""
-    for learner in learners:
-        if not isinstance(learner, Learner):
-            continue
-        if getattr(learner.model, "root", None) is not None or shards.written_in(path / learner.place):
-            shards.read(path / learner.place, tensors_of(learner.optimizer))
-        else:
-            load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
-    kept = path / PENDING
-    pending = tuple(Collected.from_json(line) for line in kept.read_text().splitlines()) if kept.exists() else ()
-    state = State(**json.loads((path / "state.json").read_text()), pending=pending)
-    if isinstance(learners[0], Learner):
-        learners[0].optimizer.nonfinite = state.nonfinite
-    return state
-
-
-def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Moments by parameter name and, for half-precision models, the float32 master weights; in shards where the weights are."""
-    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]}
-    found = {**optimizer.adamw.tensors(), **masters}
-    return {key: shards.like(x, optimizer.parameters[key.partition(".")[2]]) for key, x in found.items()}
-
-
-def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The inverse of `tensors_of`."""
-    with torch.no_grad():
-        for name, master in optimizer.masters.items():
-            if f"master.{name}" in tensors:
-                master.copy_(tensors[f"master.{name}"])
-    optimizer.adamw.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
+    @property
+    def turns(self) -> int:
+        """How often the cycle has turned, which save_steps and eval_steps count."""
+        return self.step

@@ -20,7 +20,7 @@ from psigrad.config.load import load, resolve_names
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.language.data import network
+from psigrad.language.data import sources
 
 
 def parsed(*arguments: str, cls=OnlineConfig, **defaults):
@@ -369,17 +369,17 @@ def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeyp
     known = lambda *given: [given]  # noqa: E731
     for answers, offline in ((known, False), (nobody, True), (nobody, True), (known, False)):
         monkeypatch.setattr(socket, "getaddrinfo", answers)
-        network.stay_here_without_a_network()
+        sources.go_offline_without_network()
         assert constants.HF_HUB_OFFLINE is offline
     assert capsys.readouterr().err.count("No network: huggingface.co has no address here.") == 1
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    network.stay_here_without_a_network()
+    sources.go_offline_without_network()
     assert constants.HF_HUB_OFFLINE is False, "a proxy finds the name"
     monkeypatch.setattr(urllib.request, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(socket, "getaddrinfo", known)
-    network.stay_here_without_a_network()
+    sources.go_offline_without_network()
     assert constants.HF_HUB_OFFLINE is True, "the user's own choice stays"
 
 

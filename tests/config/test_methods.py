@@ -15,8 +15,7 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run, algorithm
 from psigrad.config.load import load
 from psigrad.config.methods import declaration, declared, of_spec
 from psigrad.errors import UserError
-from psigrad.experiments import comparison
-from psigrad.language.recipes import api, online
+from psigrad.language.recipes import api, comparison, online
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import online_preference, preference_catalog
 

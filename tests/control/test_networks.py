@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from psigrad.control.networks.actor_critic import ActorCritic
-from psigrad.control.networks.distributions import Categorical, MultiCategorical, Noise, Normal
-from psigrad.control.networks.networks import Towers, networks
+from psigrad.control.networks.networks.actor_critic import ActorCritic
+from psigrad.control.networks.networks.distributions import Categorical, MultiCategorical, Noise, Normal
+from psigrad.control.networks.networks.networks import Towers, networks
 
 
 def towers(activation: str, extra: int = 0) -> Towers:
@@ -197,6 +197,7 @@ def test_the_closed_form_down_to_log_probs_and_entropies_equals_autograd(distrib
     assert torch.allclose(found, expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize(
     ("hidden", "outputs", "states"), [((256, 256), (2,), 64), ((7, 6), (3, 1, 1), 11), ((), (2, 2), 5), ((33,), (1,), 1)]
 )

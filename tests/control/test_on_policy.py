@@ -238,7 +238,7 @@ def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):
     from psigrad.control.methods import on_policy
 
     told, collected = [], []
-    monkeypatch.setattr(on_policy, "adapted", lambda penalty, state, kl: told.append(kl) or dict(state))
+    monkeypatch.setattr(on_policy, "adapt", lambda penalty, state, kl: told.append(kl) or dict(state))
     made = method("ppo_penalty", n_steps=16, batch_size=0, learning_rate=0.01, n_epochs=2)
     collect = made._collect
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("make_course", ROOT / "docs" / "make_course.py")
+spec = importlib.util.spec_from_file_location("make_course", ROOT / "docs" / "make" / "course.py")
 course = sys.modules["make_course"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(course)
 
@@ -68,7 +68,7 @@ def test_every_chapter_is_listed_and_has_a_short_form():
 
 @pytest.mark.parametrize("name", course.chapters())
 def test_the_notebook_is_made_from_the_source(name):
-    assert course.stored(name) == course.kept(name), f"run: python docs/make_course.py {name}"
+    assert course.stored(name) == course.kept(name), f"run: python docs/make/course.py {name}"
     book = course.stored(name)
     shown = [cell for cell in book["cells"] if cell["cell_type"] == "code" and cell["outputs"]]
     assert sum("image/png" in output.get("data", {}) for cell in shown for output in cell["outputs"]) >= 2

@@ -54,11 +54,11 @@ def test_the_figures_are_json_and_the_picture_is_drawn(shown):
 @pytest.mark.parametrize("name", ["psi", "bias"])
 def test_the_same_settings_give_the_same_figures(name, tmp_path):
     cls, given = (
-        experiment.named(name).settings,
+        experiment.find(name).settings,
         {"psi": {"episodes": 64, "batch": 4}, "bias": {"episodes": 500, "world": "grid"}}[name],
     )
     settings = load(cls, flags={"seeds": 2, "out": str(tmp_path), **given})
-    one, two = (asdict(experiment.named(name).module.run(settings)) for _ in range(2))
+    one, two = (asdict(experiment.find(name).module.run(settings)) for _ in range(2))
     assert one == two
 
 
@@ -128,5 +128,6 @@ print("torch" in sys.modules)
     for cls in (PsiSettings, BiasSettings, ClipSettings):
         assert all(f"--{name.replace('_', '-')}" in out for name in asdict(cls()))
     assert all(e.purpose in out for e in experiment.EXPERIMENTS.values())
-    quick, long = experiment.groups().values()
-    assert [one.name for one in quick] == ["psi", "bias", "clip", "lag"] and len(quick) + len(long) == len(experiment.EXPERIMENTS)
+    exact, simulated, trained = ([one.name for one in few] for few in experiment.groups().values())
+    assert exact == ["psi", "bias", "clip"] and simulated == ["lag"]
+    assert len(exact) + len(simulated) + len(trained) == len(experiment.EXPERIMENTS)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from psigrad import cli
-from psigrad.compat.lm_eval import harness
+from psigrad.compat import lm_eval as harness
 from psigrad.language.models import tiny
 
 # lm-eval reads ten thousand files to know that a name is none of its tasks

@@ -19,9 +19,15 @@ from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.entropy import bonus
 from psigrad.objective.parts.group_advantage import _choose_ratio, decoupled_group_mean, length_weighted_mean
 from psigrad.objective.parts.kl import KL, adaptive
-from psigrad.objective.parts.penalty import measured_kl
-from psigrad.objective.parts.surrogate import clip, dual_clip
-from psigrad.objective.parts.trust_surrogate import covariance_penalty, divergence_mask, geometric_clip, soft_clip
+from psigrad.objective.parts.surrogate import (
+    clip,
+    covariance_penalty,
+    divergence_mask,
+    dual_clip,
+    geometric_clip,
+    measure_kl,
+    soft_clip,
+)
 from psigrad.objective.preferences.online_preference import ONLINE_DPO
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, correct
 from psigrad.objective.preferences.reward_model import (
@@ -32,8 +38,8 @@ from psigrad.objective.preferences.reward_model import (
     process_squared_loss,
     ranking_loss,
 )
-from psigrad.objective.returns import _holes, discounted_sum
 from psigrad.objective.slopes import slopes
+from psigrad.objective.stats import _holes, discounted_sum
 from psigrad.objective.trust_region import step
 
 DPO = resolve_loss("dpo")
@@ -131,9 +137,9 @@ def test_a_sequence_of_one_step_is_judged_by_that_step(gap, kept):
 
 def test_no_steps_have_moved_nowhere():
     nothing = torch.zeros(1, 2)
-    assert measured_kl(nothing, nothing, torch.zeros(1, 2, dtype=torch.bool)) == 0.0
+    assert measure_kl(nothing, nothing, torch.zeros(1, 2, dtype=torch.bool)) == 0.0
     one = torch.tensor([[True, False]])
-    assert measured_kl(torch.tensor([[0.5, 9.0]]), nothing, one) == pytest.approx(math.exp(0.5) - 1.5)
+    assert measure_kl(torch.tensor([[0.5, 9.0]]), nothing, one) == pytest.approx(math.exp(0.5) - 1.5)
 
 
 def test_more_are_drawn_than_there_are():

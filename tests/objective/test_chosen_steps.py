@@ -15,8 +15,7 @@ from psigrad.objective.parts.aggregate import token_mean
 from psigrad.objective.parts.group_advantage import decoupled_group_mean, process_group_mean
 from psigrad.objective.parts.keep import clip_covariance, not_truncated, top_entropy
 from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.surrogate import clip
-from psigrad.objective.parts.trust_surrogate import covariance_penalty, with_imitation
+from psigrad.objective.parts.surrogate import clip, covariance_penalty, with_imitation
 from psigrad.objective.stats import scrambled
 
 

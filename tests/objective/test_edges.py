@@ -15,10 +15,20 @@ from psigrad.objective.parts.correction import divergence_rejection, masked_impo
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.group_advantage import group_mean_batch_std, pass_at_k
 from psigrad.objective.parts.kl import KL, adaptive, estimate
-from psigrad.objective.parts.penalty import adapted, kl_penalty, measured_kl
 from psigrad.objective.parts.ratio import MAX_LOG_RATIO, exp_ratio
-from psigrad.objective.parts.surrogate import clip, clip_fractions, truncated_weight, unclipped
-from psigrad.objective.parts.trust_surrogate import divergence_mask, geometric_clip, off_policy_mask, soft_clip
+from psigrad.objective.parts.surrogate import (
+    adapt,
+    clip,
+    clip_fractions,
+    divergence_mask,
+    geometric_clip,
+    kl_penalty,
+    measure_kl,
+    off_policy_mask,
+    soft_clip,
+    truncated_weight,
+    unclipped,
+)
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
 from psigrad.objective.preferences.reward_model import process_squared_loss
 from psigrad.objective.slopes import slopes
@@ -138,9 +148,9 @@ def test_the_penalty_follows_the_kl_after_the_update():
     old, now = torch.zeros(2, 3), torch.tensor([[0.1, -0.2, 9.0], [0.3, 9.0, 9.0]])
     moved = torch.tensor([0.1, -0.2, 0.3])
     expected = float((moved.exp() - 1 - moved).mean())
-    assert measured_kl(now, old, mask) == pytest.approx(expected, rel=1e-5)
+    assert measure_kl(now, old, mask) == pytest.approx(expected, rel=1e-5)
     penalty = kl_penalty(1.0, target=expected / 2)
-    assert adapted(penalty, {"penalty_coefficient": 1.0}, expected) == {"penalty_coefficient": 2.0}
+    assert adapt(penalty, {"penalty_coefficient": 1.0}, expected) == {"penalty_coefficient": 2.0}
 
 
 def test_ktos_weights_have_the_precision_of_its_log_probs():

@@ -28,8 +28,7 @@ from psigrad.objective.parts.entropy import bonus
 from psigrad.objective.parts.group_advantage import pass_at_k
 from psigrad.objective.parts.kl import KL
 from psigrad.objective.parts.ratio import none
-from psigrad.objective.parts.surrogate import clip, score
-from psigrad.objective.parts.trust_surrogate import with_imitation
+from psigrad.objective.parts.surrogate import clip, score, with_imitation
 
 EOS = 0
 TOLERANCE = 1e-10

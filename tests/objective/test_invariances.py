@@ -19,10 +19,8 @@ from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.entropy import bonus
 from psigrad.objective.parts.keep import clip_covariance, has_signal
 from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.penalty import kl_penalty
 from psigrad.objective.parts.ratio import token
-from psigrad.objective.parts.surrogate import clip, dual_clip, unclipped
-from psigrad.objective.parts.trust_surrogate import covariance_penalty, with_imitation
+from psigrad.objective.parts.surrogate import clip, covariance_penalty, dual_clip, kl_penalty, unclipped, with_imitation
 
 GRPO = resolve("grpo")
 PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")

@@ -11,7 +11,7 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs
 from psigrad.objective.parts.kl import KL, adaptive, estimate
-from psigrad.objective.parts.penalty import adapted, kl_penalty
+from psigrad.objective.parts.surrogate import adapt, kl_penalty
 
 G = torch.Generator().manual_seed(0)
 THETA, REF, OLD = (torch.randn(5, generator=G, dtype=torch.float64) for _ in range(3))
@@ -126,10 +126,10 @@ def test_the_penalty_surrogate_has_the_gradient_of_kl_old_to_new() -> None:
 def test_the_penalty_coefficient_doubles_and_halves() -> None:
     part = kl_penalty(1.0, target=0.01)
     state = {"penalty_coefficient": 1.0}
-    assert adapted(part, state, 0.016) == {"penalty_coefficient": 2.0}
-    assert adapted(part, state, 0.006) == {"penalty_coefficient": 0.5}
-    assert adapted(part, state, 0.012) == state
-    assert adapted(kl_penalty(1.0), state, 9.0) == state
+    assert adapt(part, state, 0.016) == {"penalty_coefficient": 2.0}
+    assert adapt(part, state, 0.006) == {"penalty_coefficient": 0.5}
+    assert adapt(part, state, 0.012) == state
+    assert adapt(kl_penalty(1.0), state, 9.0) == state
 
 
 def test_the_measured_distance_from_the_old_policy_is_the_mean_of_its_unbiased_estimate() -> None:

@@ -12,9 +12,8 @@ from psigrad.objective.parts.advantage import best_of_group
 from psigrad.objective.parts.correction import masked_importance, truncated_importance
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.keep import not_truncated, top_k
-from psigrad.objective.parts.penalty import kl_penalty
 from psigrad.objective.parts.ratio import sequence, token, trajectory
-from psigrad.objective.parts.surrogate import clip, dual_clip, score, truncated_weight, unclipped
+from psigrad.objective.parts.surrogate import clip, dual_clip, kl_penalty, score, truncated_weight, unclipped
 
 G = torch.Generator().manual_seed(1)
 SHAPE = (6, 5)

@@ -27,8 +27,7 @@ from psigrad.objective.parts.correction import masked_importance, truncated_impo
 from psigrad.objective.parts.entropy import bonus
 from psigrad.objective.parts.keep import top_entropy
 from psigrad.objective.parts.kl import KL
-from psigrad.objective.parts.surrogate import clip, dual_clip, truncated_weight
-from psigrad.objective.parts.trust_surrogate import off_policy_mask
+from psigrad.objective.parts.surrogate import clip, dual_clip, off_policy_mask, truncated_weight
 
 N, T, GROUP_SIZE, MAX_LENGTH = 8, 6, 4, 9
 

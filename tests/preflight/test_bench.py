@@ -1,4 +1,4 @@
-"""The benchmark of a user's model: what it reports adds up, it refuses what it cannot time, and ratios need equal results."""
+"""The benchmark of a user's model: what it reports adds up, and it refuses what it cannot time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from psigrad import cli
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad.preflight.bench import side_by_side as compare
-from psigrad.preflight.bench import workload
+from psigrad.preflight.bench import timing, workload
 from psigrad.preflight.bench.inputs import prepare, rows, tokenizer
 from psigrad.preflight.bench.workload import Workload, read
 
@@ -111,50 +110,23 @@ def test_mistakes_get_a_sentence(arguments, sentence, configuration, tmp_path, c
     assert sentence in capsys.readouterr().err
 
 
-def test_without_trl_nothing_is_measured_beside_it(monkeypatch):
-    monkeypatch.setattr(compare, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="TRL is not installed"):
-        compare.beside(SMALL, "float32", 1)
-
-
-def test_a_ratio_needs_equal_losses_and_gradients():
-    same = {"loss": 0.5, "gradient": 2.0}
-    compare._agree(SMALL, "float32", {"ours": same, "trl": {"loss": 0.5 + 1e-6, "gradient": 2.0}})
-    for figure in same:
-        with pytest.raises(UserError, match=f"the {figure} differs"):
-            compare._agree(SMALL, "float32", {"ours": same, "trl": {**same, figure: same[figure] * 1.001}})
+def test_without_a_checkout_nothing_is_measured_beside_trl(configuration, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "checkout_folder", lambda name: None)
+    assert cli.main(["bench", "--model", str(configuration), "--beside", "trl"]) == 2
+    assert "beside TRL comes with psigrad's source checkout" in capsys.readouterr().err
 
 
 def test_a_side_that_dies_says_why(tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho no room left >&2\nexit 3\n")
     program.chmod(0o755)
-    monkeypatch.setattr(compare.sys, "executable", str(program))
+    monkeypatch.setattr(timing.sys, "executable", str(program))
     with pytest.raises(UserError, match="no room left"):
-        compare.WorkerProcess("ours", tmp_path, "float32", 1)
-
-
-def steps(*pairs):
-    return [{"seconds": s, "tokens": t, "phases": {"sample": s / 2}, "peak_mb": 100.0 + s} for s, t in pairs]
-
-
-def test_ratios_are_per_token_and_passes_are_added():
-    found = compare.ratios(SMALL, {"ours": steps((1.0, 10), (2.0, 10)), "trl": steps((4.0, 20), (6.0, 20))})
-    assert found["ratio"] == pytest.approx({"median": 0.25 / 0.15, "low": 1.5, "high": 2.0, "steps": 2})
-    assert found["memory_ratio"] == 106.0 / 102.0
-    per_step = compare.ratios(replace(SMALL, kind="sft"), {"ours": steps((1.0, 10)), "trl": steps((4.0, 20))})
-    assert per_step["ratio"]["median"] == 4.0
-
-    class Passing:
-        def ask(self, what):
-            return steps((1.0, 10))[0]
-
-    twice = compare.whole_batch(replace(SMALL, iterations=2), "trl", Passing())
-    assert twice["seconds"] == 2.0 and twice["phases"] == {"sample": 1.0} and twice["tokens"] == 20
+        timing.WorkerProcess(tmp_path, "float32", 1)
 
 
 def test_the_figures_of_performance_are_those_of_its_picture():
-    specification = importlib.util.spec_from_file_location("make_performance", ROOT / "docs" / "make_performance.py")
+    specification = importlib.util.spec_from_file_location("make_performance", ROOT / "docs" / "make" / "performance.py")
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
     found = json.loads((ROOT / "docs" / "images" / "performance.json").read_text())

@@ -19,7 +19,7 @@ from psigrad.language.models import language_model, tiny
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.objective import PolicyGradient
-from psigrad.preflight.check import check, check_gradients
+from psigrad.preflight import check
 
 NAMES = [
     "data",
@@ -137,8 +137,8 @@ def own_totals(monkeypatch):
 
 def lost_rank(monkeypatch):
     """What one of several processes found is left out of the sum."""
-    original = check_gradients._sum
-    monkeypatch.setattr(check_gradients, "_sum", lambda parts: original(parts[1:]))
+    original = check._sum
+    monkeypatch.setattr(check, "_sum", lambda parts: original(parts[1:]))
 
 
 def lossy_save(monkeypatch):

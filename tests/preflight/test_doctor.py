@@ -90,7 +90,7 @@ def test_a_compiler_that_is_absent_or_does_not_run(monkeypatch):
 def test_cores_are_those_of_this_process_and_all_of_them_where_the_system_cannot_say(monkeypatch):
     import os
 
-    from psigrad.language.models.native.processor import cores
+    from psigrad.runs.machine import cores
 
     assert cores() == len(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from psigrad.preflight.bench import inputs as material
-from psigrad.preflight.bench.floor import floor
+from psigrad.preflight.bench.timing import floor
 from psigrad.preflight.bench.workload import Workload
 from psigrad.preflight.plan.hardware import Machine
 

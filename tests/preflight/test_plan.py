@@ -24,11 +24,10 @@ from psigrad.language.training.adamw import steps_natively
 from psigrad.language.training.online.collate import micro_batches, to_batch
 from psigrad.language.training.update import Optimizer
 from psigrad.preflight import plan
-from psigrad.preflight.plan import memory, show
+from psigrad.preflight.plan import memory
 from psigrad.preflight.plan import plan as command
-from psigrad.preflight.plan.activations import Terms, terms
 from psigrad.preflight.plan.arithmetic import work_of
-from psigrad.preflight.plan.memory import REFILLED, SLACK, Part, cache_bytes, recomputed_gradients
+from psigrad.preflight.plan.memory import REFILLED, SLACK, Part, Terms, cache_bytes, recomputed_gradients, terms
 from psigrad.preflight.plan.shape import counted
 
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
@@ -108,6 +107,7 @@ def test_a_wide_model_is_counted_on_a_narrow_twin():
     assert terms(hf.config, "float32").kept(1, tokens, carried) == pytest.approx(kept, rel=0.05)
 
 
+@pytest.mark.needs("compiler")
 def test_negative_control_another_architectures_terms_do_not_fit():
     hf = tiny.model("qwen3", 32, hidden=96, layers=4)
     kept, tokens, carried = kept_by_autograd(hf, 3, 4, 20, 50)
@@ -120,6 +120,7 @@ def test_recomputing_layers_keeps_their_inputs_and_one_layer():
     assert kept.kept(8, 5, 0, recompute=True) == 8 * 50 + 500
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("native", [True, False], ids=["stepped by the kernels", "by PyTorch"])
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("float32", 4), ("bfloat16", 4)])
 def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, rank, native, monkeypatch):
@@ -167,6 +168,7 @@ def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_sto
     assert stored == [shape.parameters - sum(recomputed_gradients(work, shape, model.decoder is not None, head=True))]
 
 
+@pytest.mark.needs("compiler")
 def test_a_plan_that_recomputes_has_no_gradient_of_a_large_head_and_gives_memory_back(folder, monkeypatch):
     monkeypatch.setattr(memory, "TILE_ELEMENTS", 1000)
     monkeypatch.setattr(memory, "HELD", 100.0)
@@ -250,6 +252,7 @@ def test_a_plan_has_the_models_that_the_method_has(folder):
     assert ppo.memory.peak > shared.memory.peak > grpo.memory.peak
 
 
+@pytest.mark.needs("compiler")
 def test_what_is_kept_from_sampling_takes_the_place_of_activations(folder):
     def planned(lengths, **given) -> plan.Plan:
         return plan.predict(settings(folder, prompts_per_step=2, num_generations=2, **given), lengths, MACHINE)
@@ -266,6 +269,7 @@ def test_what_is_kept_from_sampling_takes_the_place_of_activations(folder):
         assert kept.memory.slack == pytest.approx(kept.memory.beside_head + SLACK["cpu"] * (sum(passing) + held))
 
 
+@pytest.mark.needs("compiler")
 def test_a_critic_that_is_larger_than_the_policy_sets_the_peak(folder, tmp_path):
     tiny.model("qwen3", 269, hidden=256, layers=6, max_length=512).config.save_pretrained(tmp_path)
     like, large = (plan.predict(settings(folder, algorithm="ppo", critic=c), LENGTHS, MACHINE) for c in ("", str(tmp_path)))
@@ -293,7 +297,7 @@ def test_more_tokens_more_memory_and_ways_that_take_less(folder):
     assert all(other.memory.peak < tight.memory.peak for _, other in tight.ways)
     names = [name for name, _ in tight.ways]
     assert names[0] == "micro_batch_tokens=4096" and "model.gradient_checkpointing=true" in names
-    text = show.table(tight)
+    text = command.table(tight)
     assert "it does not fit" in text and "What takes less:" in text
 
 
@@ -342,7 +346,7 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     assert "may need" in command.warning(settings(folder))
     asked: list = []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("psigrad.language.recipes.model_source.stay_here_without_a_network", lambda: None)
+    monkeypatch.setattr("psigrad.language.loading.model_source.go_offline_without_network", lambda: None)
     monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *given, **named: asked.append(given))
     assert command.warning(settings("nowhere/at-all")) == "" and not asked, "nothing is asked of the hub"
     assert command.warning(settings("")) == ""

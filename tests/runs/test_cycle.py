@@ -17,6 +17,7 @@ from psigrad.config import Run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.rewards import RewardError
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.update import NonFiniteError
 from psigrad.processes.parallel.world import ALONE
@@ -25,7 +26,6 @@ from psigrad.runs import cycle as module
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.cycle import cycle
 from psigrad.runs.progress import bar
-from psigrad.runs.state import State
 
 
 class Quiet:

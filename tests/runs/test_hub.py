@@ -19,8 +19,7 @@ from tiny_jobs import online_config, preference_config, reward_config, sft_confi
 from psigrad import cli
 from psigrad.config import Hub, Model
 from psigrad.errors import UserError
-from psigrad.experiments import comparison
-from psigrad.language.recipes import api, online, reward
+from psigrad.language.recipes import api, comparison, online, reward
 from psigrad.records.report import card
 from psigrad.runs.result import Result
 

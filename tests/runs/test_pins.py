@@ -119,10 +119,11 @@ def test_other_threads_are_refused_with_both_numbers(job, tmp_path):
     sft.run(sft_config(job, tmp_path / "run", threads=2, allow=("threads",)))
 
 
+@pytest.mark.needs("compiler")
 def test_kernels_switched_off_are_noticed(job, tmp_path, monkeypatch):
     sft.run(sft_config(job, tmp_path / "run"))
     interrupted(tmp_path / "run")
-    monkeypatch.setattr("psigrad.runs.session.kernels", lambda: "switched off")
+    monkeypatch.setattr("psigrad.language.recipes.pinned.kernels", lambda: "switched off")
     with pytest.raises(UserError, match=r"kernels on \(now off\)"):
         sft.run(sft_config(job, tmp_path / "run"))
 
@@ -188,7 +189,7 @@ def test_a_longer_run_is_asked_for_by_name(job, tmp_path):
 def test_other_versions_are_recorded(job, tmp_path, monkeypatch):
     sft.run(sft_config(job, tmp_path / "run"))
     interrupted(tmp_path / "run")
-    monkeypatch.setattr("psigrad.runs.state.versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr("psigrad.runs.machine.versions", lambda: {"torch": "9.9"})
     sft.run(sft_config(job, tmp_path / "run"))
     (event,) = events(tmp_path / "run", "versions_changed")
     assert event["versions"]["torch"] == [torch.__version__, "9.9"]

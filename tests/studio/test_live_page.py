@@ -22,7 +22,7 @@ from timing import until
 
 from psigrad import tabular
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "make"))
 import live_grid
 
 

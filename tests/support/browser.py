@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
+import machine
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 PATIENCE = 60_000
 """Milliseconds that a page has for whatever it does next: no claim, but what a machine with much else to do may need."""
 expect.set_options(timeout=PATIENCE)
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A headless browser. Fails, with what to install, where there is none."""
+    """A headless browser."""
+    path = machine.browser()
     with sync_playwright() as playwright:
-        found = next((path for name in NAMES if (path := shutil.which(name))), None)
-        found = found or (own if Path(own := playwright.chromium.executable_path).exists() else None)
-        if found is None:
-            pytest.fail("no Chromium: run `apt-get install -y chromium`, or `playwright install chromium`", pytrace=False)
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS, timeout=PATIENCE)
+        browser = playwright.chromium.launch(executable_path=path, args=machine.BROWSER_FLAGS, timeout=PATIENCE)
         try:
             yield browser
         finally:

@@ -11,20 +11,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import machine
 from scratch import MEMORY
-
-
-def binary(name: str) -> str | None:
-    """Where a program of the server is: on the path, or where Debian puts it."""
-    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
-    return str(found[-1]) if found else shutil.which(name)
 
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
     """The start of a URL for databases of a running server: add a name. It is gone with its data afterwards."""
-    initdb, postgres = binary("initdb"), binary("postgres")
-    assert initdb and postgres, "no initdb: install PostgreSQL, or leave it out with PSIGRAD_TEST_DATABASES=sqlite"
+    initdb, postgres = machine.postgres("initdb"), machine.postgres("postgres")
     folder = Path(tempfile.mkdtemp(prefix="psigrad-pg-", dir=MEMORY or "/tmp"))  # a socket's path is at most 107 characters long
     user = None if os.getuid() else _unprivileged(folder)
     common = {"user": user, "cwd": folder, "stdout": subprocess.DEVNULL, "env": {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}}
@@ -36,7 +30,7 @@ def server() -> Iterator[str]:
         log = (folder / "log").open("w")
         # in a session of its own: Ctrl-C would stop it before the tests that are still asking it
         process = subprocess.Popen([postgres, "-D", data, *options], stderr=log, start_new_session=True, **common)
-        ready = [binary("pg_isready") or "pg_isready", "-h", folder, "-U", "psigrad", "-t", "30"]
+        ready = [machine.postgres("pg_isready") or "pg_isready", "-h", folder, "-U", "psigrad", "-t", "30"]
         for _ in range(300):
             if process.poll() is not None:
                 raise RuntimeError((folder / "log").read_text())

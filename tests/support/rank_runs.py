@@ -17,13 +17,13 @@ from psigrad.errors import UserError
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import api
+from psigrad.language.training import learners as saved
+from psigrad.language.training.learners import Learner, State
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World
-from psigrad.runs import state
 from psigrad.runs.callbacks import Callback
-from psigrad.runs.state import Learner, State
 
 CONFIGS = {
     "sft": tiny_jobs.sft_config,
@@ -85,7 +85,7 @@ def _deadly(phase: str, count: int) -> None:
         "backward": (torch.Tensor, "backward"),
         "gather": (worlds.Ranks, "gathered"),
         "save": (shards, "write"),
-        "save alone": (state.checkpoint, "save_tensors"),
+        "save alone": (saved.checkpoint, "save_tensors"),
     }[phase.replace("-", " ")]
     original, left = getattr(owner, name), count
 
@@ -109,15 +109,15 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
     learners = [Learner(model, optimizer)]
     if not read:
         optimizer.step(made.losses(made, world, model, None, groups_of(), ""), 1e-2)
-        state.save(Path(to), State(step=3, tokens=5), learners, keep=1, world=world)
+        saved.save(Path(to), State(step=3, tokens=5), learners, keep=1, world=world)
         place = Path(to) / "step-00000003"
     else:
         place = Path(read)
         if shards.written_in(place) or world.lockstep:
             shards.read(place, sharded.named_weights(model))
-        assert state.restore(place, learners) == State(step=3, tokens=5)
+        assert saved.restore(place, learners) == State(step=3, tokens=5)
     reshard(model)
-    held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | state.tensors_of(optimizer)
+    held = {f"p.{n}": p for n, p in optimizer.parameters.items()} | saved.tensors_of(optimizer)
     whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in held.items()}
     if world.rank == 0:
         save_file({key: x.detach().contiguous().clone() for key, x in whole.items()}, f"{to}-tensors.safetensors")

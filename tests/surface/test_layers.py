@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, STUDIO = ROOT / "psigrad", ROOT / "psigrad_studio"
 # From top to bottom: a room may import from those behind it. A drawer of a room is named with it.
 ROOMS = (
-    *("cli", "experiments", "compat", "preflight", "control", "language.recipes", "language.training"),
+    *("cli", "experiments", "compat", "preflight", "control", "language.recipes", "language.training", "language.loading"),
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
     *("processes.parallel", "language.models", "language.data", "config", "objective", "tabular"),
 )
@@ -27,6 +27,8 @@ for room in ("cli", "experiments"):
 ALLOWED |= {
     "records.report": {"records.report", "records", "config", *LEAVES},
     "records": {"records", "config", "language.rollout", *LEAVES},
+    # the life of a run, whatever it trains
+    "runs": {"runs", "records.report", "records", "processes.parallel", "config", *LEAVES},
     "config": {"config", "objective", *LEAVES},
     "objective": {"objective"},
     "tabular": {"tabular"},
@@ -38,13 +40,14 @@ ALLOWED |= {
     "processes.sandbox": {"processes.sandbox", *LEAVES},
 }
 # Until the one translator, the one cycle and the resolved reward are there.
-PASSING = (("config", "compat"), ("language.recipes", "compat"), ("language.rewards", "compat"), ("runs", "language.training"))
+PASSING = (("config", "compat"), ("language.recipes", "compat"), ("language.rewards", "compat"))
 for room, above in (*PASSING, ("compat", "cli")):
     ALLOWED[room] |= {above}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}}
 ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
 
 MODULES, STUDIO_MODULES = sorted(PACKAGE.rglob("*.py")), sorted(STUDIO.rglob("*.py"))
+STUDIES = sorted((ROOT / "studies").rglob("*.py"))
 # The command that starts the studio: nothing else of the library may import it.
 STARTS_STUDIO = "cli/run_folders.py"
 
@@ -69,7 +72,7 @@ def imports_of(source: str) -> set[str]:
             assert not node.level, "imports name the whole module: from psigrad.x import y"
             assert node.module
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name.split(".")[0] in ("psigrad", "psigrad_studio")}
+    return {name for name in found if name.split(".")[0] in ("psigrad", "psigrad_studio", "studies")}
 
 
 def rooms_imported(source: str) -> set[str]:
@@ -111,6 +114,12 @@ def test_negative_control_an_import_of_the_studio_is_noticed_wherever_it_stands(
     assert imports_studio("def f():\n    from psigrad_studio import serve") and imports_studio("import psigrad_studio.serve as s")
     assert not imports_studio("import psigrad.records.rows")
     assert rooms_imported("from psigrad_studio import grid\nfrom psigrad.cli.grid import run") == {"cli"}
+
+
+def test_no_package_imports_the_studies():
+    for path in [*MODULES, *STUDIO_MODULES]:
+        assert not [name for name in imports_of(path.read_text()) if name.startswith("studies")], path
+    assert imports_of("from studies.claims import dpo"), "negative control"
 
 
 def edges_of(sources: dict[str, str]) -> dict[str, set[str]]:
@@ -184,11 +193,11 @@ def test_the_page_shows_every_room_and_the_order_of_imports():
     assert order == list(ROOMS)
 
 
-@pytest.mark.parametrize("path", [*MODULES, *STUDIO_MODULES], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*MODULES, *STUDIO_MODULES, *STUDIES], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_functions_and_classes_stay_small_and_documented(path):
     source = path.read_text()
     tree = ast.parse(source)
-    assert source.count("\n") <= 400
+    assert source.count("\n") <= 500
     assert ast.get_docstring(tree), "a module without a docstring"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -84,6 +84,7 @@ def wheel(tmp_path_factory):
     return found
 
 
+@pytest.mark.needs("git")
 def test_the_wheel_holds_all_that_is_read_at_run_time(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for package in ("psigrad", "psigrad_studio"):
@@ -92,9 +93,10 @@ def test_the_wheel_holds_all_that_is_read_at_run_time(wheel):
                 assert file.relative_to(ROOT).as_posix() in names, f"{file} is not in the wheel"
     licences = [name for name in names if name.endswith(("LICENSE", "THIRD_PARTY_NOTICES.md")) and "dist-info" in name]
     assert len(licences) == 2
-    assert not [name for name in names if name.startswith(("tests/", "docs/", "tools/", "benchmarks/"))]
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "tools/", "benchmarks/", "studies/"))]
 
 
+@pytest.mark.needs("git", "compiler")
 def test_the_wheel_works_outside_of_the_repository(wheel, tmp_path):
     """In an environment of its own. The other packages are those of this one: they are large, and not what is tested."""
     home = tmp_path / "environment"

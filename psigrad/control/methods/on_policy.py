@@ -25,10 +25,9 @@ from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, To
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import needs_of
 from psigrad.objective.parts.aggregate import fixed_length, sequence_sum, token_mean
-from psigrad.objective.parts.penalty import adapted, kl_penalty, measured_kl
-from psigrad.objective.parts.surrogate import clip
-from psigrad.objective.returns import discounted_sum, td_errors
+from psigrad.objective.parts.surrogate import adapt, clip, kl_penalty, measure_kl
 from psigrad.objective.slopes import Slopes, has_slopes, slopes
+from psigrad.objective.stats import discounted_sum, td_errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +155,7 @@ class OnPolicyTrainer(Trainer):
         else:
             terms = self._passes(algorithm, whole, totals, minibatches, rate, metrics)
         if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None:
-            self.state = adapted(algorithm.surrogate, self.state, self._moved_by(whole))
+            self.state = adapt(algorithm.surrogate, self.state, self._moved_by(whole))
         return {**prepared.metrics, **terms, "learning_rate": rate} if metrics else {}
 
     def _moved_by(self, part: Minibatch) -> float:
@@ -164,7 +163,7 @@ class OnPolicyTrainer(Trainer):
         _, now = self._pass(part.observation, part.action, self._differentiable, False)
         batch = part.prepared.batch
         logp = now.logp[:, None] if part.seen is None else part.seen.wide(now.logp)
-        return measured_kl(logp, batch.logp_old, batch.mask & part.prepared.keep[:, None])
+        return measure_kl(logp, batch.logp_old, batch.mask & part.prepared.keep[:, None])
 
     def _once(self, minibatches: int) -> bool:
         """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from psigrad.language.models.native.kernels import kernels
 from psigrad.language.models.native.towers import TowerKernels
-from psigrad.language.training.update import MAX_NONFINITE, NonFiniteError
+from psigrad.runs.state import MAX_NONFINITE, NonFiniteError
 
 _BETA1, _BETA2, _SMOOTHING = 0.9, 0.999, 0.99
 

@@ -28,8 +28,7 @@ from psigrad.objective.parts.advantage import (
 from psigrad.objective.parts.aggregate import token_mean
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.entropy import bonus
-from psigrad.objective.parts.penalty import kl_penalty
-from psigrad.objective.parts.surrogate import clip, score
+from psigrad.objective.parts.surrogate import clip, kl_penalty, score
 from psigrad.objective.policy_gradient import PolicyGradient
 
 # The weight of a critic's squared error in Stable-Baselines3 is vf_coef, 0.5; value_loss has a half in front.

@@ -12,27 +12,16 @@ import contextlib
 import json
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from psigrad.errors import UserError, nearest
 
-Form = Literal["prompt-only", "prompt-completion", "messages", "sft", "preference", "unpaired-preference", "stepwise"]
 Message = dict[str, Any]
 
-FORMS = ("prompt-only", "prompt-completion", "messages", "sft", "preference", "unpaired-preference", "stepwise")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Columns that a form uses up. TRL hands no `completion` to reward functions either: that name is the sampled one's.
-_OWN = {
-    "prompt-only": ("prompt", "completion"),
-    "prompt-completion": ("prompt", "completion"),
-    "messages": ("messages", "text"),
-    "preference": ("prompt", "chosen", "rejected"),
-    "unpaired-preference": ("prompt", "completion", "label"),
-    "stepwise": ("prompt", "completions", "labels"),
-}
 # Keyword arguments that every reward function gets; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
@@ -89,12 +78,12 @@ def show(value: object, limit: int = 60) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def validate(raw: object, form: Form, source: str) -> Row:
+def validate(raw: object, form: str, source: str) -> Row:
     """The `Row` in one raw mapping.
 
-    `form` "sft" takes prompt-completion where the row has both columns, else messages. Strings are kept as they are, lone
-    surrogates and NUL included; keys that are null in a message (Parquet's way of saying "absent") are dropped from it.
-    Raises RowError with source, column and reason.
+    `form` is a name of `FORMS`; "sft" takes prompt-completion where the row has both columns, else messages. Strings are kept as
+    they are, lone surrogates and NUL included; keys that are null in a message (Parquet's way of saying "absent") are dropped
+    from it. Raises RowError with source, column and reason.
     """
     check = _Check(source)
     if not isinstance(raw, Mapping):
@@ -102,33 +91,13 @@ def validate(raw: object, form: Form, source: str) -> Row:
     for name in raw:
         if not isinstance(name, str):
             check.fail("", f"has the column name {show(name)}; names must be strings")
-    if form == "sft" and not raw.keys() & {"prompt", "completion", "messages", "text"}:
-        what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
-        check.fail("prompt", f"{what} (found: {_found(raw)})")
-    wanted = _resolve(raw, form)
-    columns = {name: value for name, value in raw.items() if name not in _OWN[wanted]}
-    check.columns(columns, prompt_only=wanted == "prompt-only")
-    if wanted == "prompt-only":
-        return Row(source, prompt=check.prompt(raw), columns=columns)
-    if wanted == "prompt-completion":
-        prompt = check.prompt(raw)
-        return Row(source, prompt, check.completion(raw, prompt), columns=columns)
-    if wanted == "preference":
-        return _preference(check, raw, columns)
-    if wanted == "unpaired-preference":
-        prompt = check.prompt(raw)
-        return Row(source, prompt, check.completion(raw, prompt), label=_label(check, raw), columns=columns)
-    if wanted == "stepwise":
-        steps, labels = _steps(check, raw)
-        return Row(
-            source, check.text(check.present(raw, "prompt"), "prompt", "a string"), steps=steps, labels=labels, columns=columns
-        )
-    if raw.get("messages") is None and raw.get("text") is not None:
-        return Row(source, completion=check.text(raw["text"], "text", "a string"), columns=columns)
-    return Row(source, messages=check.messages(raw), columns=columns)
+    kind = FORMS[_choose_for_sft(check, raw) if form == "sft" else form]
+    columns = {name: value for name, value in raw.items() if name not in kind.columns}
+    check.columns(columns, for_rewards=kind.for_rewards)
+    return Row(source, columns=columns, **kind.fields(check, raw))
 
 
-def rows_of(raw: object, form: Form, source: str) -> list[Row]:
+def rows_of(raw: object, form: str, source: str) -> list[Row]:
     """The rows that one as read comes to: itself, checked, and of a pair where labelled answers are wanted both, as TRL does.
 
     Raises `RowError`.
@@ -145,8 +114,7 @@ def rows_of(raw: object, form: Form, source: str) -> list[Row]:
 
 def fitting(raw: object) -> str:
     """The form that a row as read fits, one with more columns before one with fewer; empty where it fits none."""
-    forms: tuple[Form, ...] = ("preference", "unpaired-preference", "stepwise", "prompt-completion", "messages", "prompt-only")
-    for form in forms:
+    for form in FORMS:
         with contextlib.suppress(RowError):
             validate(raw, form, "row")
             return form
@@ -158,16 +126,33 @@ def _found(raw: Mapping[str, Any]) -> str:
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
 
-def _resolve(raw: Mapping[str, Any], form: Form) -> str:
-    if form != "sft":
-        return form
+def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
+    """Which form a row to fine-tune on has."""
+    if not raw.keys() & {"prompt", "completion", "messages", "text"}:
+        what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
+        check.fail("prompt", f"{what} (found: {_found(raw)})")
     present = {name for name in raw if raw[name] is not None}
     if "prompt" in present and "completion" in present:
         return "prompt-completion"
     return "messages" if present & {"messages", "text"} else "prompt-completion"
 
 
-def _preference(check: _Check, raw: Mapping[str, Any], columns: dict[str, Any]) -> Row:
+def _prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"prompt": check.prompt(raw)}
+
+
+def _completion(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = check.prompt(raw)
+    return {"prompt": prompt, "completion": check.completion(raw, prompt)}
+
+
+def _messages(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
+    if raw.get("messages") is None and raw.get("text") is not None:
+        return {"completion": check.text(raw["text"], "text", "a string")}
+    return {"messages": check.messages(raw)}
+
+
+def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     """A pair. Without a `prompt` column the prompt is what both begin with (TRL's implicit prompt)."""
     if raw.get("prompt") is None:
         raw = {**raw, **_split_prompt(check, raw)}
@@ -175,7 +160,7 @@ def _preference(check: _Check, raw: Mapping[str, Any], columns: dict[str, Any]) 
     chosen, rejected = check.completion(raw, prompt, "chosen"), check.completion(raw, prompt, "rejected")
     if chosen == rejected:
         check.fail("rejected", "is the same as chosen, so it says nothing; leave ties out")
-    return Row(check.source, prompt, chosen, rejected=rejected, columns=columns)
+    return {"prompt": prompt, "completion": chosen, "rejected": rejected}
 
 
 def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,14 +176,14 @@ def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]}
 
 
-def _label(check: _Check, raw: Mapping[str, Any]) -> bool:
-    value = check.present(raw, "label")
+def _label(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
+    made, value = _completion(check, raw), check.present(raw, "label")
     if not isinstance(value, bool) and value not in (0, 1):
         check.fail("label", f"is {show(value)}; it must be true (desirable) or false")
-    return bool(value)
+    return {**made, "label": bool(value)}
 
 
-def _steps(check: _Check, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     steps, labels = check.present(raw, "completions"), check.present(raw, "labels")
     for column, value in (("completions", steps), ("labels", labels)):
         if not isinstance(value, list) or not value:
@@ -208,7 +193,31 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], tupl
     for i, label in enumerate(labels):
         if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
             check.fail(f"labels[{i}]", f"is {show(label)}; it must be true, false or a number between 0 and 1")
-    return tuple(check.text(step, f"completions[{i}]", "a string") for i, step in enumerate(steps)), tuple(map(float, labels))
+    texts = tuple(check.text(step, f"completions[{i}]", "a string") for i, step in enumerate(steps))
+    prompt = check.text(check.present(raw, "prompt"), "prompt", "a string")
+    return {"prompt": prompt, "steps": texts, "labels": tuple(map(float, labels))}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What rows of a form are made of: `fields` gives those of a `Row`, out of the `columns` that it uses up."""
+
+    columns: tuple[str, ...]
+    fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
+    for_rewards: bool = False
+    """Its other columns go to reward functions, so that none may have the name of one of their arguments."""
+
+
+# A row that fits several is called by the first of them. TRL hands no `completion` to reward functions either: that name is the
+# sampled one's.
+FORMS = {
+    "preference": Form(("prompt", "chosen", "rejected"), _pair),
+    "unpaired-preference": Form(("prompt", "completion", "label"), _label),
+    "stepwise": Form(("prompt", "completions", "labels"), _steps),
+    "prompt-completion": Form(("prompt", "completion"), _completion),
+    "messages": Form(("messages", "text"), _messages),
+    "prompt-only": Form(("prompt", "completion"), _prompt, for_rewards=True),
+}
 
 
 def _kind(value: object) -> str:
@@ -306,11 +315,11 @@ class _Check:
             self.fail(f"{where}.content", "is an empty string")
         return turn
 
-    def columns(self, columns: Mapping[str, Any], *, prompt_only: bool) -> None:
+    def columns(self, columns: Mapping[str, Any], *, for_rewards: bool) -> None:
         for name, value in columns.items():
             if (depth := _depth(value)) > MAX_DEPTH:
                 self.fail(name, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read, so flatten it or leave it out")
-            if prompt_only and name in _TAKEN:
+            if for_rewards and name in _TAKEN:
                 self.fail(name, "has the name of an argument of reward functions; rename it")
             for path, number in _numbers(name, value):
                 if not math.isfinite(number):

@@ -1,42 +1,28 @@
-"""From a file, a folder, a hub name or any iterable to checked rows, with every fault named by file, line, column and reason.
-
-JSON is read here and not through `datasets`: Arrow can't hold a lone surrogate, and its errors name no line.
-"""
+"""From files, folders, hub names, tasks or any iterable to checked rows; a fault is named by file, line, column and reason."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from psigrad.config import Data
 from psigrad.errors import UserError, nearest
-from psigrad.language.data import csv_rows, tasks
-from psigrad.language.data.dataset_rows import FORMS, BadRow, Form, Row, RowError, fitting, rows_of, show
-from psigrad.language.data.network import stay_here_without_a_network
-
-MAX_LINE_BYTES = 32 * 2**20
-"""A longer line is refused: nobody writes one on purpose, and it would be held in memory several times over."""
+from psigrad.language.data import tasks
+from psigrad.language.data.dataset_rows import FORMS, BadRow, Row, RowError, fitting, rows_of, show
+from psigrad.language.data.row_files import READERS, Raw, Records, first_line, read_file
+from psigrad.seeds import permutation
 
 _SHOWN = 5
-_BOM = b"\xef\xbb\xbf"
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_SPACE = re.compile(r"[ \t\r\n]*")
 _SPLITS = {"train": "train training", "validation": "validation valid val dev", "test": "test testing eval evaluation"}
 _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words.split()}
-
-
-class _Raw(NamedTuple):
-    source: str
-    value: object
-
-
-_Records = Iterator["_Raw | BadRow"]
+_WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
+_network = {"missing": False}
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class LoadedRows:
 
 
 def load(
-    dataset: str, *, form: Form, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop", max_rows: int = 0
+    dataset: str, *, form: str, split: str = "train", bad_rows: Literal["stop", "skip"] = "stop", max_rows: int = 0
 ) -> LoadedRows:
     """The rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
@@ -63,13 +49,13 @@ def load(
 
 
 def from_rows(
-    iterable: Iterable[object], form: Form, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop"
+    iterable: Iterable[object], form: str, source: str = "rows", bad_rows: Literal["stop", "skip"] = "stop"
 ) -> LoadedRows:
     """The same checks for rows that are in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
         raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
-    return _collect((_Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows)
+    return _collect((Raw(f"{source}:{i}", raw) for i, raw in enumerate(iterable, 1)), form, source, bad_rows)
 
 
 def holdout(rows: LoadedRows, n: int) -> tuple[LoadedRows, LoadedRows]:
@@ -83,9 +69,9 @@ def holdout(rows: LoadedRows, n: int) -> tuple[LoadedRows, LoadedRows]:
     return LoadedRows(rows.rows[:cut], rows.skipped), LoadedRows(rows.rows[cut:], [])
 
 
-def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> LoadedRows:
-    if form not in FORMS:
-        raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(FORMS)}{nearest(form, FORMS)}")
+def _collect(records: Records, form: str, name: str, bad_rows: str) -> LoadedRows:
+    if form not in (known := ["sft", *FORMS]):
+        raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
         raise UserError(f"bad_rows is {bad_rows!r}; it must be 'stop' or 'skip'.")
     rows, bad, fits = [], [], ""
@@ -105,7 +91,7 @@ def _collect(records: _Records, form: Form, name: str, bad_rows: str) -> LoadedR
     return LoadedRows(rows, bad)
 
 
-def _summary(name: str, form: Form, total: int, bad: list[BadRow], fitting: str) -> str:
+def _summary(name: str, form: str, total: int, bad: list[BadRow], fitting: str) -> str:
     if len(bad) == total and len({(row.column, row.reason) for row in bad}) == 1:
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
@@ -116,9 +102,9 @@ def _summary(name: str, form: Form, total: int, bad: list[BadRow], fitting: str)
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}."
 
 
-def _records(dataset: str, split: str, streaming: bool = False) -> _Records:
+def _records(dataset: str, split: str, streaming: bool = False) -> Records:
     if dataset.startswith("task:"):
-        return (_Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.named(dataset), 1))
+        return (Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.named(dataset), 1))
     try:
         path = Path(dataset).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
@@ -129,13 +115,13 @@ def _records(dataset: str, split: str, streaming: bool = False) -> _Records:
     if is_folder:
         return _folder(path, split)
     if exists:
-        return _file(path, path.name)
-    if path.suffix in _READERS or dataset.startswith((".", "/", "~")) or "\\" in dataset:
+        return read_file(path, path.name)
+    if path.suffix in READERS or dataset.startswith((".", "/", "~")) or "\\" in dataset:
         raise UserError(
             f"There is no file or folder {show(dataset)}; give an existing path or a hub name{_neighbour(path) or '.'}"
         )
     file, _, behind = dataset.partition(":")
-    if Path(file).suffix in _READERS:
+    if Path(file).suffix in READERS:
         raise UserError(
             f"The dataset {show(dataset)} has {show(behind)} behind a file's name. A weight stands there, a number, and only "
             "beside other datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
@@ -148,24 +134,14 @@ def _neighbour(path: Path) -> str:
     return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
 
 
-def _file(path: Path, name: str) -> _Records:
-    if path.suffix not in _READERS:
-        known = ", ".join(_READERS)
-        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; it must be one of {known}; convert or rename it.")
-    try:
-        yield from _READERS[path.suffix](path, name)
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error}); check that it is a whole, readable {path.suffix} file.") from error
-
-
-def _folder(path: Path, split: str) -> _Records:
+def _folder(path: Path, split: str) -> Records:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         yield from _saved_dataset(path, split)
         return
-    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix in _READERS and file.is_file())
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix in READERS and file.is_file())
     names = [name for name in names if not any(part.startswith((".", "dataset_info")) for part in name.split("/"))]
     if not names:
-        raise UserError(f"The folder {path} holds no {', '.join(_READERS)} file; put the data there or name another folder.")
+        raise UserError(f"The folder {path} holds no {', '.join(READERS)} file; put the data there or name another folder.")
     splits = {name: _split_of(name) for name in names}
     if any(splits.values()):
         wanted = _SPLIT_OF.get(split, split)
@@ -174,7 +150,7 @@ def _folder(path: Path, split: str) -> _Records:
             found = ", ".join(sorted({found for found in splits.values() if found}))
             raise UserError(f"The folder {path} holds no files of the split {split!r}; it has {found}. Name one of these.")
     for name in names:
-        yield from _file(path / name, name)
+        yield from read_file(path / name, name)
 
 
 def _split_of(name: str) -> str:
@@ -183,7 +159,7 @@ def _split_of(name: str) -> str:
     return next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), "")
 
 
-def _saved_dataset(path: Path, split: str) -> _Records:
+def _saved_dataset(path: Path, split: str) -> Records:
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -192,206 +168,128 @@ def _saved_dataset(path: Path, split: str) -> _Records:
             if split not in saved:
                 raise UserError(f"{path} has no split {split!r}; it has {', '.join(saved)}. Name one of these.")
             saved = saved[split]
-        yield from (_Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(saved, 1))
+        yield from (Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(saved, 1))
     except UserError:
         raise
     except Exception as error:  # a damaged folder fails in Arrow, json or datasets, each with types of its own
-        raise UserError(f"The saved dataset {path} can't be read ({_reason(error)}); save it again with save_to_disk.") from error
-
-
-def _hub(dataset: str, split: str, streaming: bool) -> _Records:
-    import datasets
-
-    name, _, config = dataset.partition(":")
-    stay_here_without_a_network()
-    try:
-        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
-        yield from (_Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(rows, 1))
-    except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(
-            f"{show(dataset)} is neither a file or folder here{_neighbour(Path(dataset))} nor a dataset that the hub could load "
-            f"(split {split!r}: {_reason(error)}); check the name, the split and the network."
+            f"The saved dataset {path} can't be read ({first_line(error)}); save it again with save_to_disk."
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+def _hub(dataset: str, split: str, streaming: bool) -> Records:
+    import datasets
 
-
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets a key occur twice and Python keeps the last in silence; here it is an error."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateKeyError(f"has the key {show(next(name for name in names if names.count(name) > 1))} twice")
-    return made
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-_PLAIN = json.JSONDecoder()
-
-
-def _refuse_utf16(start: bytes, path: Path) -> None:
-    if start.startswith(_UTF16):
-        raise UserError(f"{path}:1 starts like UTF-16 text; save the file as UTF-8.")
-
-
-def _json_lines(path: Path, name: str) -> _Records:
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if number == 1:
-                _refuse_utf16(line, path)
-                line = line.removeprefix(_BOM)
-            size = len(line)
-            if size > MAX_LINE_BYTES:
-                while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
-                    size += len(line)
-                yield BadRow(f"{name}:{number}", "", f"is a line of {size} bytes; the most is {MAX_LINE_BYTES}")
-            elif line.strip():
-                yield _json_line(line.rstrip(b"\r\n"), f"{name}:{number}")
-
-
-def _json_line(line: bytes, source: str) -> _Raw | BadRow:
+    name, _, config = dataset.partition(":")
+    go_offline_without_network()
     try:
-        return _Raw(source, _DECODER.decode(line.decode("utf-8")))
-    except UnicodeDecodeError as error:
-        return BadRow(f"{source}:{error.start + 1}", "", f"is not UTF-8 (byte 0x{line[error.start]:02x}); save the file as UTF-8")
-    except json.JSONDecodeError as error:
-        hint = "; a file that is one JSON list must be named .json" if line.lstrip().startswith(b"[") else ""
-        return BadRow(f"{source}:{error.colno}", "", f"is not JSON ({error.msg}){hint}")
-    except (ValueError, RecursionError) as error:  # duplicate keys; integers of more than 4300 digits; nesting too deep
-        return BadRow(source, "", _flaw(error))
+        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+        yield from (Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(rows, 1))
+    except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
+        raise UserError(
+            f"{show(dataset)} is neither a file or folder here{_neighbour(Path(dataset))} nor a dataset that the hub could load "
+            f"(split {split!r}: {first_line(error)}); check the name, the split and the network."
+        ) from error
 
 
-def _flaw(error: Exception) -> str:
-    return str(error) if isinstance(error, _DuplicateKeyError) else f"can't be decoded ({_reason(error)})"
+def go_offline_without_network() -> None:
+    """Use what was downloaded before where the hub's name leads nowhere, as without a network.
 
+    huggingface_hub would ask for every file five times, a minute in all, before it looks at what is there.
+    """
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
 
-def _json(path: Path, name: str) -> _Records:
-    data = path.read_bytes()
-    _refuse_utf16(data, path)
-    if not data.removeprefix(_BOM).lstrip().startswith(b"["):
-        _refuse_one_object(data, path)
-        yield from _json_lines(path, name)
-        return
+    from huggingface_hub import constants
+
+    if (constants.HF_HUB_OFFLINE and not _network["missing"]) or {"http", "https", "all"} & getproxies().keys():
+        return  # asked for by the user; or the proxy knows the name
+    hub = urlsplit(constants.ENDPOINT).hostname or ""
     try:
-        text = data.removeprefix(_BOM).decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = 1 + data.count(b"\n", 0, error.start)
-        raise UserError(f"{path}:{line} is not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8.") from None
-    try:
-        yield from _json_list(text, name)
-    except json.JSONDecodeError as error:
-        where = f"{path}:{error.lineno}:{error.colno}"
-        raise UserError(f"{where} is not JSON ({error.msg}); a list of objects was expected.") from None
+        socket.getaddrinfo(hub, None)
+        _network["missing"] = False
+    except OSError:
+        if not _network["missing"]:
+            print(f"psigrad: No network: {hub} has no address here. What was downloaded before is used.", file=sys.stderr)
+        _network["missing"] = True
+    constants.HF_HUB_OFFLINE = _network["missing"]
 
 
-def _refuse_one_object(data: bytes, path: Path) -> None:
-    """`.json` often holds JSON lines, which is fine; one object over several lines is not."""
-    try:
-        one_object = b"\n" in data.strip() and isinstance(json.loads(data), dict)
-    except (ValueError, RecursionError):
-        return
-    if one_object:
-        raise UserError(f"{path}:1 opens one JSON object; a list of objects was expected. Move the list to the top level.")
+class Share(NamedTuple):
+    """A dataset of several, and its weight; None where none is given."""
+
+    dataset: Any
+    weight: float | None
 
 
-def _json_list(text: str, name: str) -> _Records:
-    """Objects of a JSON list one by one, so that each keeps its line number and a bad one doesn't hide the others."""
-    at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
-    more = text[at : at + 1] != "]"
-    while more:
-        line, counted = line + text.count("\n", counted, at), at
-        source = f"{name}:{line}"
-        try:
-            value, end = _DECODER.raw_decode(text, at)
-            yield _Raw(source, value)
-        except json.JSONDecodeError:
-            raise
-        except (ValueError, RecursionError) as error:
-            yield BadRow(source, "", _flaw(error))
-            end = _end_of(text, at)
-        at = _skip(text, end)
-        if text[at : at + 1] not in (",", "]"):
-            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-        more = text[at] == ","
-        at = _skip(text, at + 1) if more else at
-    at = _skip(text, at + 1)
-    if at < len(text):
-        raise json.JSONDecodeError("Extra data after the list", text, at)
+def parse_mixture(dataset: object) -> list[Share]:
+    """The datasets of a list of names, "a.jsonl:0.7" with a weight behind it; anything else is one dataset.
+
+    Raises `UserError` where only some have a weight, or one is 0.
+    """
+    if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
+        return [Share(dataset, None)]
+    shares = [Share(m[1], float(m[2])) if (m := _WEIGHT.match(text)) else Share(text, None) for text in dataset]
+    weighted = [share for share in shares if share.weight is not None]
+    if weighted and len(weighted) < len(shares):
+        bare = next(share.dataset for share in shares if share.weight is None)
+        raise UserError(f"Some datasets have a weight and {bare!r} has none; give each one, as {bare}:0.5, or none at all.")
+    if any(share.weight == 0 for share in weighted):
+        raise UserError(f"A dataset has weight 0 in {', '.join(map(str, dataset))}; leave it out.")
+    return shares
 
 
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
+def quotas(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` divided in proportion to the weights, each within 1 of its share: ends are rounded, so nothing is lost."""
+    ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _end_of(text: str, at: int) -> int:
-    """Where a value ends that the strict decoder refused, when Python's own can still read it."""
-    try:
-        return _PLAIN.raw_decode(text, at)[1]
-    except json.JSONDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise json.JSONDecodeError(_reason(error), text, at) from error
+def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
+    """As many rows as all datasets have together, of which each has its share.
+
+    Without weights that is every row once. Else a dataset of n rows with quota q gives each of them ⌊q/n⌋ or ⌈q/n⌉ times; which
+    ones come once more depends on the seed and the place of the dataset alone. Training shuffles them anew in every epoch.
+    """
+    rows: list[Row] = []
+    given = [weight for weight in weights if weight is not None]
+    if len(given) < len(parts):
+        return [row for part in parts for row in part]
+    for place, (part, quota) in enumerate(zip(parts, quotas(sum(map(len, parts)), given), strict=True)):
+        again, more = divmod(quota, len(part))
+        rows += [*part] * again + [part[i] for i in sorted(permutation(len(part), seed, "mixture", place)[:more])]
+    return rows
 
 
-def _parquet(path: Path, name: str) -> _Records:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def read_rows(data: Data, form: str, eval_prompts: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Training rows and held-out rows. Without an eval dataset the last `eval_prompts` rows are held out.
 
-    try:
-        with pq.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if twice := {column for column in columns if columns.count(column) > 1}:
-                raise UserError(f"{path} has the column {show(min(twice))} twice; rename one of them.")
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                yield from _batch(batch, name, number)
-                number += batch.num_rows
-    except UserError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise UserError(f"{path} is not a whole Parquet file ({_reason(error)}); write or copy it again.") from error
+    Of several datasets each gives its share of both.
+    """
+    shares = parse_mixture(data.dataset)
+    parts = [_read_one(data, form, share.dataset, data.split) for share in shares]
+    held_out_rows: list[Row] = []
+    if data.eval_dataset:
+        held_out_rows = read_dataset(data, form, data.eval_dataset, data.eval_split).rows[:eval_prompts]
+    elif eval_prompts:
+        sizes = [len(part.rows) if share.weight is None else share.weight for part, share in zip(parts, shares, strict=True)]
+        split = [holdout(part, n) for part, n in zip(parts, quotas(eval_prompts, sizes), strict=True)]
+        parts, held_out_rows = [train for train, _ in split], [row for _, held in split for row in held.rows]
+    return mix([part.rows for part in parts], [share.weight for share in shares], seed), held_out_rows
 
 
-def _batch(batch: Any, name: str, number: int) -> _Records:
-    """The rows of an Arrow batch. Its text is not checked when it is read, so a cell of bad UTF-8 shows up only here."""
-    try:
-        yield from [_Raw(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
-    except UnicodeDecodeError:
-        for i in range(batch.num_rows):
-            yield _cells(batch, i, f"{name}:{number + i + 1}")
+def read_dataset(data: Data, form: str, dataset: Any, split: str) -> LoadedRows:
+    """The rows of one dataset, or of several one after the other; a missing name is refused."""
+    parts = [_read_one(data, form, share.dataset, split) for share in parse_mixture(dataset)]
+    return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
-def _cells(batch: Any, i: int, source: str) -> _Raw | BadRow:
-    raw: dict[str, object] = {}
-    for column in batch.schema.names:
-        try:
-            raw[column] = batch.column(column)[i].as_py()
-        except UnicodeDecodeError as error:
-            return BadRow(source, column, f"is not UTF-8 (byte 0x{error.object[error.start]:02x})")
-    return _Raw(source, raw)
-
-
-def _separated(delimiter: str, path: Path, name: str) -> _Records:
-    for line, row in csv_rows.read(path, delimiter):
-        source = f"{name}:{line}"
-        yield BadRow(source, "", row) if isinstance(row, str) else _Raw(source, row)
-
-
-_READERS: dict[str, Callable[[Path, str], _Records]] = {
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-    ".json": _json,
-    ".parquet": _parquet,
-    ".csv": partial(_separated, ","),
-    ".tsv": partial(_separated, "\t"),
-}
+def _read_one(data: Data, form: str, dataset: Any, split: str) -> LoadedRows:
+    if not isinstance(dataset, str):
+        return from_rows(islice(dataset, data.max_rows) if data.max_rows else dataset, form, bad_rows=data.bad_rows)
+    if not dataset:
+        raise UserError(
+            "No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset)."
+        )
+    return load(dataset, form=form, split=split, bad_rows=data.bad_rows, max_rows=data.max_rows)

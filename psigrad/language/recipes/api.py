@@ -14,8 +14,8 @@ from psigrad.config import EvalConfig, PreferenceConfig, Reward, RewardConfig, S
 from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import TrainingConfig, of_spec
 from psigrad.errors import UserError, kind_of
-from psigrad.language.recipes import given_model
-from psigrad.language.recipes.given_model import START, GivenModel
+from psigrad.language.loading import given_model
+from psigrad.language.loading.given_model import START, GivenModel
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel import launch
 from psigrad.runs.result import Result

@@ -13,8 +13,7 @@ from psigrad.config.language import Played
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.sources import from_rows
-from psigrad.language.recipes import setup
+from psigrad.language.data.sources import from_rows, read_rows
 from psigrad.language.recipes.fleets import fleet
 from psigrad.language.rollout.episodes import environments
 from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
@@ -77,7 +76,7 @@ def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row]
     """Training and held-out rows: the dataset's, or those that the environment brings along. Tools are offered in every row."""
     own = own_rows(config, episodes)
     if own is None:
-        train, held = setup.read_rows(config, "prompt-only")
+        train, held = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed)
     else:
         held, train = own[: config.evaluation.eval_prompts], own[config.evaluation.eval_prompts :]
     return offered(config, train), offered(config, held)

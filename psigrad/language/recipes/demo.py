@@ -19,8 +19,9 @@ from psigrad import seeds
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
 from psigrad.language.data import tasks
 from psigrad.language.models import tiny
-from psigrad.language.recipes import evaluate, online, setup, sft
-from psigrad.runs import session
+from psigrad.language.recipes import evaluate, online, sft
+from psigrad.language.recipes.finish import write_report
+from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
 
@@ -40,7 +41,7 @@ def run(
     Each stage goes on from its newest checkpoint, so a demo that was stopped is taken up by the same call.
     """
     start, folder = time.perf_counter(), Path(output_dir)
-    session.prepare_torch(Run())
+    machine.prepare_torch(Run())
     files = prepare(folder, seed, progress)
     tuned = sft.run(
         SFTConfig(
@@ -58,8 +59,8 @@ def run(
     # a demo that was stopped and taken up again has spent time in an earlier call as well
     spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
     rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
-    setup.summary(trained.folder, rows)
-    return replace(trained, report=setup.write_report(trained.folder))
+    (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")  # the report's headline table
+    return replace(trained, report=write_report(trained.folder))
 
 
 def reinforcing(

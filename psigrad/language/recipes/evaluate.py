@@ -10,8 +10,9 @@ from psigrad import seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.sources import read_dataset
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import loading, setup
 from psigrad.language.recipes.conversation import episodes_for, offered, own_rows
 from psigrad.language.recipes.scorers import Judge, evaluator_for, judge_for
 from psigrad.language.rewards.pool import why_unscored
@@ -22,7 +23,7 @@ from psigrad.language.rollout.types import SamplingParams, Trajectory
 from psigrad.language.training.evaluator import Evaluator, figures_of
 from psigrad.language.training.online.generation import score
 from psigrad.records.read import prompt_text
-from psigrad.runs import session
+from psigrad.runs import machine
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def run(config: EvalConfig) -> Report:
 
 def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     """The completions, scored or as they are."""
-    session.prepare_torch(config.run)
-    setup.check_sampling(config.sampling)
+    machine.prepare_torch(config.run)
+    samplers.check_sampling(config.sampling)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1
     metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""
     functions = (metric,) if metric and best_of == 1 else None if scored else ()
@@ -76,7 +77,7 @@ def sampled(config: EvalConfig | SampleConfig, scored: bool) -> Report:
     if config.server:
         with judge_for(config, None, functions) as judge:
             return _chosen(config, judge, *_by_server(config, judge, size))
-    model = loading.load_model(replace(config.model, adapter="merge"), config.run, None)
+    model = load_model(replace(config.model, adapter="merge"), config.run, None)
     with episodes_for(config) as episodes, judge_for(config, model.tokenizer, functions) as judge:
         return _chosen(config, judge, *_by_model(config, judge, size, model, episodes))
 
@@ -143,10 +144,10 @@ def _chosen(
 def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | EvalConfig) -> list[float]:
     """Exact KL(model‖reference) of each of the completions found, in nats."""
     pair = [
-        loading.load_model(replace(config.model, path=path, lora_rank=0, adapter="merge"), config.run, None)
+        load_model(replace(config.model, path=path, lora_rank=0, adapter="merge"), config.run, None)
         for path in (model, reference)
     ]
-    evaluator = Evaluator([], None, "", setup.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])
+    evaluator = Evaluator([], None, "", samplers.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])
     return evaluator.kl(pair[0], found.trajectories)
 
 
@@ -172,5 +173,5 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
 def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None) -> list[Row]:
     """The rows of the dataset, or those that the environment brings along."""
     own = own_rows(config, episodes)
-    rows = setup.read_dataset(config, "prompt-only", config.data.dataset, config.data.split).rows if own is None else own
+    rows = read_dataset(config.data, "prompt-only", config.data.dataset, config.data.split).rows if own is None else own
     return offered(config, rows[: config.evaluation.eval_prompts or len(rows)])

@@ -11,31 +11,35 @@ from pathlib import Path
 from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError
+from psigrad.language.loading import model_source
+from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading.load_model import attend, load_model, load_reference, settle
 from psigrad.language.models import scalar_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import loading, model_source, setup
+from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, rows_for
-from psigrad.language.recipes.given_model import GivenModel
+from psigrad.language.recipes.finish import finish, optimizer_of
 from psigrad.language.recipes.pinned import pinned
 from psigrad.language.recipes.sampling import parcels, sampler_of
 from psigrad.language.recipes.scorers import completion_room, evaluator_for, judge_for
 from psigrad.language.rewards import resolve
+from psigrad.language.rollout.samplers.samplers import check_sampling, sampling_params
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training import rehearsal
+from psigrad.language.training.learners import Follower, Learner, State, begin
 from psigrad.language.training.online.online_rl import train
 from psigrad.language.training.online.online_run import Online, ValueModel, is_exact
 from psigrad.objective import PolicyGradient
 from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
 from psigrad.objective.parts.correction import truncated_importance
-from psigrad.objective.parts.penalty import kl_penalty
+from psigrad.objective.parts.surrogate import kl_penalty
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import World
-from psigrad.runs import session
+from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
-from psigrad.runs.state import Follower, Learner, State
 
 
 def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
@@ -61,20 +65,20 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             metric = config.evaluation.metric
             judge = stack.enter_context(judge_for(config, model.tokenizer, [metric], journal)) if metric else reward
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, reference, episodes, world=journal.world)
-        prompts = setup.prompts_of(rows, model, config.data, completion_room(config, episodes), journal)
+        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config, episodes), journal)
         if config.teacher_prompt and reference is not None:
             room = config.sampling.max_completion_length
-            prompts = setup.with_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
+            prompts = row_limits.add_teacher_prompts(prompts, config.teacher_prompt, model, reference, room)
         sampler = stack.enter_context(sampler_of(config, model, journal))
         collector = stack.enter_context(_collector(config, sampler, journal.world))
         algorithm = corrected(algorithm, config, sampler, model, journal)
         critic = _critic(config, model, found, journal.world) if algorithm.needs_critic and not config.critic_shared else None
-        policy = Learner(model, setup.optimizer_of(model, config, journal.world))
+        policy = Learner(model, optimizer_of(model, config, journal.world))
         learners: list[Learner | Follower] = [policy, *([Learner(critic.model, critic.optimizer, "critic")] if critic else [])]
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
         fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held))
-        begun = session.begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh, counted)
+        begun = begin(config, journal, learners, pinned(config, model.tokenizer, rows, held), found, fresh, counted)
         job = Online(
             config=config,
             algorithm=algorithm,
@@ -84,7 +88,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
             scorer=reward.scorer,
             optimizer=policy.optimizer,
             prompts=prompts,
-            params=setup.sampling_params(config.sampling, model, rows),
+            params=sampling_params(config.sampling, model, rows),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
             journal=journal,
             evaluator=evaluator,
@@ -96,7 +100,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if config.optim.rehearse:
             rehearsal.online(job)
         after = train(job, begun.state, begun.save)
-        return setup.finish(config, journal, model, ledger=after.ledger, **parcels(sampler))
+        return finish(config, journal, model, ledger=after.ledger, **parcels(sampler))
 
 
 def _policy(
@@ -104,7 +108,7 @@ def _policy(
 ) -> LanguageModel:
     """The model that trains, with a value head where it is its own critic."""
     shared = algorithm.needs_critic and config.critic_shared
-    model = loading.load_model(config.model, config.run, found, world, shared, given)
+    model = load_model(config.model, config.run, found, world, shared, given)
     _check_following(config, model.adapter is not None)
     return model
 
@@ -168,7 +172,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         )
     for function in (*config.reward, *((config.evaluation.metric,) if config.evaluation.metric else ())):
         resolve(function)
-    setup.check_sampling(config.sampling)
+    check_sampling(config.sampling)
     _check_reference(config, algorithm, needs_reward)
     _check_critic(config, algorithm)
     if config.num_generations < algorithm.min_group_size:
@@ -254,21 +258,21 @@ def _critic(config: OnlineConfig, model: LanguageModel, found: Path | None, worl
     made = scalar_model.load(
         str(place) if place is not None and not in_shards else model_source.located(start),
         dtype=config.model.dtype,
-        device=session.device(config.run),
+        device=machine.device(config.run),
         gradient_checkpointing=config.model.gradient_checkpointing,
         fresh_head="zero" if found is None or in_shards else "refuse",
         trust_remote_code=config.model.trust_remote_code,
         for_shards=world.lockstep,
     )
-    loading.attend(config.model, made)
+    attend(config.model, made)
     if not made.per_token:
         raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    loading.settle(made, world, session.device(config.run), place if in_shards else None)
-    return ValueModel(made, setup.optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
+    settle(made, world, machine.device(config.run), place if in_shards else None)
+    return ValueModel(made, optimizer_of(made, config, world), config.critic_learning_rate or config.optim.learning_rate)
 
 
 def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None, world: World) -> LanguageModel:
@@ -277,13 +281,13 @@ def _reference(config: OnlineConfig, model: LanguageModel, found: Path | None, w
     """
     dtype = config.reference_dtype or config.model.dtype
     if config.reference:
-        return loading.load_reference(config.reference, model, config, dtype, world)
+        return load_reference(config.reference, model, config, dtype, world)
     if model.is_own_reference:
         return model
     if found is None and dtype == config.model.dtype and not world.lockstep:
         return model.frozen_copy()
     saved = found / "reference" if found is not None and config.ref_model_sync_steps else None
-    loaded = loading.load_model(replace(config.model, dtype=dtype), config.run, saved, world)
+    loaded = load_model(replace(config.model, dtype=dtype), config.run, saved, world)
     if not world.lockstep:
         return loaded.frozen_copy()
     loaded.network.requires_grad_(False)

@@ -11,10 +11,11 @@ from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConf
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.models.native.kernels import kernels
 from psigrad.language.rewards import resolve
 from psigrad.language.rollout.episodes import environments
 from psigrad.records import pins
-from psigrad.runs import session
+from psigrad.runs.machine import pins_of
 
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
@@ -29,7 +30,7 @@ def pinned(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Ro
         "tokenizer": tokenizer.get_vocab(),
         "chat_template": tokenizer.chat_template,
     }
-    return {**pins.hashes(content), **_models(config), **_code(config), **session.machine(config.run)}
+    return {**pins.hashes(content), **_models(config), **_code(config), **pins_of(config.run, kernels())}
 
 
 def _models(config: Config) -> dict[str, str]:

@@ -20,12 +20,16 @@ from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.pairs import Answer
+from psigrad.language.data.sources import read_rows
+from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading.load_model import load_model, load_reference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
-from psigrad.language.recipes import loading, setup
-from psigrad.language.recipes.given_model import GivenModel
+from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.row_limits import check_row_count, token_limit
 from psigrad.language.recipes.sampling import sampler_of
 from psigrad.language.recipes.scorers import evaluator_for, judge_for
+from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Generated
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatched, reference_logps
 from psigrad.language.training.offline.task import Task
@@ -44,13 +48,14 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
     memory. Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
     loss = resolve_loss(config.loss)
-    setup.check_sampling(config.sampling)
+    check_sampling(config.sampling)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        rows, held = setup.read_rows(config, "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference")
-        model = loading.load_model(config.model, config.run, found, journal.world, given=given)
+        form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"
+        rows, held = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
+        model = load_model(config.model, config.run, found, journal.world, given=given)
         reference = _reference(config, loss, model, found, journal.world)
         task = _task(config, loss, model, reference, rows, journal)
         held_out = _task(config, loss, model, reference, held, journal) if held else None
@@ -61,7 +66,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
             kl_to = reference or model.frozen_copy() if config.evaluation.eval_kl else None
             evaluator = evaluator_for(config.evaluation, config, model, judge, held, kl_to, world=journal.world)
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
-        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
+        return train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
 
 
 def _reference(
@@ -73,12 +78,12 @@ def _reference(
     if not (loss.needs_reference or config.evaluation.eval_kl):
         return None
     if config.reference:
-        return loading.load_reference(config.reference, model, config, world=world)
+        return load_reference(config.reference, model, config, world=world)
     if model.is_own_reference:
         return model
     if found is None and not config.evaluation.eval_kl:
         return model
-    loaded = loading.load_model(replace(config.model, lora_rank=0), config.run, None, world)
+    loaded = load_model(replace(config.model, lora_rank=0), config.run, None, world)
     if not world.lockstep:
         return loaded.frozen_copy()
     loaded.network.requires_grad_(False)
@@ -94,14 +99,14 @@ def _task(
     journal: Journal,
 ) -> Task:
     """The rows as tokens, with the reference's log-probs where the loss reads them; those above max_length are left out."""
-    limit = setup.token_limit(config, model)
+    limit = token_limit(config, model)
     if isinstance(loss, KahnemanTversky):
         judged, left = pairs.within([pairs.judged(model.tokenizer, row) for row in rows], lambda j: j.tokens, limit)
-        setup.refuse_none(config, limit, len(judged), left, journal)
+        check_row_count(config, limit, len(judged), left, journal)
         answers = [[row.answer, mismatched(judged, i)] for i, row in enumerate(judged)]
         return KTOTask(model, loss, judged, _logps(config, reference, [row.prompt for row in judged], answers, journal.world))
     made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
-    setup.refuse_none(config, limit, len(made), left, journal)
+    check_row_count(config, limit, len(made), left, journal)
     if not loss.needs_reference:
         return PreferenceTask(model, loss, made)
     known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], journal.world)

@@ -10,15 +10,18 @@ from psigrad.config import Data, Model, RewardConfig, Run
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.sources import read_dataset, read_rows
 from psigrad.language.data.templates import example
+from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
-from psigrad.language.recipes import loading, setup
-from psigrad.language.recipes.given_model import GivenModel
+from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.row_limits import check_row_count, token_limit
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.offline.task import Task
 from psigrad.language.training.scoring import score_all
 from psigrad.objective.preferences.reward_model import BradleyTerry
-from psigrad.runs import session
+from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
@@ -33,30 +36,31 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = loading.load_scalar_model(config.model, config.run, found, journal.world, given)
+        model = load_scalar_model(config.model, config.run, found, journal.world, given)
         if config.process and not model.per_token:
             raise UserError(
                 f"{config.model.path!r} gives no score for every token, which --process needs; give a causal language model."
             )
         if config.process:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
-        rows, held = setup.read_rows(config, "stepwise" if config.process else "preference")
+        form = "stepwise" if config.process else "preference"
+        rows, held = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
         task = _task(config, model, rows, journal)
         held_out = _task(config, model, held, journal) if held else None
-        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out)
+        return train_on_rows(config, journal, model, (rows, held), found, task, held_out)
 
 
 def _task(config: RewardConfig, model: ScalarModel, rows: list[Row], journal: Journal) -> Task:
     """The rows as tokens; those above max_length are left out and counted."""
-    limit = setup.token_limit(config, model)
+    limit = token_limit(config, model)
     if config.process:
         solutions, left = pairs.within(
             [pairs.steps(model.tokenizer, row, config.step_separator) for row in rows], lambda s: s.tokens, limit
         )
-        setup.refuse_none(config, limit, len(solutions), left, journal)
+        check_row_count(config, limit, len(solutions), left, journal)
         return ProcessRewardTask(model, solutions)
     made, left = pairs.within([pairs.pair(model.tokenizer, row) for row in rows], pairs.longest, limit)
-    setup.refuse_none(config, limit, len(made), left, journal)
+    check_row_count(config, limit, len(made), left, journal)
     return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
 
 
@@ -68,8 +72,8 @@ def score(
     `rows` is a file, folder or hub dataset, or rows from Python. Raises `UserError` where `model` has no trained scalar head.
     """
     config = RewardConfig(model=Model(path=model), data=Data(dataset=rows, split=split), run=Run(device=device))
-    session.prepare_torch(config.run)
-    loaded = loading.load_trained_scalar_model(config.model, config.run)
-    read = setup.read_dataset(config, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
+    machine.prepare_torch(config.run)
+    loaded = load_trained_scalar_model(config.model, config.run)
+    read = read_dataset(config.data, "prompt-completion", rows if isinstance(rows, str | os.PathLike) else list(rows), split)
     texts = [example(loaded.tokenizer, row).ids for row in read.rows]
     return score_all(loaded, [([], ids) for ids in texts], budget)

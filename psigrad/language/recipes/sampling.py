@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import loading
 from psigrad.language.recipes.fleets import fleet
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.ray_sampler import RaySampler, RolloutWorker
@@ -38,7 +38,7 @@ def sampler_of(
                 parcel=placement.parcel_prompts,
             )
         return
-    twin = model if model.root is None else loading.load_model(config.model, config.run, None)
+    twin = model if model.root is None else load_model(config.model, config.run, None)
     with contextlib.closing(samplers.make(config.sampling, twin, None if journal is None else journal.tell)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
@@ -63,5 +63,5 @@ def _samplers(config: SFTConfig | OnlineConfig | PreferenceConfig, journal: Jour
 
 def sampling_model(config: SFTConfig | OnlineConfig | PreferenceConfig) -> tuple[LanguageModel, Sampler]:
     """A model to sample with, on a worker: its first weights are those of the beginning."""
-    model = loading.load_model(config.model, config.run, None)
+    model = load_model(config.model, config.run, None)
     return model, samplers.make(config.sampling, model)

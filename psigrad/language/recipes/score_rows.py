@@ -12,15 +12,15 @@ from transformers import AutoTokenizer
 
 from psigrad.config import Reward
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_rows import Form, Row
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import Example, example
-from psigrad.language.recipes.model_source import refuse_run
+from psigrad.language.loading.model_source import refuse_run
 from psigrad.language.rewards import RewardPool, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.outcomes import Failed, Result, Samples, Scored
 
-FORM: Form = "prompt-completion"
+FORM = "prompt-completion"
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,16 @@ from psigrad.config import Evaluation, Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes import loading, setup
 from psigrad.language.recipes.fleets import fleet
+from psigrad.language.recipes.row_limits import encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.builtin import Length, SoftOverlong
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.pool import unique
 from psigrad.language.rollout.episodes.episodes import Episodes
+from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.training.evaluator import Evaluator
 from psigrad.language.training.ray_scorer import RayScorer, RewardWorker
 from psigrad.language.training.scoring import Mixture, ModelScorer
@@ -109,7 +111,7 @@ def _unsafe(function: Any) -> bool:
 
 def _reward_model(path: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None, names: list[str]) -> ModelScorer:
     """A reward model that never learns, under a name that no other has."""
-    model = loading.load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
+    model = load_trained_scalar_model(replace(config.model, path=path, revision=""), config.run)
     model.network.requires_grad_(False)
     name = base = Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
     for count in range(2, len(names) + 2):
@@ -149,10 +151,10 @@ def evaluator_for(
 ) -> Evaluator:
     """Held-out evaluation by what the judge measures."""
     return Evaluator(
-        prompts=setup.prompts_of(rows, model, config.data, completion_room(config, episodes)),
+        prompts=encode_prompts(rows, model, config.data, completion_room(config, episodes)),
         scorer=judge.scorer,
         metric=judge.metric,
-        params=setup.sampling_params(config.sampling, model, rows, settings.eval_temperature),
+        params=sampling_params(config.sampling, model, rows, settings.eval_temperature),
         seed=config.run.seed,
         num_generations=size or settings.num_generations_eval,
         reference=reference if settings.eval_kl else None,

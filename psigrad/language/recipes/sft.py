@@ -6,9 +6,12 @@ import contextlib
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError
+from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import example
-from psigrad.language.recipes import loading, setup
-from psigrad.language.recipes.given_model import GivenModel
+from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.recipes.finish import train_on_rows
+from psigrad.language.recipes.row_limits import name_limit, token_limit
 from psigrad.language.recipes.sampling import sampler_of
 from psigrad.language.recipes.scorers import evaluator_for, judge_for
 from psigrad.language.training.offline.offline import Generated
@@ -27,14 +30,14 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
         if (done := session.finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
-        model = loading.load_model(config.model, config.run, found, journal.world, given=given)
-        rows, held = setup.read_rows(config, "sft")
-        limit = setup.token_limit(config, model)
+        model = load_model(config.model, config.run, found, journal.world, given=given)
+        rows, held = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed)
+        limit = token_limit(config, model)
         examples = [example(model.tokenizer, row, limit) for row in rows]
         if cut := sum(e.truncated for e in examples):
             journal.tell("rows_cut", f"{cut} of {len(examples)} rows are cut at {limit} tokens.", at=limit, count=cut)
         if not any(any(e.mask) for e in examples):
-            raise UserError(f"No row of {config.data.dataset} has a token to learn within {setup.named_limit(config, limit)}.")
+            raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
         generated = None
         functions = (config.evaluation.metric,) if config.evaluation.metric else config.reward
         if functions and held:
@@ -43,4 +46,4 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
             generated = Generated(model, stack.enter_context(sampler_of(config, model)), evaluator)
         task = SFTTask(model, examples)
         held_out = SFTTask(model, [example(model.tokenizer, row, limit) for row in held]) if held else None
-        return setup.train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)
+        return train_on_rows(config, journal, model, (rows, held), found, task, held_out, generated)

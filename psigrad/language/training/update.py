@@ -11,18 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from psigrad.config import Optim
-from psigrad.errors import UserError
 from psigrad.language.models.gradients import Sums, in_place
 from psigrad.language.training.adamw import AdamW, steps_natively
 from psigrad.processes.parallel.shards import held_of, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
-
-# Consecutive steps without a finite gradient after which the run stops.
-MAX_NONFINITE = 3
-
-
-class NonFiniteError(UserError):
-    """The gradient was not finite for `MAX_NONFINITE` steps in a row."""
+from psigrad.runs.state import MAX_NONFINITE, NonFiniteError
 
 
 def learning_rate(optim: Optim, step: int, total: int) -> float:

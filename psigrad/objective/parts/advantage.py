@@ -17,7 +17,7 @@ from torch import Tensor
 
 from psigrad.objective import stats
 from psigrad.objective.batch import Batch, zero_outside
-from psigrad.objective.returns import discounted_sum, next_chosen, td_errors
+from psigrad.objective.stats import discounted_sum, next_chosen, td_errors
 
 __all__ = [
     "action_advantage",

@@ -14,7 +14,7 @@ from torch import Tensor
 from psigrad.objective import stats
 from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.parts.advantage import GROUP, needs, over_steps
-from psigrad.objective.returns import discounted_sum
+from psigrad.objective.stats import discounted_sum
 
 __all__ = [
     "decoupled_group_mean",

@@ -1,20 +1,38 @@
 """The surrogate slot: (logp, log_ratio, advantage) -> loss per step, all [N,T]; no mean, no metrics.
 
-Losses are minimised, so each is minus what is to grow. One that reads whole sequences has "mask" in its `needs` and gets the mask
-[N,T] as well. More are in `trust_surrogate.py`, PPO-penalty's is in `penalty.py`.
+Losses are minimised, so each is minus what is to grow. One with "mask" in its `needs` reads whole sequences and gets the mask
+[N,T] as well. One with "marks" chooses steps once, among those of the whole collected batch (its method `marks`: True or a weight
+above 0), and gets them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from psigrad.objective import stats
+from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.parts.ratio import exp_ratio
 
-__all__ = ["clip", "dual_clip", "score", "truncated_weight", "unclipped"]
+__all__ = [
+    "clip",
+    "covariance_penalty",
+    "divergence_mask",
+    "dual_clip",
+    "geometric_clip",
+    "kl_penalty",
+    "off_policy_mask",
+    "score",
+    "soft_clip",
+    "truncated_weight",
+    "unclipped",
+    "with_imitation",
+]
 
 Surrogate = Callable[..., Tensor]
 SEQUENCES = frozenset({"mask"})
@@ -149,3 +167,261 @@ def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -
     if isinstance(surrogate, truncated_weight):
         return {"cispo_clip_ratio": (ratio > surrogate.cap) & (advantage > 0)}
     return {}
+
+
+@dataclass(frozen=True)
+class soft_clip(RatioSurrogate):
+    """The ratio through a sigmoid: its gradient fades with the distance from 1 and never ends at an edge.
+
+    Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t, τ = positive where A_t > 0, else negative
+
+    At ρ = 1 the gradient is that of ρ_t·A_t.
+
+    Source: Gao et al. 2025, SAPO, arXiv:2511.20347; TRL loss_type "sapo".
+    """
+
+    positive: float = 1.0
+    """τ of steps with positive advantage; TRL's sapo_temperature_pos."""
+    negative: float = 1.05
+    """τ of the others; larger fades sooner. TRL's sapo_temperature_neg."""
+
+    def __post_init__(self) -> None:
+        if self.positive <= 0 or self.negative <= 0:
+            raise ValueError(f"soft_clip has positive={self.positive} and negative={self.negative}; expected both above 0.")
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        tau = torch.where(advantage > 0, log_ratio.new_tensor(self.positive), self.negative)
+        return -4 / tau * torch.sigmoid(tau * (exp_ratio(log_ratio) - 1)) * advantage
+
+
+@dataclass(frozen=True)
+class divergence_mask(SilentSurrogate):
+    """The policy gradient weighted by the detached ratio, without the steps whose probability has moved too far.
+
+    Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t)
+             M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
+
+    The bound is on the probability of the token (the total variation of "this token or another"), not on its ratio: a rare token
+    may grow by a large factor, a likely one not by a large share.
+
+    Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
+    """
+
+    delta: float = 0.15
+    """δ: how far the probability of a token may move."""
+    cap: float = 20.0
+    """Greatest weight; verl's value."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta <= 1 or self.cap <= 0:
+            raise ValueError(f"divergence_mask has delta={self.delta} and cap={self.cap}; expected 0 < delta <= 1, cap > 0.")
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step. No gradient passes through the weight."""
+        weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()
+        now = logp.detach().exp()
+        moved = now - (logp - log_ratio).detach().exp()
+        held = torch.where(advantage > 0, moved > self.delta, moved < -self.delta)
+        return torch.where(held, 0.0, -weight * advantage) * logp
+
+
+@dataclass(frozen=True)
+class geometric_clip(RatioSurrogate):
+    """The geometric mean of a sequence's ratios, each clipped in logarithms: one outlier cannot carry the sequence.
+
+    Formula: L_t = −A_t · exp( (1/|y|)·Σ_u c_u ), c_u = min(log ρ_u, high) where A_u > 0, max(log ρ_u, −low) where A_u ≤ 0
+
+    With the sequence_mean aggregate the loss of a sequence is −A times the geometric mean.
+
+    Source: Zhao et al. 2025, GMPO, arXiv:2507.20673; TRL's GMPOTrainer.
+    """
+
+    low: float = 0.4
+    """Greatest fall of a step's log ratio; the ratio's bound is e^−low."""
+    high: float = 0.4
+    """Greatest rise of a step's log ratio."""
+    needs: ClassVar[frozenset[str]] = SEQUENCES
+
+    def __post_init__(self) -> None:
+        if self.low < 0 or self.high < 0:
+            raise ValueError(f"geometric_clip has low={self.low} and high={self.high}; expected distances of at least 0.")
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        least = torch.where(advantage > 0, log_ratio.new_tensor(-math.inf), -self.low)
+        most = torch.where(advantage > 0, log_ratio.new_tensor(self.high), math.inf)
+        clipped = zero_outside(mask, log_ratio.clamp(least, most))
+        mean_N = clipped.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return -exp_ratio(mean_N) * advantage
+
+
+@dataclass(frozen=True)
+class off_policy_mask:
+    """Another surrogate, without the sequences of negative advantage that have become much less likely.
+
+    Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_old(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
+
+    The policy has left such a sequence already; going on teaches it noise.
+
+    Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
+    """
+
+    surrogate: Callable[..., Tensor] = field(default_factory=clip)
+    """L': the surrogate of the sequences that count."""
+    delta: float = 0.5
+    """δ: mean fall of a sequence's log-probabilities, in nats per step."""
+
+    def __post_init__(self) -> None:
+        if self.delta <= 0:
+            raise ValueError(f"off_policy_mask has delta={self.delta}; expected more than 0 nats per step.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The mask."""
+        return SEQUENCES
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        given: dict[str, Any] = {"mask": mask} if "mask" in getattr(self.surrogate, "needs", ()) else {}
+        fall_N = -zero_outside(mask, log_ratio.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        left = (advantage < 0) & (fall_N > self.delta)
+        return zero_outside(~left, self.surrogate(logp, log_ratio, advantage, **given))
+
+
+@dataclass(frozen=True)
+class covariance_penalty(SilentSurrogate):
+    """The importance-weighted surrogate, with a penalty on moving the few steps that cost most entropy.
+
+    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps with the greatest
+             C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
+
+    On fresh samples the penalty has no gradient: it needs several passes or minibatches.
+
+    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses M anew in every micro-batch).
+    """
+
+    share: float = 2e-3
+    """Steps with the penalty, as a share of all; at least one. verl's kl_cov_ratio."""
+    coefficient: float = 1.0
+    """Weight of the penalty; verl's ppo_kl_coef."""
+    needs: ClassVar[frozenset[str]] = frozenset({"marks"})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1 or self.coefficient <= 0:
+            raise ValueError(
+                f"covariance_penalty has share={self.share} and coefficient={self.coefficient}; expected 0 < share < 1 and a "
+                "coefficient above 0."
+            )
+
+    def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
+        """[N, T] bool: M, the earlier of equals first."""
+        covariance = stats.step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
+        count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
+        marked = torch.zeros_like(batch.mask).flatten()
+        marked[covariance.sort(descending=True, stable=True).indices[:count]] = True
+        return marked.view(batch.mask.shape)
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        return -exp_ratio(log_ratio) * advantage + torch.where(marks, self.coefficient * log_ratio.abs(), 0.0)
+
+
+@dataclass(frozen=True)
+class with_imitation:
+    """Another surrogate, with the cross-entropy of the batch's right answers beside it: what was found once is not lost again.
+
+    Formula: L_t = L'_t − coefficient · [R_i ≥ right] · (S / S⁺) · log π(a_t|s_t)
+             S all steps of the batch, S⁺ those of right answers
+
+    With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
+    R_i is the batch's metric where it has one, else the sum of the rewards.
+
+    Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.3 (positive-example LM loss).
+    """
+
+    surrogate: Callable[..., Tensor] = field(default_factory=clip)
+    """L': what the policy learns by."""
+    coefficient: float = 0.1
+    """Weight of the cross-entropy; the paper's μ."""
+    right: float = 1.0
+    """Least metric of a right answer."""
+
+    def __post_init__(self) -> None:
+        if self.coefficient <= 0:
+            raise ValueError(
+                f"with_imitation has coefficient={self.coefficient}; expected more than 0; else use the surrogate alone."
+            )
+        if "marks" in getattr(self.surrogate, "needs", ()):
+            raise ValueError(
+                f"with_imitation got {type(self.surrogate).__name__}, which chooses steps itself; expected another one, "
+                "such as clip."
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The steps of right answers, and what the other surrogate needs."""
+        return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
+
+    def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
+        """[N, T]: S / S⁺ on the steps of right answers, 0 elsewhere."""
+        metric_N = batch.sequence_reward if batch.metric is None else batch.metric
+        steps = (batch.mask & (metric_N >= self.right)[:, None]).to(batch.reward.dtype)
+        return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor, **given: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp
+
+
+PENALTY_KEY = "penalty_coefficient"
+
+
+@dataclass(frozen=True)
+class kl_penalty:
+    """The importance-weighted surrogate minus a penalty on the distance from the policy that collected.
+
+    Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t)
+
+    The bracket is an unbiased, never negative estimate of KL(π_old‖π). Steps were sampled from π_old, which does not depend on
+    the parameters, so its gradient is right too. With a `target`, β is doubled when the measured KL is above 1.5 · target and
+    halved when it is below target / 1.5: after each update call `adapt` with `measure_kl`. The coefficient lives in the state.
+
+    Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
+    """
+
+    coefficient: float = 1.0
+    """β, or its first value when there is a target."""
+    target: float | None = None
+    """Wanted KL(π_old‖π) per step, in nats; None: β is fixed."""
+
+    def __post_init__(self) -> None:
+        if self.coefficient < 0 or (self.target is not None and self.target <= 0):
+            raise ValueError(
+                f"kl_penalty has coefficient={self.coefficient} and target={self.target}; expected coefficient >= 0 and "
+                "target > 0; leave target out for a fixed coefficient."
+            )
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each step."""
+        ratio = exp_ratio(log_ratio)
+        return -ratio * advantage + self.coefficient * (ratio - 1 - log_ratio)
+
+
+def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
+    """How far an update has moved the policy from the one that collected: the mean of ρ_t − 1 − log ρ_t over the steps of `mask`.
+
+    `logp` is that of the policy after all passes over the batch; before its last minibatch a part of the way would be missing.
+    """
+    moved = zero_outside(mask, logp.detach() - logp_old)
+    return float((exp_ratio(moved) - 1 - moved).sum() / mask.sum().clamp(min=1))
+
+
+def adapt(penalty: kl_penalty, state: Mapping[str, float], kl: float) -> dict[str, float]:
+    """The state after one update that moved the policy by `kl`."""
+    coefficient = state[PENALTY_KEY]
+    if penalty.target is not None and kl > 1.5 * penalty.target:
+        coefficient *= 2
+    elif penalty.target is not None and kl < penalty.target / 1.5:
+        coefficient /= 2
+    return {**state, PENALTY_KEY: coefficient}

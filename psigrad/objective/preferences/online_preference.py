@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from psigrad.objective.method import Catalog
+from psigrad.objective.catalog import Catalog
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.preference_loss import Preference
 

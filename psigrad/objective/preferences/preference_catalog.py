@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from psigrad.objective.method import Catalog
+from psigrad.objective.catalog import Catalog
 from psigrad.objective.preferences.preference_loss import (
     KahnemanTversky,
     Preference,

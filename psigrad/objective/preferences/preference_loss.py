@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from psigrad.objective.prepared import Loss
+from psigrad.objective.batch import Loss
 
 Score = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 Link = Callable[[Tensor, Tensor, float], Tensor]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from psigrad.objective.batch import zero_outside
+from psigrad.objective.batch import Loss, zero_outside
 from psigrad.objective.preferences.preference_loss import correct
-from psigrad.objective.prepared import Loss
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""A model's training steps, timed: seconds by phase, tokens per second, peak memory, the time to the first step; beside TRL's.
+"""A model's training steps, timed: seconds by phase, tokens per second, peak memory, the time to the first step.
 
-Both run in processes of their own, on the same weights, prompts, batch shape and precision. `timing` is the command;
-`side_by_side.alone` times psigrad by itself, `side_by_side.beside` beside TRL.
+`timing` is the command, `timed_run` the process that it times. `--beside trl` is benchmarks/beside_trl.py
+of the source checkout.
 """

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.models.converted import plain_folder
-from psigrad.language.recipes.model_source import refuse_run
+from psigrad.language.loading.model_source import plain_folder, refuse_run
 from psigrad.preflight.bench.workload import Workload
 from psigrad.preflight.plan.shape import model_of
 

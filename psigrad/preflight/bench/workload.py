@@ -1,13 +1,25 @@
-"""What psigrad and TRL are timed on: the same weights, prompts, batch shape, lengths, rewards and precision."""
+"""What is timed, and the process in which it is: a workload, seconds by phase, peak memory, and the parent that asks for steps.
+
+Light, so that a process begins with nothing but what it times.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
+import logging
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from psigrad.runs.machine import default_threads
 
 
 @dataclass(frozen=True)
@@ -50,17 +62,95 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
     return [int(hashlib.md5(text.encode()).hexdigest()[:6], 16) / 16**6 for text in completions]
 
 
-def fixed_batch(work: Workload) -> dict[str, Any]:
-    """Token ids and advantages that both sides compute the loss and its gradient on, before anything is timed."""
-    rng = random.Random(1)
-    longest, letters = min(24, work.completion_tokens), min(64, work.vocabulary)
+class Phases:
+    """Seconds by name within one step."""
 
-    def completion() -> list[int]:
-        return [rng.randrange(2, letters) for _ in range(rng.randint(2, longest))]
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
-    groups = 3
-    completions = [[completion() for _ in range(4)] for _ in range(groups)]
-    prompts = [[rng.randrange(2, letters) for _ in range(min(12, work.prompt_tokens))] for _ in range(groups)]
-    # mostly of one sign: a loss whose terms cancel is all rounding. Below 0, where the clip lets the gradient through
-    advantages = [rng.gauss(-1, 1) for _ in range(4 * groups)]
-    return {"prompts": prompts, "completions": completions, "advantages": advantages}
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside the `with` block to the phase `name`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def around(self, owner: Any, method: str, name: str) -> None:
+        """Time every call of a method."""
+        original = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self(name):
+                return original(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+
+def peak_mb() -> float:
+    """The largest resident set of this process so far, in MiB."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1]) / 1024
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+class Parent:
+    """The parent process, which asks for steps by a line on stdin; answers go to the file descriptor `answers`.
+
+    Steps run in the main thread: OpenMP keeps a team of threads for each thread that ever computed, and with more of them than
+    cores they no longer spin while they wait.
+    """
+
+    def __init__(self, answers: int, device: str, start: float) -> None:
+        self._answers, self._device, self._start = answers, device, start
+        self._begin = 0.0
+
+    def ready(self) -> None:
+        """All is built; seconds since the process was started."""
+        self.say({"ready": time.time() - self._start})
+
+    def wants_a_step(self) -> bool:
+        """Wait until it wants one; False once it has closed the pipe."""
+        asked = bool(sys.stdin.readline())
+        self._begin = time.perf_counter()
+        return asked
+
+    def got(self, tokens: int, phases: dict[str, float]) -> None:
+        """The step was taken, with that many tokens and these seconds by phase; what they leave out is `rest`."""
+        seconds = time.perf_counter() - self._begin
+        phases = {**phases, "rest": seconds - sum(phases.values())}
+        self.say({"seconds": seconds, "tokens": tokens, "phases": phases, "peak_mb": peak_mb()} | _on_device(self._device))
+
+    def say(self, answer: dict[str, Any]) -> None:
+        """One line of JSON."""
+        os.write(self._answers, (json.dumps(answer) + "\n").encode())
+
+
+def _on_device(device: str) -> dict[str, float]:
+    """The GPU's peak, where the steps run on one."""
+    if device == "cpu":
+        return {}
+    import torch
+
+    return {"gpu_peak_mb": torch.cuda.max_memory_allocated() / (1 << 20)}
+
+
+def serve(take_steps: Callable[[Path, str, str, Parent], None], arguments: Sequence[str]) -> None:
+    """Be the process in which something is timed: `take_steps(folder, dtype, device, parent)` builds it, tells the parent that it
+    is `ready`, and takes steps.
+
+    `arguments` are FOLDER DTYPE THREADS DEVICE START, where START is the time at which the process was started.
+    """
+    folder, dtype, threads, device, start = arguments
+    answers = os.dup(1)  # whatever the libraries print goes to stderr
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    import torch
+
+    torch.set_num_threads(int(threads) or default_threads())
+    take_steps(Path(folder), dtype, device, Parent(answers, device, float(start)))

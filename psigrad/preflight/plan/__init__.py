@@ -1,7 +1,7 @@
 """What a run will take before it starts: peak memory item by item, the arithmetic of its batches, its speed.
 
-Only the model's configuration is read. `plan` is the command; `predict` makes the plan; `show` prints it. `plan.warning` is the
-line that a run begins with where it may not fit.
+Only the model's configuration is read. `predict` makes the plan; `plan` is the command and prints it. `plan.warning` is the line
+that a run begins with where it may not fit.
 """
 
 from __future__ import annotations

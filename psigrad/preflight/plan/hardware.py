@@ -15,7 +15,7 @@ import torch
 from psigrad.errors import UserError
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.native.kernels import multiply
-from psigrad.language.models.native.processor import default_threads
+from psigrad.runs.machine import default_threads
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

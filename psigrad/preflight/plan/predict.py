@@ -15,16 +15,14 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, 
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_rows import Form, Row
-from psigrad.language.data.network import stay_here_without_a_network
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.sources import go_offline_without_network, read_rows
 from psigrad.language.data.templates import example, prompt_ids
+from psigrad.language.loading.model_source import as_planned, refuse_run, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import weights_only
-from psigrad.language.recipes import setup
-from psigrad.language.recipes.model_source import as_planned, refuse_run, tokenizer_path
 from psigrad.language.training.adamw import steps_natively
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
-from psigrad.preflight.plan.activations import Terms, terms
 from psigrad.preflight.plan.arithmetic import GUESSED, Config, Lengths, StepCost, Work, cost_of, samples_itself, share_of, work_of
 from psigrad.preflight.plan.hardware import Machine
 from psigrad.preflight.plan.memory import (
@@ -32,6 +30,7 @@ from psigrad.preflight.plan.memory import (
     MemoryItem,
     Part,
     PeakMemory,
+    Terms,
     cache_bytes,
     forward_and_back,
     head_slack,
@@ -40,6 +39,7 @@ from psigrad.preflight.plan.memory import (
     recomputed_gradients,
     roles_of,
     sharded_items,
+    terms,
 )
 from psigrad.preflight.plan.shape import Shape, config_of, shape_of
 
@@ -220,11 +220,11 @@ def _measured(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     """([tokens of a prompt, of its answers] of the dataset's first rows, all its training rows)."""
     tokenizer = _tokenizer(tokenizer_path(config.model))
     form, lengths = _reader(config)
-    train, _ = setup.read_rows(config, form)
+    train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
     return [lengths(tokenizer, row) for row in train[:_ROWS]], len(train)
 
 
-def _reader(config: Config) -> tuple[Form, Callable[[Any, Row], tuple[int, list[int]]]]:
+def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[int]]]]:
     """The form of the rows, and (tokens of the prompt, of the answers) of one."""
     if isinstance(config, OnlineConfig):
         return "prompt-only", lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
@@ -253,7 +253,7 @@ def _pair(made: pairs.Pair) -> tuple[int, list[int]]:
 def _tokenizer(path: str) -> Any:
     refuse_run(path)
     if not Path(path).exists():
-        stay_here_without_a_network()
+        go_offline_without_network()
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:

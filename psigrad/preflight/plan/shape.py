@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
+from psigrad.language.loading.model_source import refuse_run
 from psigrad.language.models.fused import weights_only
 from psigrad.language.models.fused.weights_only import WeightsOnly
-from psigrad.language.recipes.model_source import refuse_run
 
 # Names of the same size in different architectures.
 _NAMES = {

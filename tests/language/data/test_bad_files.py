@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.language.data import sources
+from psigrad.language.data import row_files
 from psigrad.language.data.sources import load
 
 GOOD = '{"prompt": "a", "answer": 1}'
@@ -258,7 +258,7 @@ def test_a_line_of_50_megabytes_is_refused_by_size_and_the_next_line_is_read(tmp
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_the_longest_line_is_exactly_the_limit(extra: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(row_files, "MAX_LINE_BYTES", 100)
     text = '{"prompt": "' + "x" * (85 + extra) + '"}\n'
     assert len(text) == 100 + extra
     path = tmp_path / "my.jsonl"

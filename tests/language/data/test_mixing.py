@@ -15,8 +15,7 @@ from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.language.data import sources
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.mixing import mixed, quotas, several
-from psigrad.language.recipes import setup
+from psigrad.language.data.sources import mix, parse_mixture, quotas, read_rows
 
 
 def rows_of(name: str, n: int) -> list[Row]:
@@ -33,7 +32,7 @@ def files(tmp_path):
 def read(files, *names: str, **given):
     asked = ["--dataset", *(str(files / name) for name in names), "--eval-prompts", "8"]
     config = flags.parse(OnlineConfig, "grpo", [*asked, *given.get("more", [])], {"algorithm": "grpo"})
-    train, held = setup.read_rows(config, "prompt-only")
+    train, held = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed)
     return config, [str(row.prompt) for row in train], [str(row.prompt) for row in held]
 
 
@@ -74,26 +73,27 @@ def test_one_dataset_stays_one(files):
 
 def test_a_mixture_in_a_file_and_in_python(files):
     given = {"data": {"dataset": [f"{files}/a.jsonl:1", f"{files}/b.jsonl:1"]}, "evaluation": {"eval_prompts": 0}}
-    train, _ = setup.read_rows(settings(OnlineConfig, flags=given), "prompt-only")
+    train, _ = read_rows(settings(OnlineConfig, flags=given).data, "prompt-only", 0, seed=0)
     assert shares(row.prompt for row in train) == {"a": 40, "b": 40}
 
 
 def test_what_is_no_list_of_names_is_no_mixture():
-    assert several("a.jsonl:0.5") == several([{"prompt": "x"}]) == several([]) == []
-    assert several(["openai/gsm8k:main:0.5", "b:2"]) == [("openai/gsm8k:main", 0.5), ("b", 2.0)]
-    assert several(["openai/gsm8k:main", "b"]) == [("openai/gsm8k:main", None), ("b", None)]
+    for dataset in ("a.jsonl:0.5", [{"prompt": "x"}], []):
+        assert parse_mixture(dataset) == [(dataset, None)]
+    assert parse_mixture(["openai/gsm8k:main:0.5", "b:2"]) == [("openai/gsm8k:main", 0.5), ("b", 2.0)]
+    assert parse_mixture(["openai/gsm8k:main", "b"]) == [("openai/gsm8k:main", None), ("b", None)]
 
 
 @pytest.mark.parametrize(("names", "said"), [(["a:0.5", "b"], "'b' has none"), (["a:0", "b:1"], "weight 0")])
 def test_weights_that_say_nothing_are_refused(names, said):
     with pytest.raises(UserError, match=said):
-        several(names)
+        parse_mixture(names)
 
 
 def test_the_rows_that_come_once_more_are_drawn_by_the_seed_alone():
     a, b = rows_of("a", 10), rows_of("b", 30)
-    found = mixed([a, b], [0.5, 0.5], seed=3)
-    assert found == mixed([a, b], [0.5, 0.5], seed=3) and Counter(row.source[0] for row in found) == {"a": 20, "b": 20}
+    found = mix([a, b], [0.5, 0.5], seed=3)
+    assert found == mix([a, b], [0.5, 0.5], seed=3) and Counter(row.source[0] for row in found) == {"a": 20, "b": 20}
 
 
 def test_a_task_is_a_dataset_of_different_prompts():

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from psigrad.errors import UserError
-from psigrad.language.data import network
+from psigrad.language.data import sources
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import LoadedRows, from_rows, holdout, load
 
@@ -219,7 +219,7 @@ def test_without_a_network_the_hub_is_not_asked_over_and_over(monkeypatch: pytes
         raise OSError
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(network, "_network", {"missing": False})
+    monkeypatch.setattr(sources, "_network", {"missing": False})
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("socket.getaddrinfo", nobody)
     asked = []

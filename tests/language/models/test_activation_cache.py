@@ -22,6 +22,8 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
+pytestmark = pytest.mark.needs("compiler")
+
 COMMON = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 CONFIGS = {
     "llama": LlamaConfig(**COMMON, hidden_size=64, attention_bias=True, tie_word_embeddings=True),

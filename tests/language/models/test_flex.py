@@ -7,11 +7,11 @@ import torch
 
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import flex, tiny
 from psigrad.language.models.flex import FlexLayout
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows, pack
-from psigrad.language.recipes import loading
 
 GROUPS = Groups(
     prompts=((3, 1, 2), (2, 5, 4, 1, 3), (7,)), completions=(((4, 2, 1), (1,)), ((3, 3), (2, 1, 4, 5), ()), ((1, 2, 3, 4, 5),))
@@ -53,13 +53,14 @@ def test_a_model_with_flex_gives_its_own_log_probs():
     assert model.frozen_copy().flex
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize(("kind", "why"), [("qwen3", "the fused decoder has an attention"), ("gpt2", "it does not run on cpu")])
 def test_flex_is_refused_where_it_cannot_train(kind, why, tmp_path):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     tiny.model(kind, len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"attention is 'flex', and {why}.*; leave it at 'sdpa'"):
-        loading.load_model(Model(path=str(tmp_path), attention="flex"), Run(device="cpu"), None)
+        load_model(Model(path=str(tmp_path), attention="flex"), Run(device="cpu"), None)
 
 
 def test_flex_is_refused_where_its_numbers_differ(monkeypatch):

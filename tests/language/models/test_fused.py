@@ -19,6 +19,8 @@ from psigrad.language.models.native.kernels import Heads, Slots, Spans, kernels,
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
+pytestmark = pytest.mark.needs("compiler")
+
 
 @pytest.fixture(params=CONFIGS)
 def fused(request, tokenizer):

@@ -11,6 +11,8 @@ from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import Unsupported
 from psigrad.language.models.language_model import Lora, prepare
 
+pytestmark = pytest.mark.needs("compiler")
+
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "o_proj", "down_proj")], ids=["everywhere", "in places"])
 @pytest.mark.parametrize("name", CONFIGS)

@@ -44,6 +44,7 @@ def test_a_tied_embedding_gets_the_same_sum_of_several_losses(tied):
         assert float((by_hand[name] - theirs).norm()) <= 1e-6 * float(theirs.norm()), name
 
 
+@pytest.mark.needs("compiler")
 def test_negative_control_what_is_written_is_needed(tied, monkeypatch):
     def backward():
         tied.evaluate(some_groups()).logp.sum().backward()
@@ -129,6 +130,7 @@ def test_a_sum_of_another_type_is_not_used_again():
     assert own.of(table).dtype == torch.float64 and own.tensors[table] is table.grad
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_a_backward_pass_in_another_thread_writes_to_the_sums(kind, tied, tokenizer):
     model = tied if kind == "tied" else made(CONFIGS["llama"], tokenizer)

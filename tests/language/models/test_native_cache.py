@@ -11,6 +11,8 @@ import pytest
 
 from psigrad.language.models.native import build
 
+pytestmark = pytest.mark.needs("compiler")
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
@@ -89,11 +91,13 @@ def test_a_sound_library_is_loaded_as_it_is(cache):
 
 
 @pytest.mark.parametrize(
-    "how", ["truncated", "empty", "flipped", "no checksum", "a link", "others may write", "another owner", "garbage"]
+    "how",
+    [
+        *("truncated", "empty", "flipped", "no checksum", "a link", "others may write", "garbage"),
+        pytest.param("another owner", marks=pytest.mark.needs("root")),
+    ],
 )
 def test_a_damaged_or_foreign_library_is_compiled_again(how, cache):
-    if how == "another owner" and os.getuid() != 0:
-        pytest.skip("only root can give a file away")
     damage(how, found_in(cache))
     assert again(cache) == ("loaded", True)
     assert again(cache) == ("loaded", False), "and is sound from then on"
@@ -107,9 +111,8 @@ def test_a_compiler_whose_library_is_wrong_is_noticed_before_it_is_kept(cache):
     assert not list((cache / "cache" / "psigrad" / "native").glob("*.so"))
 
 
+@pytest.mark.needs("root")
 def test_a_folder_of_another_user_is_refused(cache):
-    if os.getuid() != 0:
-        pytest.skip("only root can give a folder away")
     os.chown(cache / "cache" / "psigrad" / "native", 12345, 12345)
     said, asked = again(cache)
     assert "belongs to another user" in said and not asked

@@ -12,6 +12,8 @@ from psigrad.language.models.native.products import Products
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
+pytestmark = pytest.mark.needs("compiler")
+
 REQUESTS = [Request(tuple(p), tuple(range(5 * i, 5 * i + 5))) for i, p in enumerate(some_groups().prompts)]
 LONG = SamplingParams(max_tokens=90)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psigrad.language.models.native import processor
+from psigrad.runs import machine
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from psigrad.language.models.native import processor
     ],
 )
 def test_threads_are_the_environments_or_a_share_of_the_cores(monkeypatch, environment, threads):
-    monkeypatch.setattr(processor, "cores", lambda: 8)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert processor.default_threads() == threads
+    assert machine.default_threads() == threads

@@ -11,6 +11,8 @@ from psigrad.language.models.native.kernels import kernels, multiply
 from psigrad.language.models.native.products import Products
 from psigrad.language.models.packing import pack
 
+pytestmark = pytest.mark.needs("compiler")
+
 KINDS = [torch.float32, torch.bfloat16]
 # Rows, depth, columns: less than a tile or a register, no multiple of one, more than is taken at a time, nothing at all.
 SHAPES = (

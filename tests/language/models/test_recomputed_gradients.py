@@ -60,6 +60,7 @@ def test_norms_weights_and_moments_are_those_of_a_stored_gradient(tied, tokenize
     assert apart(stored, recomputed) < 1e-4
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("lost", [logprobs._HeadUse, gradients._Rows])
 def test_negative_control_every_use_counts(lost, tokenizer, monkeypatch):
     norms, stored = trained(tied_or_not(True, tokenizer), recompute=False)
@@ -68,6 +69,7 @@ def test_negative_control_every_use_counts(lost, tokenizer, monkeypatch):
     assert apart(stored, recomputed) > 1e-2 and again != pytest.approx(norms, rel=1e-3)
 
 
+@pytest.mark.needs("compiler")
 def test_no_gradient_of_the_head_is_ever_stored(tokenizer, monkeypatch):
     model, blocks = tied_or_not(True, tokenizer), []
     weight = model.network.get_input_embeddings().weight
@@ -143,6 +145,7 @@ def test_sums_of_a_trial_leave_no_trace():
     assert not optimizer.sums.uses and table.grad is None
 
 
+@pytest.mark.needs("compiler")
 def test_recomputing_imports_no_compiler(tmp_path, tokenizer):
     """torch's own checkpoint does: two seconds and forty megabytes, where memory is what is short."""
     written(tmp_path, CONFIGS["qwen3"], tokenizer)

@@ -17,6 +17,8 @@ from psigrad.language.models.fused.layer import RowSelection
 from psigrad.language.models.native.kernels import Kernels
 from psigrad.language.models.packing import Groups, Rows, pack
 
+pytestmark = pytest.mark.needs("compiler")
+
 ALL = torch.arange(60)
 WANTED = {
     "one": [17],

@@ -124,6 +124,7 @@ def test_a_reward_model_of_another_kind_scores_whole_texts(tokenizer, tmp_path):
     assert torch.allclose(model.scores(Groups([r[:1] for r in rows], [[r[1:]] for r in rows])), expected, atol=1e-6)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("labels", [2, 5])
 def test_a_classifier_with_several_labels_is_refused(labels, tokenizer, tmp_path):
     config = tiny.model("llama", len(tokenizer), hidden=32, layers=1, heads=2).config

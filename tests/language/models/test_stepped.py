@@ -15,6 +15,8 @@ from psigrad.language.models.native.kernels import Kernels, kernels
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
+pytestmark = pytest.mark.needs("compiler")
+
 # Biases are left to the layers: Qwen2 has them, and CONFIGS' Llama.
 PLAIN = {name: CONFIGS[name] for name in CONFIGS if name not in ("qwen2", "llama")}
 PLAIN["llama"] = LlamaConfig(**COMMON, hidden_size=64)

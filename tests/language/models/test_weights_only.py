@@ -26,6 +26,8 @@ from psigrad.language.models.gradients import in_place
 from psigrad.language.models.packing import Groups
 from psigrad.preflight.plan.shape import counted
 
+pytestmark = pytest.mark.needs("compiler")
+
 
 @pytest.fixture(params=[(name, tied) for name in CONFIGS for tied in (False, True)], ids=lambda p: f"{p[0]}, tied: {p[1]}")
 def stored(request, tmp_path, tokenizer):

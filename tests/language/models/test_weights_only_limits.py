@@ -51,6 +51,7 @@ def test_settings_that_change_the_model_are_left_to_transformers(settings):
     assert not weights_only.describes(config)
 
 
+@pytest.mark.needs("compiler")
 def test_a_llama_has_no_window_whatever_its_file_says(tmp_path, tokenizer):
     hf = written(tmp_path, CONFIGS["llama"], tokenizer, sliding_window=3)
     around = language_model.prepare(hf, tokenizer)
@@ -68,6 +69,7 @@ def test_transformers_reads_what_bare_weights_do_not_describe(name, tmp_path, to
     assert torch.allclose(model.as_transformers()(input_ids=ids).logits, hf.eval()(input_ids=ids).logits, atol=1e-5)
 
 
+@pytest.mark.needs("compiler")
 def test_every_layers_window_is_its_own(tmp_path, tokenizer):
     config = Qwen3Config(
         **COMMON,
@@ -108,6 +110,7 @@ def test_files_that_are_not_as_expected_are_left_to_transformers(change, tmp_pat
     assert all(torch.equal(p, q) for p, q in zip(model.network.parameters(), theirs.parameters(), strict=True))
 
 
+@pytest.mark.needs("compiler")
 def test_a_tensor_of_another_shape_is_refused(tmp_path, tokenizer):
     written(tmp_path, CONFIGS["qwen3"], tokenizer)
     changed(tmp_path, lambda x: {**x, "model.norm.weight": torch.ones(3)})

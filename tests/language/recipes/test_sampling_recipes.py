@@ -21,6 +21,7 @@ from psigrad.language.recipes import evaluate, online, reward, sample
 from psigrad.language.recipes.online import method
 from psigrad.language.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.training.learners import State
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.language.training.online import best_and_worst
 from psigrad.language.training.online import online_rl as training
@@ -29,7 +30,6 @@ from psigrad.language.training.scoring import Mixture, ModelScorer, step_ends
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.runs.journal import Clock
-from psigrad.runs.state import State
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from psigrad.language.rollout.samplers.distribution import draw, filtered, inver
 from psigrad.language.rollout.types import SamplingParams
 
 
-@pytest.fixture(params=["kernel", "tensors"])
+@pytest.fixture(params=[pytest.param("kernel", marks=pytest.mark.needs("compiler")), "tensors"])
 def means(request, monkeypatch):
     """What draws: the native kernel, or tensor operations, its oracle and its fallback."""
     if request.param == "tensors":
@@ -166,6 +166,7 @@ def test_the_inverse_by_blocks_is_that_of_one_sum(size, kind):
     assert torch.equal(inverse(weights, u), slow_inverse(weights, u))
 
 
+@pytest.mark.needs("compiler")
 def test_rare_tokens_of_a_large_vocabulary_are_reached():
     """Each of 9,000 tokens of a share of 1e-12 has its own u; sums in float32, the control, find few of them."""
     weights = torch.full((1, 10_000), 1e-12)

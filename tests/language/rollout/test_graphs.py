@@ -12,8 +12,8 @@ from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.rollout.samplers import embedded, samplers
+from psigrad.language.rollout.samplers.cache import Recorded
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.samplers.graphs import Recorded
 from psigrad.language.rollout.types import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=tuple(range(40)))  # some end early

@@ -14,7 +14,7 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.samplers.scripted import ScriptedSampler
+from psigrad.language.rollout.samplers.samplers import ScriptedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 

@@ -18,7 +18,7 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.rollout.samplers import samplers, vllm_backend
 from psigrad.language.rollout.samplers.vllm_backend import VLLMSampler
-from psigrad.language.rollout.samplers.vllm_readback import Readback
+from psigrad.language.rollout.samplers.vllm_engine import Readback
 from psigrad.language.rollout.types import Request, SamplingParams
 
 REQUESTS = [Request((5, 6, 7), (1, 2)), Request((8, 9), (3,)), Request((10, 11, 12, 13), (4, 5, 6))]

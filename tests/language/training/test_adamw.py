@@ -215,6 +215,7 @@ def alike(a, b) -> bool:
     return torch.allclose(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("scale", [1e-4, 1.0], ids=["as they are", "clipped"])
 def test_bfloat16_weights_are_stepped_as_torch_does_it(scale, monkeypatch):
     ours, weights = half_optimizer(monkeypatch, native=True)
@@ -228,6 +229,7 @@ def test_bfloat16_weights_are_stepped_as_torch_does_it(scale, monkeypatch):
         assert torch.equal(p.detach(), ours.masters[name].detach().bfloat16())
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("wrong", [{"rate": 1.001e-2}, {"scale": 0.9}], ids=["the rate", "the gradient"])
 def test_negative_control_another_step_of_bfloat16_weights_is_noticed(wrong, monkeypatch):
     ours, _ = half_optimizer(monkeypatch, native=True, max_grad_norm=0.0)
@@ -240,6 +242,7 @@ def test_negative_control_another_step_of_bfloat16_weights_is_noticed(wrong, mon
     assert not (moments and masters)
 
 
+@pytest.mark.needs("compiler")
 def test_steps_of_bfloat16_weights_do_not_depend_on_the_threads(monkeypatch):
     found, before = [], torch.get_num_threads()
     for threads in (1, 2, 3):
@@ -251,6 +254,7 @@ def test_steps_of_bfloat16_weights_do_not_depend_on_the_threads(monkeypatch):
         assert norms == found[0][0] and all(torch.equal(a, b) for a, b in zip(masters, found[0][1], strict=True))
 
 
+@pytest.mark.needs("compiler")
 def test_a_step_of_bfloat16_weights_counts_their_versions_up(monkeypatch):
     optimizer, weights = half_optimizer(monkeypatch, native=True)
     before = {name: (p._version, optimizer.masters[name]._version) for name, p in weights.items()}

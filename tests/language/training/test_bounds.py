@@ -13,10 +13,10 @@ from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.adamw import AdamW
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collate import LENGTH_PENALTY, metric_of, to_batch
 from psigrad.language.training.update import learning_rate
-from psigrad.runs.state import State
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])

@@ -17,12 +17,12 @@ from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, reward
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.update import Optimizer, step_together
-from psigrad.objective.parts.penalty import STATE_KEY
+from psigrad.objective.parts.surrogate import STATE_KEY
 from psigrad.objective.stats import explained_variance
-from psigrad.runs.state import State
 
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)
 

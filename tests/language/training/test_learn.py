@@ -20,6 +20,7 @@ from psigrad.language.recipes import online
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.collate import metric_of, minibatches, scored_groups, to_batch
 from psigrad.language.training.online.collection import collect
@@ -27,7 +28,6 @@ from psigrad.language.training.online.ledger import prompts_from
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.runs.journal import Clock
-from psigrad.runs.state import State
 
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
 # groups of four have no signal for the default of one right answer among four

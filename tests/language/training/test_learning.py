@@ -10,10 +10,10 @@ from in_memory import make
 from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective.catalog import METHODS as PRESETS
-from psigrad.runs.state import State
 
 STEPS = 100
 # Steps over which a share counts.

@@ -10,8 +10,8 @@ from in_memory import make
 
 from psigrad.language.models import tiny
 from psigrad.language.models.packing import Groups
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.runs.state import State
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ def no_sandbox(monkeypatch):
     monkeypatch.setattr(choice, "tier_of_this_machine", lambda: NONE)
 
 
+@pytest.mark.needs("bubblewrap")
 def test_this_machines_sandbox_comes_first_even_where_unsafe_code_is_allowed():
     assert isinstance(executor_for(), Bubblewrap) and isinstance(executor_for(allow_unsafe_code=True), Bubblewrap)
 
@@ -115,6 +116,7 @@ def test_a_service_that_is_not_there_or_no_url_is_named():
         RemoteExecutor("sandbox.example")
 
 
+@pytest.mark.needs("bubblewrap")
 def test_a_run_that_allows_unsafe_code_says_so_and_records_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("psigrad.language.recipes.scorers.tier_of_this_machine", lambda: Tier("none", why_not="not here."))
     settings = OnlineConfig(reward=({"reward": "code", "allow_unsafe_code": True},), run=Run(output_dir=str(tmp_path / "run")))

@@ -9,6 +9,8 @@ import pytest
 from psigrad.language.rewards import Failure
 from psigrad.language.rewards.code import Code
 
+pytestmark = pytest.mark.needs("bubblewrap")
+
 # name, parameters, right expression, wrong ones, inputs
 TASKS = [
     ("add", "a, b", "a + b", ["a - b", "a * b", "a"], [(1, 2), (-3, 7), (10**30, 1)]),

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from hostile_programs import programs
 
@@ -37,9 +38,12 @@ def sandbox():
 
 def left_over(process: int | None = None) -> list[str]:
     """Processes of the sandboxes of a process of ours, by their command; as root they have users of their own."""
-    found = subprocess.run(["ps", "-eo", "uid,pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()[1:]
-    first = user_of(process or os.getpid(), 0)
-    return [line for line in found if first <= int(line.split()[0]) < first + 64 or (os.geteuid() and "/driver.py" in line)]
+    first, left = user_of(process or os.getpid(), 0), []
+    for found in psutil.process_iter(["uids", "cmdline"]):
+        command = " ".join(found.info["cmdline"] or ())
+        if first <= found.info["uids"].effective < first + 64 or (os.geteuid() and "/driver.py" in command):
+            left.append(f"{found.pid} {command}")
+    return left
 
 
 def groups_left() -> list[Path]:
@@ -50,6 +54,7 @@ def test_the_corpus_is_as_large_as_it_is_said_to_be():
     assert len(NAMES) >= 80
 
 
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize("name", NAMES)
 def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
     monkeypatch.setenv("PSIGRAD_SECRET", SECRET)
@@ -71,6 +76,7 @@ def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
     assert not left_over() and not groups_left()
 
 
+@pytest.mark.needs("bubblewrap")
 def test_under_load_nothing_gets_out_either(host, sandbox):
     burner = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2)]
     try:
@@ -105,6 +111,7 @@ def test_negative_control_without_a_sandbox_the_secret_comes_out(host):
     assert SECRET in outcome.stdout
 
 
+@pytest.mark.needs("bubblewrap")
 def test_a_killed_judge_leaves_no_program_behind(tmp_path):
     """The reward's process is killed while a program runs: the program dies with it."""
     code = (

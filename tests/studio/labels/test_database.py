@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 import time
@@ -118,10 +117,8 @@ def test_a_clash_that_never_ends_is_a_bug_and_keeps_its_traceback(db):
         never(db)
 
 
-SERVERS = [name for name in os.environ.get("PSIGRAD_TEST_DATABASES", "sqlite,postgresql").split(",") if name != "sqlite"]
-
-
-@pytest.mark.parametrize("where", SERVERS, indirect=True)
+@pytest.mark.needs("postgresql")
+@pytest.mark.parametrize("where", ["postgresql"], indirect=True)
 def test_a_server_that_goes_away_is_said_and_the_next_call_works(db):
     @database.writes
     def struck(session):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 from pathlib import Path
 
@@ -22,20 +21,6 @@ def _described() -> tuple[str, ...]:
 def identity() -> str:
     """Equal where the same compiled code runs."""
     return "".join(_described()) or platform.platform() + platform.processor()
-
-
-def cores() -> int:
-    """Cores that this process may use. macOS cannot be asked that: there it is all of the machine's."""
-    asked = getattr(os, "sched_getaffinity", None)
-    return len(asked(0)) if asked else os.cpu_count() or 1
-
-
-def default_threads() -> int:
-    """Threads for torch where no setting says how many: OMP_NUM_THREADS, or one per core. Several processes on one machine share
-    its cores: torchrun sets OMP_NUM_THREADS=1 for those by itself, so that it says nothing there.
-    """
-    here, asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if here == 1 and asked.isdecimal() and int(asked) else max(1, cores() // here)
 
 
 def _has(word: str) -> bool:

@@ -11,8 +11,8 @@ from psigrad.language.models.attention import PackedLayout
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, on_device, pack
+from psigrad.language.rollout.samplers.cache import SharedCache
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.shared_cache import SharedCache
 from psigrad.language.rollout.types import Completion, Dialogue, SamplingParams
 
 # A decoding step costs as much as the prefill of so many tokens, however few sequences take part.

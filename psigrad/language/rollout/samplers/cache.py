@@ -1,14 +1,24 @@
-"""Keys and values of the sequences being decoded: one slot each, left-aligned, filled by prefill and grown by decoding."""
+"""Keys and values of the sequences being decoded.
+
+`KVCache` is for any model: one slot for each sequence, left-aligned, filled by prefill and grown by decoding. On a GPU, where a
+small model's step is hundreds of launches that each take longer than their kernel, `Recorded` replays its steps. `SharedCache` is
+for the fused decoder: a prompt's keys and values are kept once for its whole group, each slot holds its own tokens only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from psigrad.language.models.attention import PackedLayout
+from psigrad.language.models.attention import Attending, PackedLayout
+from psigrad.language.models.fused.packed_weights import MIN_ROWS_TO_PACK, PackedWeights
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.native.kernels import Heads, Slots, table_sizes
 
 GROWTH = 64  # tokens by which the slots grow at least
 
@@ -154,3 +164,213 @@ class Decode:
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, v.shape[3])
+
+
+class CachedPrompt:
+    """A prompt's keys and values [layers, keys and then values], in the order in which a decoding step reads them
+    (`Kernels.prompt_tables`), float32.
+    """
+
+    def __init__(self, length: int, layers: int, heads: Heads) -> None:
+        keys, values = table_sizes(length, heads)
+        self.length = length
+        self.tables = torch.empty(layers, keys + values)
+        first, size = self.tables.data_ptr(), self.tables.element_size()
+        self.addresses = (first, first + size * keys, size * (keys + values))
+        """Of the first layer's keys and values, and how far apart the layers are."""
+
+
+def addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
+    """[layers, 2, G] of the prompts' keys and values."""
+    *first, apart = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
+    return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * apart)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The rows of a decoding step by the prompt that they continue: those of a prompt stand together."""
+
+    prompts: Tensor
+    """[layers, 2, G] addresses."""
+    lengths: Tensor
+    """[G] of the prompts."""
+    first: Tensor
+    """[G + 1] where each group begins."""
+    before: Tensor
+    """[active] length of the prompt of each row."""
+
+
+class SharedCache:
+    """As `KVCache`, but that no sequence moves: row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens behind
+    prompt `prompt[i]`. Rows stand in the order in which they came, and so by their prompts.
+    """
+
+    def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
+        """`longest` is what a slot may come to hold behind its prompt, in tokens."""
+        self.longest, self.layers, self.heads = longest, layers, heads
+        self.packed_weights = PackedWeights()
+        self.own = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
+        self.prompts: dict[int, CachedPrompt] = {}
+        self.prompt = np.zeros(0, dtype=np.int64)
+        self.lengths = np.zeros(0, dtype=np.int64)
+        self.slots = np.zeros(0, dtype=np.int64)
+        self._addresses = torch.zeros(layers, dtype=torch.long)
+        self._free = np.arange(slots)
+        self._met = 0
+        self._arranged: Arrangement | None = None
+
+    @property
+    def active(self) -> int:
+        """How many sequences are still being sampled; they fill the first slots."""
+        return self.lengths.size
+
+    def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
+        """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
+        starts, lengths = prompts.spans.prefixes.t().contiguous()
+        new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
+        self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
+        self.prompt = np.concatenate([self.prompt, self._met + copies.numpy()])
+        self.lengths = np.concatenate([self.lengths, np.zeros(len(copies), dtype=np.int64)])
+        taken, self._free = np.split(self._free, [len(copies)])
+        self.slots = np.concatenate([self.slots, taken])
+        self._met += len(new)
+        self._arranged = None
+        packed_weights = self.packed_weights if self.active >= MIN_ROWS_TO_PACK else None  # decoding will turn them anyhow
+        return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, packed_weights)
+
+    def decode(self) -> SharedDecode:
+        """The layout of one decoding step: a new token for every active slot."""
+        return SharedDecode(self)
+
+    def remove(self, finished: Tensor) -> Tensor:
+        """Give up the slots of the rows where `finished` [active] is True, and prompts that nobody continues any more.
+
+        Returns the order [active after] in which the remaining sequences now stand.
+        """
+        order = np.flatnonzero(~finished.numpy())
+        self._free = np.concatenate([self._free, self.slots[finished.numpy()]])
+        self.lengths, self.prompt, self.slots = self.lengths[order], self.prompt[order], self.slots[order]
+        alive = set(self.prompt.tolist())
+        self.prompts = {number: prompt for number, prompt in self.prompts.items() if number in alive}
+        self._arranged = None
+        return torch.from_numpy(order)
+
+    def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
+        """Make these the rows of the next steps, [active] each, those of a prompt together. The other slots wait."""
+        self.prompt, self.lengths, self.slots = prompt, lengths, slots
+        self._arranged = None
+
+    def room(self, tokens: int) -> tuple[list[Tensor], Tensor]:
+        """Keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and where they are.
+
+        They grow layer by layer, so that no more than one lies there twice.
+        """
+        *shape, have, dim = self.own[0].shape
+        if have < tokens:
+            capacity = min(self.longest, tokens + max(GROWTH, tokens // 2))
+            for i, old in enumerate(self.own):
+                self.own[i] = old.new_empty(*shape, capacity, dim)
+                self.own[i][..., :have, :] = old
+            self._addresses = torch.tensor([x.data_ptr() for x in self.own])
+        return self.own, self._addresses
+
+    def arrangement(self) -> Arrangement:
+        """The active slots by prompt, worked out when they change."""
+        if self._arranged is None:
+            first = np.flatnonzero(np.diff(self.prompt, prepend=-1, append=-1))
+            prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
+            lengths = np.array([prompt.length for prompt in prompts])
+            tables = (lengths, first, lengths.repeat(np.diff(first)))
+            self._arranged = Arrangement(addresses(prompts, self.layers), *map(torch.from_numpy, tables))
+        return self._arranged
+
+
+@dataclass(frozen=True)
+class SharedPrefill:
+    """Packed prompts whose keys and values also go to `tables` [layers, 2, G]; the first token of each is at its place in
+    `starts`.
+    """
+
+    prompts: PackedLayout
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+    packed_weights: PackedWeights | None
+    slots = None
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the prompts' keys and values for this layer, then attend as the prompts' layout does."""
+        layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.index])
+        return self.prompts.mix(layer, rotated, qkv)
+
+
+class SharedDecode:
+    """One new token per active slot, which sees its prompt and its own slot."""
+
+    def __init__(self, cache: SharedCache) -> None:
+        (own, addresses), arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
+        slots, places = torch.from_numpy(cache.slots), torch.from_numpy(cache.lengths)
+        self.slots = Slots(own, addresses, slots, places, arranged.prompts, arranged.lengths, arranged.first)
+        self.packed_weights = cache.packed_weights
+        self.positions = arranged.before + places
+        """[active] of the new tokens."""
+        cache.lengths = cache.lengths + 1
+
+    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend from one new token per sequence to its prompt and its earlier tokens, by the native kernel."""
+        return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)
+
+
+# What makes of a function without arguments its replay, and the tensor that each replay fills.
+Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+
+
+def on_cuda(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """A CUDA graph of `run`, which runs twice for it: what it allocates and chooses at first is not to be recorded."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph.replay, out
+
+
+class Recorded:
+    """The decoding steps of a model on a cache whose slots have all their room from the beginning.
+
+    A recording has the shape that it was made with: of 1, 2, 4, … slots, of which the last may be empty. Those write keys and
+    values where the next prompt will overwrite them, and nobody reads their logits.
+    """
+
+    def __init__(self, model: LanguageModel, cache: KVCache, record: Recorder = on_cuda) -> None:
+        self.model, self.cache, self.record = model, cache, record
+        self._steps: dict[int, tuple[Tensor, Tensor, Callable[[], None], Tensor]] = {}
+
+    def logits(self, last: Tensor) -> Tensor:
+        """[active, V] after one more token [active] in every active slot; overwritten by the next step."""
+        active = self.cache.active
+        size = min(1 << (active - 1).bit_length(), self.cache.slots)
+        if size not in self._steps:
+            self._steps[size] = self._recorded(size)
+        tokens, places, replay, out = self._steps[size]
+        tokens[:active, 0] = last
+        places[:active] = self.cache.lengths
+        places[active:] = 0
+        replay()
+        self.cache.lengths = self.cache.lengths + 1
+        return out[:active]
+
+    def _recorded(self, size: int) -> tuple[Tensor, Tensor, Callable[[], None], Tensor]:
+        # in the slots that are at work the recording writes where this very step will
+        tokens = torch.zeros(size, 1, dtype=torch.long, device=self.model.device)
+        places = torch.zeros(size, dtype=torch.long, device=self.model.device)
+        places[: self.cache.active] = self.cache.lengths
+
+        def run() -> Tensor:
+            step = Decode.at(self.cache, places)
+            return self.model.head(self.model.forward(tokens, places[:, None], step)[:, 0])
+
+        return tokens, places, *self.record(run)

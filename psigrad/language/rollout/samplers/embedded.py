@@ -14,10 +14,8 @@ from psigrad.language.models.fused.activation_cache import ActivationCache, Cach
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, on_device, pack
 from psigrad.language.rollout.episodes.dialogue import CachedDialogue
-from psigrad.language.rollout.samplers.cache import KVCache
+from psigrad.language.rollout.samplers.cache import KVCache, Recorded, SharedCache
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.graphs import Recorded
-from psigrad.language.rollout.samplers.shared_cache import SharedCache
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 

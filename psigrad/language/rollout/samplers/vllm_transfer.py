@@ -16,8 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from psigrad.language.rollout.samplers.vllm_engine import BACKEND
-from psigrad.language.rollout.samplers.vllm_readback import Readback
+from psigrad.language.rollout.samplers.vllm_engine import BACKEND, Readback
 
 
 class WeightUpdates:

@@ -15,13 +15,13 @@ from psigrad.language.data.batches import batch_at
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
+from psigrad.language.training.learners import State
 from psigrad.language.training.offline.task import Share, Task
 from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.processes.parallel.world import shard, sum_figures
 from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
-from psigrad.runs.state import State
 
 
 class Settings(Protocol):

@@ -14,13 +14,13 @@ from psigrad.language.data.pairs import Answer, Pair
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
 from psigrad.language.training.online.collate import minibatches
 from psigrad.language.training.online.tally import Outcome, Tally
 from psigrad.language.training.update import Optimizer
 from psigrad.objective.preferences.preference_loss import Preference
 from psigrad.processes.parallel.world import ALONE, World, shard
-from psigrad.runs.state import State
 
 
 @dataclass(frozen=True)

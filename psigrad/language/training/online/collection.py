@@ -13,6 +13,7 @@ from psigrad import seeds
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rewards import check_unscored
 from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import ledger
 from psigrad.language.training.online.collate import metric_of, scored_groups
 from psigrad.language.training.online.collected import ELSEWHERE, Collected, Pending
@@ -21,7 +22,6 @@ from psigrad.language.training.online.ledger import prompts_from
 from psigrad.language.training.online.online_run import Online
 from psigrad.objective import PolicyGradient
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.runs.state import State
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from psigrad.errors import UserError
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.learners import State
 from psigrad.language.training.online import ledger
 from psigrad.language.training.online.best_and_worst import learn_preferences
 from psigrad.language.training.online.collate import MicroBatch, micro_batches, minibatches, to_batch
@@ -31,13 +32,12 @@ from psigrad.language.training.online.tally import Outcome, Tally
 from psigrad.language.training.online.token_figures import TokenFigures, log_probs_of
 from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.objective.parts.penalty import adapted, kl_penalty, measured_kl
+from psigrad.objective.parts.surrogate import adapt, kl_penalty, measure_kl
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel.world import shard
 from psigrad.records.rows import rollout_row
 from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
-from psigrad.runs.state import State
 
 # Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
 COMPARE_EVERY, COMPARED = 4, 20
@@ -166,7 +166,7 @@ def learn(
     if isinstance(algorithm.surrogate, kl_penalty) and algorithm.surrogate.target is not None and tally.steps:
         now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         kept = prepared.batch.mask & prepared.keep[:, None]
-        after = adapted(algorithm.surrogate, after, measured_kl(now, prepared.batch.logp_old, kept))
+        after = adapt(algorithm.surrogate, after, measure_kl(now, prepared.batch.logp_old, kept))
     return Outcome(figures, after, advantage, seen.joined(run.world).rows())
 
 

@@ -1,0 +1,208 @@
+"""psigrad and TRL side by side: equal losses and gradients on one fixed batch first, then steps in turn, medians and ratios.
+
+Each runs in processes of its own, on the same weights, prompts, batch shape and precision. So `python benchmarks/language.py`
+measures our workloads, and `psigrad bench --beside trl` a model of yours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psigrad.errors import UserError
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.packing import Groups
+from psigrad.language.training.update import Optimizer, add_up
+from psigrad.objective import Batch, Loss, terminal
+from psigrad.preflight.bench import timed_run, timing
+from psigrad.preflight.bench.inputs import build
+from psigrad.preflight.bench.timing import OURS, Maker, WorkerProcess, aligned, costs, medians, rates
+from psigrad.preflight.bench.workload import Parent, Workload, serve
+
+# How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
+# float32 weights, ours has weights in bfloat16.
+BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
+# What TRL has a trainer for.
+PEERS = ("grpo", "rloo", "dpo", "reward", "sft")
+# The arguments to Python that start each side's process: to answer with loss and gradient, and to take steps.
+_TRL = str(Path(__file__).with_name("trl_worker.py"))
+CHECKS = {"ours": (__file__,), "trl": (_TRL, "check")}
+STEPS = {"ours": OURS, "trl": (_TRL, "steps")}
+
+
+def beside(work: Workload, dtype: str, threads: int, *, make: Maker = build, device: str = "cpu") -> dict[str, Any]:
+    """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both.
+
+    Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
+    same batch.
+    """
+    if work.kind not in PEERS:
+        raise UserError(f"TRL 1.16 has no trainer for {work.kind}, so nothing can be measured beside it; leave --beside out.")
+    if find_spec("trl") is None:
+        raise UserError(
+            "TRL is not installed, so nothing can be measured beside it; pip install trl==1.16.0, or leave --beside out."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        make(work, Path(folder))
+        before = rates(dtype, threads, device)
+        with _sides(CHECKS, Path(folder), dtype, threads, device) as sides:
+            checks = {who: side.hear() for who, side in sides.items()}
+            agree(work, dtype, checks)
+        # new processes are timed, so that a first step or a peak contains nothing of the check
+        with _sides(STEPS, Path(folder), dtype, threads, device) as sides:
+            steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+            for _ in range(1 + work.steps):
+                for who, side in sides.items():
+                    time.sleep(0.3)  # OpenMP threads spin for a while after their work
+                    steps[who].append(whole_batch(work, who, side))
+            # imports, model and first step, as the process itself measured them; the first is not among the others
+            first = {who: side.ready + steps[who].pop(0)["seconds"] for who, side in sides.items()}
+        found = {who: medians(work, taken) for who, taken in steps.items()}
+        found["ours"] |= timing.efficiency(work, Path(folder), found["ours"], dtype, before, rates(dtype, threads, device))
+    return {**timing.head(work, dtype, threads, device), "check": checks, "to_first_step": first, **found, **ratios(work, steps)}
+
+
+@contextlib.contextmanager
+def _sides(
+    programs: Mapping[str, Sequence[str]], folder: Path, dtype: str, threads: int, device: str
+) -> Iterator[dict[str, WorkerProcess]]:
+    """The processes of both, started one after the other."""
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for who, program in programs.items():
+            sides[who] = WorkerProcess(folder, dtype, threads, device, program)
+            stack.callback(sides[who].close)
+        yield sides
+
+
+def agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> None:
+    """Refuse to go on where loss or gradient differ."""
+    for figure in ("loss", "gradient"):
+        a, b = checks["ours"][figure], checks["trl"][figure]
+        if abs(a - b) > BOUNDS[dtype] * max(abs(b), 1e-3):
+            raise UserError(
+                f"{work.name}: the {figure} differs on the same batch, so no ratio means anything: ours {a}, TRL {b}."
+            )
+
+
+def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]:
+    """All passes over one collected batch: one step of ours, as many of TRL's as there are passes."""
+    taken = [side.step() for _ in range(work.iterations if who == "trl" else 1)]
+    names = {name for s in taken for name in s["phases"]}
+    return {
+        "seconds": sum(s["seconds"] for s in taken),
+        "tokens": sum(s["tokens"] for s in taken),
+        "phases": {name: sum(s["phases"].get(name, 0.0) for s in taken) for name in names},
+        "peak_mb": max(s["peak_mb"] for s in taken),
+    }
+
+
+def ratios(work: Workload, steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """TRL's cost over ours, in time (with the spread of neighbouring steps) and in memory."""
+    cost = {who: costs(work, taken) for who, taken in steps.items()}
+    each = [b / a for a, b in zip(cost["ours"], cost["trl"], strict=True)]
+    peak = {who: max(s["peak_mb"] for s in taken) for who, taken in steps.items()}
+    median = statistics.median(cost["trl"]) / statistics.median(cost["ours"])
+    return {
+        "ratio": {"median": median, "low": min(each), "high": max(each), "steps": len(each)},
+        "memory_ratio": peak["trl"] / peak["ours"],
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """psigrad's table, and beside TRL the ratio."""
+    text = timing.table(results)
+    compared = [r for r in results if "trl" in r]
+    if not compared:
+        return text
+    lines = [["workload", "dtype", "psigrad s", "TRL s", "ratio", "psigrad MB", "TRL MB", "first step s", "TRL's"]]
+    for r in compared:
+        ratio = f"{r['ratio']['median']:.2f} [{r['ratio']['low']:.2f}, {r['ratio']['high']:.2f}]"
+        row = [r["workload"], r["dtype"], f"{r['ours']['seconds']:.3f}", f"{r['trl']['seconds']:.3f}", ratio]
+        row += [f"{r['ours']['peak_mb']:.0f}", f"{r['trl']['peak_mb']:.0f}"]
+        lines.append([*row, f"{r['to_first_step']['ours']:.1f}", f"{r['to_first_step']['trl']:.1f}"])
+    return text + "\n\n" + aligned(lines)
+
+
+def check(run: timed_run.TimedRun) -> dict[str, float]:
+    """Our loss and gradient norm: offline on the first rows; online of the method without its KL on the fixed batch, with old
+    log-probs a little off.
+    """
+    if run.task is not None:
+        return sum_up(run.optimizer, [partial(_value, share) for share in run.task.shares(range(run.work.prompts), 4096)])
+    given, model = fixed_batch(run.work), run.model
+    assert isinstance(model, LanguageModel)
+    device = model.device
+    lengths = torch.tensor([len(c) for group in given["completions"] for c in group], device=device)
+    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+    nothing = torch.zeros(len(lengths), device=device)
+    algorithm = timed_run.method(run.work.kind, 0.0)
+
+    def loss() -> Tensor:
+        evaluation = model.evaluate(Groups(given["prompts"], given["completions"]))
+        batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
+        prepared = algorithm.prepare(batch, {})
+        advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)
+        prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(lengths, dtype=torch.bool))
+        return algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {}).value
+
+    return sum_up(run.optimizer, [loss])
+
+
+def _value(share: Callable[[], Loss]) -> Tensor:
+    return share().value
+
+
+def sum_up(optimizer: Optimizer, losses: Sequence[Callable[[], Tensor]]) -> dict[str, float]:
+    """The sum of the losses and the norm of its gradient, which is then forgotten."""
+    values: list[float] = []
+
+    def noted(loss: Callable[[], Tensor]) -> Tensor:
+        value = loss()
+        values.append(float(value.detach()))
+        return value
+
+    add_up([optimizer], [partial(noted, loss) for loss in losses])
+    found = {"loss": sum(values), "gradient": optimizer.norm()}
+    optimizer.clear()
+    return found
+
+
+def fixed_batch(work: Workload) -> dict[str, Any]:
+    """Token ids and advantages that both sides compute the loss and its gradient on, before anything is timed."""
+    rng = random.Random(1)
+    longest, letters = min(24, work.completion_tokens), min(64, work.vocabulary)
+
+    def completion() -> list[int]:
+        return [rng.randrange(2, letters) for _ in range(rng.randint(2, longest))]
+
+    groups = 3
+    completions = [[completion() for _ in range(4)] for _ in range(groups)]
+    prompts = [[rng.randrange(2, letters) for _ in range(min(12, work.prompt_tokens))] for _ in range(groups)]
+    # mostly of one sign: a loss whose terms cancel is all rounding. Below 0, where the clip lets the gradient through
+    advantages = [rng.gauss(-1, 1) for _ in range(4 * groups)]
+    return {"prompts": prompts, "completions": completions, "advantages": advantages}
+
+
+def answer(folder: Path, dtype: str, device: str, parent: Parent) -> None:
+    """Our process that is asked for loss and gradient."""
+    run = timed_run.build(folder, dtype, device)
+    parent.ready()
+    parent.say(check(run))
+
+
+if __name__ == "__main__":
+    serve(answer, sys.argv[1:])

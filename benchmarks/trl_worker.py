@@ -1,0 +1,165 @@
+"""TRL's process: its own trainers, stepped one optimiser step at a time by a callback that waits for the parent.
+
+python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, as `psigrad.preflight.bench.workload.serve` reads them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+
+from psigrad.preflight.bench.workload import Parent, Phases, Workload, read, reward, serve
+
+
+class Gate(TrainerCallback):
+    """Begins a step when the parent wants one."""
+
+    def __init__(self, parent: Parent, begin: Callable[[], None], tell: Callable[[Parent], None]) -> None:
+        self.parent, self.begin, self.tell = parent, begin, tell
+        self.asked = True  # for the first, which begins with `train`
+        begin()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Wait until the parent asks for a step; end the process when it wants no more."""
+        if not self.asked:
+            if not self.parent.wants_a_step():
+                sys.exit()
+            self.begin()
+        self.asked = False
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Report the finished step to the parent."""
+        self.tell(self.parent)
+
+
+def main(folder: Path, dtype: str, device: str, parent: Parent) -> None:
+    """Answer with loss and gradient (`check`), or take steps."""
+    work, rows = read(folder)
+    trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16", device)
+    phases = Phases()
+    if work.online:
+        phases.around(trainer, "_generate", "sample")
+        phases.around(trainer, "_compute_loss", "forward")
+    else:
+        phases.around(trainer, "compute_loss", "forward")
+    phases.around(trainer.accelerator, "backward", "backward")
+
+    def begin() -> None:
+        phases.seconds = {}
+        counts[0] = 0
+
+    parent.ready()
+    if sys.argv[1] == "check":
+        parent.say(_check(work, trainer))
+    elif parent.wants_a_step():
+        trainer.add_callback(Gate(parent, begin, lambda parent: parent.got(counts[0], phases.seconds)))
+        trainer.train()
+
+
+def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "trl"),
+        "per_device_train_batch_size": work.prompts,
+        "max_steps": 100000,
+        "learning_rate": 1e-6,
+        "logging_steps": 100000,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": device == "cpu",
+        "bf16": bf16,
+        "gradient_checkpointing": work.gradient_checkpointing,
+        "disable_tqdm": True,
+    }
+
+
+def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: bool, device: str) -> tuple[Any, list[int]]:
+    """The trainer, and a one-element list in which the tokens of the step are counted."""
+    import trl
+
+    counts, given = [0], dict[str, Any]()
+    settings = _settings(work, folder, bf16, device)
+    if work.online:
+
+        def counted(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+            counts[0] += sum(map(len, completion_ids))
+            return reward(completions)
+
+        given["reward_funcs"] = counted
+        settings |= {
+            "per_device_train_batch_size": work.prompts * work.generations,
+            "steps_per_generation": 1,
+            "num_generations": work.generations,
+            "max_completion_length": work.completion_tokens,
+            "beta": work.beta,
+            "num_iterations": work.iterations,
+            "temperature": 1.0,
+        }
+    elif work.kind == "dpo":
+        settings["precompute_ref_log_probs"] = True
+    if work.kind == "reward":
+        torch.manual_seed(0)
+        settings["disable_dropout"] = True
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    name = "Reward" if work.kind == "reward" else work.kind.upper()
+    trainer = getattr(trl, f"{name}Trainer")(
+        model,
+        args=getattr(trl, f"{name}Config")(**settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        **given,
+    )
+    return trainer, counts
+
+
+def _check(work: Workload, trainer: Any) -> dict[str, float]:
+    """Loss and gradient norm on the fixed batch (online) or the first sixteen rows (offline)."""
+    model = trainer.model
+    model.train()
+    if work.online:
+        trainer.current_gradient_accumulation_steps = 1  # the trainer sets it when it trains
+        loss = trainer._compute_loss(model, _inputs(work, trainer))
+    else:
+        collated = trainer.data_collator([trainer.train_dataset[i] for i in range(work.prompts)])
+        loss = trainer.compute_loss(model, trainer._prepare_inputs(collated), num_items_in_batch=None)
+    loss.backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    model.zero_grad()
+    return {"loss": float(loss.detach()), "gradient": norm}
+
+
+def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
+    from beside_trl import fixed_batch  # it imports psigrad's models, which must not count to the time that TRL takes to begin
+
+    given = fixed_batch(work)
+    completions = [c for group in given["completions"] for c in group]
+    prompts = [given["prompts"][i] for i, group in enumerate(given["completions"]) for _ in group]
+    wide, long = max(map(len, prompts)), max(map(len, completions))
+    inputs = {
+        "prompt_ids": torch.tensor([[1] * (wide - len(p)) + p for p in prompts]),
+        "prompt_mask": torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in prompts]),
+        "completion_ids": torch.tensor([c + [1] * (long - len(c)) for c in completions]),
+        "completion_mask": torch.tensor([[1] * len(c) + [0] * (long - len(c)) for c in completions]),
+        "advantages": torch.tensor(given["advantages"]),
+        "num_items_in_batch": torch.tensor(sum(map(len, completions))),
+    }
+    with torch.no_grad():
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, long)[0]
+    inputs["old_per_token_logps"] = logps - 0.05
+    inputs["old_logps"] = (inputs["old_per_token_logps"] * inputs["completion_mask"]).sum(1)  # of whole completions, in RLOO
+    if work.beta:
+        inputs["ref_per_token_logps"] = logps.clone()  # KL is 0: the check is of the policy term
+    return inputs
+
+
+if __name__ == "__main__":
+    serve(main, sys.argv[2:])

@@ -1,0 +1,181 @@
+"""Writes docs/settings.md: every setting with its flag, type, default and meaning, out of psigrad/config/.
+
+python docs/make/settings.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from psigrad.compat import other_answers, other_names, trl_values
+from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.fields import Mark, Setting, flag_of, help_of, settings_of
+from psigrad.config.methods import declared
+from psigrad.config.shortcuts import SHORTCUTS, leads_to
+from psigrad.control.settings import ControlConfig
+
+PAGE = Path(__file__).parents[1] / "settings.md"
+RECIPES = {
+    "sft": SFTConfig,
+    "online": OnlineConfig,
+    "reward": RewardConfig,
+    "preference": PreferenceConfig,
+    "eval": EvalConfig,
+    "sample": SampleConfig,
+    "control": ControlConfig,
+}
+
+HEAD = """# Settings
+
+Made by `python docs/make/settings.py` out of [psigrad/config/](../psigrad/config/). Do not edit by hand.
+
+A setting is given in four ways. Where it is given more than once, the first of these holds:
+
+1. a flag: `--learning-rate 1e-5`
+2. an override by dotted name: `optim.learning_rate=1e-5`
+3. the YAML file named by `--config`: `optim: {learning_rate: 1e-5}`
+4. the default
+
+`psigrad.train` and `psigrad.evaluate` take the same settings as keyword arguments, by the last part of the name
+(`learning_rate=1e-5`) or by the whole of it. Where a default differs between commands, the table names the commands; "online" is
+every online preset, "preference" every loss of the preference family.
+
+A setting that does not exist is refused with the nearest name that does. A value of the wrong type or out of range is refused
+with what was expected.
+
+**May change** says when a setting may have another value than the run began with: *on resume*, where it changes nothing that is
+computed; *on resume, recorded*, where it changes results by rounding at most, which the run's events record; *to grow*, where it
+says how long the run is; *by a callback*, during the run. All others are pinned: a run that goes on with another value
+is refused, unless `--allow` names the setting.
+"""
+
+# What the page says of a mark.
+CHANGES = {
+    Mark.FREE: "on resume",
+    Mark.RECORDED: "on resume, recorded",
+    Mark.LENGTH: "to grow, with --extend",
+    Mark.LIVE: "by a callback",
+}
+PARTS = """## Parts of the method
+
+Every part of a method can be set by its place in `algorithm` or `loss`; `psigrad explain NAME` shows them. The usual ones have
+names and flags of their own. Where a name leads depends on the method, whose help shows its default; a method that lacks the part
+refuses it.
+"""
+OTHERS = """## Names of TRL, verl and others
+
+Flags, overrides, YAML files and `psigrad.train` take these names too. In YAML no sections are needed: `learning_rate: 1e-5` at
+the top level is `optim.learning_rate`, and verl's trees are read as they are. Flags may have underscores, and a switch may be
+followed by `true` or `false`. Two names of one setting with two values are refused. `warmup_ratio`, and a `warmup_steps`
+below 1, are shares of `max_steps`.
+
+**Batch sizes.** A batch of psigrad counts over all processes. TRL's `per_device_train_batch_size` (8 where it is left out),
+`gradient_accumulation_steps`, `steps_per_generation` and `generation_batch_size` are computed into ours:
+prompts_per_step = per device × accumulation (or steps per generation) × processes / num_generations, and num_minibatches =
+steps per generation / accumulation; for recorded data, batch_size = per device × accumulation × processes. verl's
+`data.train_batch_size` is prompts_per_step, and its `ppo_mini_batch_size` decides num_minibatches. Sizes that do not divide are
+refused with the arithmetic.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    found: dict[str, dict[str, Setting]] = {}
+    for recipe, cls in RECIPES.items():
+        for name, setting in settings_of(cls).items():
+            found.setdefault(name, {})[recipe] = setting
+    sections: dict[str, list[str]] = {}
+    for name, uses in found.items():
+        sections.setdefault(name.rpartition(".")[0], []).append(_row(name, uses))
+    parts = [HEAD]
+    for section, rows in sections.items():
+        title = f"`{section}.…`" if section else "Settings of one command"
+        parts.append("\n".join([f"## {title}", "", *_table("setting", "flag | type | default | may change | meaning", rows)]))
+    return "\n".join([*parts, _others()])
+
+
+def _others() -> str:
+    """Names of others, one table for each thing that becomes of them."""
+    meant = [
+        f"| `{name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items()) or 'needs nothing'} |"
+        for name, values in other_names.VALUES.items()
+        for value, new in values.items()
+    ]
+    meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in trl_values.AGGREGATES.items()]
+    meant += [
+        f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in trl_values.LINKS else f'`psigrad {method}`'} |"
+        for loss, method in trl_values.LOSSES.items()
+    ]
+    places = {
+        name: sorted(
+            {f"`{'algorithm' if d.online else 'loss'}.{place}`" for m, d in declared().items() for place, _ in leads_to(name, m)}
+        )
+        for name in SHORTCUTS
+    }
+    return "\n".join(
+        [
+            PARTS,
+            *_table(
+                "name", "stands for | meaning", [f"| `{n}` | {', '.join(places[n])} | {s.help} |" for n, s in SHORTCUTS.items()]
+            ),
+            OTHERS,
+            *_table("name", "setting", [f"| `{theirs}` | `{ours}` |" for theirs, ours in other_names.SAME.items()]),
+            *_table("name and value", "setting", meant),
+            *_table("changes nothing here", "why", [f"| `{n}` | {why} |" for n, why in other_answers.NEEDLESS.items()]),
+            *_table("is answered", "with", [f"| `{n}` | {what} |" for n, what in other_answers.ANSWERS.items()]),
+        ]
+    )
+
+
+def _table(left: str, right: str, rows: list[str]) -> list[str]:
+    return [f"| {left} | {right} |", "|---|" + "---|" * len(right.split("|")), *rows, ""]
+
+
+def _written(value: Any) -> str:
+    """A value as YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else "[]" if value == () else value
+
+
+def _row(name: str, uses: dict[str, Setting]) -> str:
+    """One line of a table. A setting that only some commands have names them."""
+    recipe, first = next(iter(uses.items()))
+    same = all(one.default == first.default for one in uses.values())
+    default = _default(first.default) if same else ", ".join(f"{_default(one.default)} ({r})" for r, one in uses.items())
+    only = "" if len(uses) == len(RECIPES) else f" Only {' and '.join(uses)}."
+    flag = flag_of(name)
+    flag = f"`{flag}`, `--no-{flag[2:]}`" if first.type is bool else f"`{flag}`"
+    changes = "; ".join(words for mark, words in CHANGES.items() if mark in first.marks) or "–"
+    about = help_of(RECIPES[recipe], name).replace("<", "&lt;")
+    return f"| `{name}` | {flag} | {_kind(first.annotated)} | {default} | {changes} | {about}{only} |"
+
+
+def _kind(hint: Any) -> str:
+    """A type as a person would say it, with its range."""
+    if get_origin(hint) is Annotated and hint.__origin__ is Any:
+        return "text or mapping"
+    if hasattr(hint, "__metadata__"):
+        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+        ranges = [one for one in hint.__metadata__ if is_dataclass(one)]
+        bounds = [(signs[k], v) for one in ranges for k, v in asdict(one).items() if v != float("inf")]
+        return " ".join(filter(None, [_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)]))
+    if get_origin(hint) is tuple:
+        return f"several: {_kind(get_args(hint)[0])}"
+    values = get_args(hint)
+    if values and all(isinstance(value, str) for value in values):
+        return " or ".join(f"`{value}`" for value in values)
+    words = {bool: "yes or no", str: "text", int: "whole number", float: "number"}
+    return words.get(hint, "text or more" if str in values else "anything of these" if hint is not Any else "text or mapping")
+
+
+def _default(value: Any) -> str:
+    if value in ("", ()):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(f"`{item}`" for item in (value if isinstance(value, tuple) else (value,)))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

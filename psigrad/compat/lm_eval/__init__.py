@@ -1,1 +1,0 @@
-"""Tasks of EleutherAI's lm-eval on psigrad's models."""

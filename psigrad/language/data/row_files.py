@@ -1,0 +1,257 @@
+"""Files of rows: JSON lines, JSON, Parquet, CSV and TSV, with the line of each row and of each fault.
+
+JSON is read here and not through `datasets`: Arrow can't hold a lone surrogate, and its errors name no line. In CSV and TSV the
+first line names the columns, and every value is text.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import BadRow, show
+
+MAX_LINE_BYTES = 32 * 2**20
+"""A longer line is refused: nobody writes one on purpose, and it would be held in memory several times over."""
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_SPACE = re.compile(r"[ \t\r\n]*")
+# Labels of unpaired preferences, which other files hold as true and false.
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Raw(NamedTuple):
+    """A row as it was read, before it has a form, and where it stands."""
+
+    source: str
+    value: object
+
+
+Records = Iterator["Raw | BadRow"]
+
+
+def read_file(path: Path, name: str) -> Records:
+    """The rows of a file, called `name` in messages. Raises `UserError` where nothing can be read on."""
+    if path.suffix not in READERS:
+        known = ", ".join(READERS)
+        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; it must be one of {known}; convert or rename it.")
+    try:
+        yield from READERS[path.suffix](path, name)
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error}); check that it is a whole, readable {path.suffix} file.") from error
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a key occur twice and Python keeps the last in silence; here it is an error."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DuplicateKeyError(f"has the key {show(next(name for name in names if names.count(name) > 1))} twice")
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_PLAIN = json.JSONDecoder()
+
+
+def _refuse_utf16(start: bytes, path: Path) -> None:
+    if start.startswith(_UTF16):
+        raise UserError(f"{path}:1 starts like UTF-16 text; save the file as UTF-8.")
+
+
+def _json_lines(path: Path, name: str) -> Records:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if number == 1:
+                _refuse_utf16(line, path)
+                line = line.removeprefix(_BOM)
+            size = len(line)
+            if size > MAX_LINE_BYTES:
+                while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
+                    size += len(line)
+                yield BadRow(f"{name}:{number}", "", f"is a line of {size} bytes; the most is {MAX_LINE_BYTES}")
+            elif line.strip():
+                yield _json_line(line.rstrip(b"\r\n"), f"{name}:{number}")
+
+
+def _json_line(line: bytes, source: str) -> Raw | BadRow:
+    try:
+        return Raw(source, _DECODER.decode(line.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        return BadRow(f"{source}:{error.start + 1}", "", f"is not UTF-8 (byte 0x{line[error.start]:02x}); save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        hint = "; a file that is one JSON list must be named .json" if line.lstrip().startswith(b"[") else ""
+        return BadRow(f"{source}:{error.colno}", "", f"is not JSON ({error.msg}){hint}")
+    except (ValueError, RecursionError) as error:  # duplicate keys; integers of more than 4300 digits; nesting too deep
+        return BadRow(source, "", _flaw(error))
+
+
+def _flaw(error: Exception) -> str:
+    return str(error) if isinstance(error, _DuplicateKeyError) else f"can't be decoded ({first_line(error)})"
+
+
+def _json(path: Path, name: str) -> Records:
+    data = path.read_bytes()
+    _refuse_utf16(data, path)
+    if not data.removeprefix(_BOM).lstrip().startswith(b"["):
+        _refuse_one_object(data, path)
+        yield from _json_lines(path, name)
+        return
+    try:
+        text = data.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = 1 + data.count(b"\n", 0, error.start)
+        raise UserError(f"{path}:{line} is not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8.") from None
+    try:
+        yield from _json_list(text, name)
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise UserError(f"{where} is not JSON ({error.msg}); a list of objects was expected.") from None
+
+
+def _refuse_one_object(data: bytes, path: Path) -> None:
+    """`.json` often holds JSON lines, which is fine; one object over several lines is not."""
+    try:
+        one_object = b"\n" in data.strip() and isinstance(json.loads(data), dict)
+    except (ValueError, RecursionError):
+        return
+    if one_object:
+        raise UserError(f"{path}:1 opens one JSON object; a list of objects was expected. Move the list to the top level.")
+
+
+def _json_list(text: str, name: str) -> Records:
+    """Objects of a JSON list one by one, so that each keeps its line number and a bad one doesn't hide the others."""
+    at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
+    more = text[at : at + 1] != "]"
+    while more:
+        line, counted = line + text.count("\n", counted, at), at
+        source = f"{name}:{line}"
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+            yield Raw(source, value)
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            yield BadRow(source, "", _flaw(error))
+            end = _end_of(text, at)
+        at = _skip(text, end)
+        if text[at : at + 1] not in (",", "]"):
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        more = text[at] == ","
+        at = _skip(text, at + 1) if more else at
+    at = _skip(text, at + 1)
+    if at < len(text):
+        raise json.JSONDecodeError("Extra data after the list", text, at)
+
+
+def _skip(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _end_of(text: str, at: int) -> int:
+    """Where a value ends that the strict decoder refused, when Python's own can still read it."""
+    try:
+        return _PLAIN.raw_decode(text, at)[1]
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise json.JSONDecodeError(first_line(error), text, at) from error
+
+
+def _parquet(path: Path, name: str) -> Records:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if twice := {column for column in columns if columns.count(column) > 1}:
+                raise UserError(f"{path} has the column {show(min(twice))} twice; rename one of them.")
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                yield from _batch(batch, name, number)
+                number += batch.num_rows
+    except UserError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise UserError(f"{path} is not a whole Parquet file ({first_line(error)}); write or copy it again.") from error
+
+
+def _batch(batch: Any, name: str, number: int) -> Records:
+    """The rows of an Arrow batch. Its text is not checked when it is read, so a cell of bad UTF-8 shows up only here."""
+    try:
+        yield from [Raw(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
+    except UnicodeDecodeError:
+        for i in range(batch.num_rows):
+            yield _cells(batch, i, f"{name}:{number + i + 1}")
+
+
+def _cells(batch: Any, i: int, source: str) -> Raw | BadRow:
+    raw: dict[str, object] = {}
+    for column in batch.schema.names:
+        try:
+            raw[column] = batch.column(column)[i].as_py()
+        except UnicodeDecodeError as error:
+            return BadRow(source, column, f"is not UTF-8 (byte 0x{error.object[error.start]:02x})")
+    return Raw(source, raw)
+
+
+def _separated(delimiter: str, path: Path, name: str) -> Records:
+    for line, row in _csv_rows(path, delimiter):
+        source = f"{name}:{line}"
+        yield BadRow(source, "", row) if isinstance(row, str) else Raw(source, row)
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, object] | str]]:
+    """(line, row) of each row, or what is wrong with it. An empty cell is no value. Raises `UserError` where the file is none."""
+    csv.field_size_limit(32 * 2**20)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+            columns = list(reader.fieldnames or ())
+            if not columns or any(not name for name in columns) or len(set(columns)) < len(columns):
+                raise UserError(f"The first line of {path} must name its columns, each once; it has {columns}.")
+            for row in reader:
+                yield reader.line_num, _csv_row(row, columns)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8.") from error
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num} is not {'TSV' if delimiter != ',' else 'CSV'} ({error}).") from error
+
+
+def _csv_row(row: dict[str, str | None], columns: list[str]) -> dict[str, object] | str:
+    if len(row) > len(columns) or None in row.values():
+        return f"has {'more' if len(row) > len(columns) else 'fewer'} values than the first line has columns"
+    values: dict[str, object] = {name: value for name, value in row.items() if value != ""}
+    label = str(values.get("label", "")).lower()
+    return {**values, "label": _LABELS[label]} if label in _LABELS else values
+
+
+READERS: dict[str, Callable[[Path, str], Records]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".csv": partial(_separated, ","),
+    ".tsv": partial(_separated, "\t"),
+}

@@ -1,0 +1,204 @@
+"""A model and a tokenizer that are given from Python as objects: trained in place, their beginning kept in the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from psigrad.errors import UserError, kind_of, reason_of
+from psigrad.language.models.backbone import DTYPES, write
+from psigrad.language.models.lora import described, is_adapter
+from psigrad.processes.parallel.world import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from psigrad.language.models.language_model import LanguageModel
+    from psigrad.language.models.scalar_model import ScalarModel
+
+START = "start"
+_DIGEST = "psigrad_weights.json"
+# The run folder that a module was trained into: its weights are then no longer those that the run began with.
+_TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class GivenModel:
+    """Objects in place of names. `network` is None where only the tokenizer is one.
+
+    The weights that training starts from are kept as a Hugging Face folder, `start/` in the run folder: references, critics and
+    a resumed run are made from it.
+    """
+
+    network: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    made: LanguageModel | ScalarModel | None = field(default=None, repr=False)
+    """What a recipe made of the network."""
+
+    @property
+    def dtype(self) -> str:
+        """The precision of the module, as the setting calls it. Raises `UserError` for one that does not train."""
+        assert self.network is not None
+        name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
+        if name is None:
+            raise UserError(
+                f"The model's weights are {self.network.dtype}; expected float32 or bfloat16: model.to(torch.bfloat16)."
+            )
+        return name
+
+    def keep(self, folder: Path, world: World, allowed: bool) -> None:
+        """Leave the starting weights in `folder`, or give the network those that are there already.
+
+        Raises `UserError` where the run in that folder began with other weights, unless `allowed`.
+        """
+        network = self.network
+        assert network is not None
+        if world.lockstep:
+            raise UserError(
+                "The model is an object and placement.strategy is fsdp, which reads a model shard by shard; save it with "
+                "save_pretrained and give the folder."
+            )
+        known = world.broadcast(json.loads((folder / _DIGEST).read_text()) if (folder / _DIGEST).exists() else None)
+        now = {"class": type(network).__name__, "weights": weights_digest(network)}
+        if known is None:
+            if world.rank == 0:
+                self._write(folder, now)
+            world.all_gather(None)  # it is there
+        elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
+            raise UserError(
+                f"The run in {folder.parent} began with another model than the one that was given (a copy of its own is in "
+                f"{folder}); give that one to go on, go on all the same with allow=['model'], or choose another output_dir."
+            )
+        elif known != now:
+            take_weights(network, folder)
+        _TRAINED[network] = folder.resolve()
+
+    def _write(self, folder: Path, digest: Mapping[str, str]) -> None:
+        """The whole folder, or nothing of it."""
+        beside = folder.with_name(f".{folder.name}.new")
+        shutil.rmtree(beside, ignore_errors=True)
+        write(self.network, self.tokenizer, beside)
+        (beside / _DIGEST).write_text(json.dumps(digest))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(beside, folder)
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """A block behind which the network has its own attention, dropout and mode again, and the weights that it learnt: an
+        adapter that was put on it is merged in.
+        """
+        network: Any = self.network
+        if network is None:
+            yield
+            return
+        own = network.config._attn_implementation
+        mode, padding, recomputes = network.training, network.config.pad_token_id, _recomputes(network)
+        dropout = {m: m.p for m in network.modules() if isinstance(m, nn.Dropout)}
+        attention_dropout = {m: m.attention_dropout for m in network.modules() if isinstance(_dropout_of(m), float)}
+        learns = {name: p.requires_grad for name, p in network.named_parameters()}
+        try:
+            yield
+        finally:
+            if self.made is not None and self.made.adapter is not None:
+                adapter: Any = self.made.adapter
+                adapter.merge_and_unload()
+            network.set_attn_implementation(own)
+            network.config.pad_token_id = padding
+            if _recomputes(network) and not recomputes:
+                network.gradient_checkpointing_disable()
+            for module, p in dropout.items():
+                module.p = p
+            for module, p in attention_dropout.items():
+                module.attention_dropout = p
+            for name, p in network.named_parameters():
+                p.requires_grad_(learns.get(name, True))
+            network.train(mode)
+
+
+def _recomputes(network: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in network.modules())
+
+
+def _dropout_of(module: nn.Module) -> Any:
+    return getattr(module, "attention_dropout", None)
+
+
+def weights_digest(network: nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of a module's state."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def take_weights(network: PreTrainedModel, folder: Path) -> None:
+    """Give `network` the weights of the model in `folder`, an adapter merged in."""
+    if is_adapter(folder):
+        from peft import PeftModel
+
+        base: Any = type(network).from_pretrained(described(folder)["base_model_name_or_path"], dtype=network.dtype)
+        wrapped: Any = PeftModel.from_pretrained(base, folder)
+        network.load_state_dict(wrapped.merge_and_unload().state_dict())
+        return
+    network.load_state_dict(type(network).from_pretrained(folder, dtype=network.dtype).state_dict())
+
+
+def held(model: Any, tokenizer: Any) -> GivenModel | None:
+    """What was given as an object, ready for a recipe; None where a name of the model is all there is.
+
+    Without a tokenizer it is that of the folder or hub name that the module was loaded from. Raises `UserError` for anything that
+    is no causal model of transformers.
+    """
+    named = isinstance(model, str | os.PathLike)
+    if named and tokenizer is None:
+        return None
+    if not named:
+        _check(model)
+    if tokenizer is None:
+        tokenizer = getattr(model.config, "_name_or_path", "")
+        if not tokenizer:
+            raise UserError(
+                "The model is an object that was not loaded from anywhere, so its tokenizer is unknown; give tokenizer=."
+            )
+    if isinstance(tokenizer, str | os.PathLike):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"No tokenizer could be loaded from {os.fspath(tokenizer)!r} ({reason_of(error)}); give tokenizer= as an "
+                "object, a folder or a hub name."
+            ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer of transformers, a folder or a hub name.")
+    return GivenModel(None if named else model, tokenizer)
+
+
+def _check(model: Any) -> None:
+    """Refuse what cannot be trained in place."""
+    from transformers import PreTrainedModel  # its modules take seconds to import, and a run from a folder needs none
+
+    kind = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise UserError(
+            f"The model is {kind_of(model)}, which has an adapter on it; give its base with peft_config=, or save the adapter "
+            "and give its folder as the model."
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"model is {kind_of(model)}; expected a folder, a hub name, or a model of transformers (PreTrainedModel)."
+        )
+    if getattr(model, "is_quantized", False):
+        raise UserError(f"The model is a quantised {kind}, whose weights cannot be trained; load it in float32 or bfloat16.")

@@ -1,0 +1,266 @@
+"""Where a model comes from: a folder, the hub, a GGUF file, or an adapter of peft, which goes on or is merged into its base.
+
+GGUF files and adapters to merge are converted once, into a cache. The folder there is named by what it was made of, so that
+another file of the same name is converted anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from psigrad.config import Model
+from psigrad.errors import UserError, nearest, reason_of
+from psigrad.language.data.sources import go_offline_without_network
+from psigrad.language.models.lora import CONFIG, Lora, described, is_adapter
+
+# What a revision of a hub model is made of; other frameworks' weights are left out.
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """An adapter that was trained before and is trained on: its `folder`, its form, and the `base` that it is of."""
+
+    folder: Path
+    lora: Lora
+    base: Model
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder of the tokenizer that it brings along; empty: the base's."""
+        return str(self.folder) if (self.folder / "tokenizer_config.json").exists() else ""
+
+
+def located(settings: Model) -> str:
+    """Where to load the model from: its path, a conversion of it, or the folder that a hub model's `revision` was downloaded
+    to. An adapter is merged into its base.
+    """
+    check_path(settings.path)
+    if settings.revision:
+        return str(_downloaded(settings.path, settings.revision))
+    found = _adapter_on_hub(settings.path)
+    return plain_folder(settings.path if found is None else str(found))
+
+
+def continued(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
+    """The adapter that these settings go on training; None where the model is no adapter, or is to be merged.
+
+    With `local` a hub name is only looked up among what was downloaded before.
+    """
+    if settings.lora_rank or settings.adapter == "merge" or not settings.path:
+        return None
+    check_path(settings.path)
+    folder: Path | None = Path(settings.path).expanduser()
+    if not (folder is not None and is_adapter(folder)):
+        folder = _adapter_on_hub(settings.path, settings.revision, local=local)
+    if folder is None:
+        return None
+    held = described(folder)
+    base = str(held["base_model_name_or_path"])
+    if not Path(base).is_absolute() and not Path(base).exists() and (folder / base).is_dir():
+        base = str(folder / base)
+    check_path(base, f"the base of the adapter {settings.path!r}")
+    lora = replace(Lora.of(held), dropout=settings.lora_dropout)
+    plain = replace(settings, path=base, revision=held.get("revision") or "", adapter="merge")
+    return TrainedAdapter(folder, lora, plain)
+
+
+def lora_of(settings: Model) -> Lora | None:
+    """The adapter that is trained: a fresh one that the settings ask for, or the one that goes on."""
+    if settings.lora_rank:
+        return Lora(
+            settings.lora_rank,
+            settings.lora_alpha,
+            settings.lora_dropout,
+            settings.lora_target_modules,
+            settings.use_rslora,
+            settings.use_dora,
+            settings.lora_modules_to_save,
+        )
+    found = continued(settings)
+    return None if found is None else found.lora
+
+
+def as_planned(settings: Model, *, local: bool = False) -> Model:
+    """The same model as a base with an adapter's rank, whose sizes its configuration gives; what has to be converted is.
+    `local`: see `continued`.
+    """
+    found = continued(settings, local=local)
+    if found is None:
+        return replace(settings, path=plain_folder(settings.path)) if settings.path else settings
+    lora = found.lora
+    return replace(found.base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=lora.target_modules)
+
+
+def tokenizer_path(settings: Model) -> str:
+    """Where its tokenizer is loaded from."""
+    found = continued(settings)
+    return plain_folder(settings.path) if found is None else found.tokenizer or found.base.path
+
+
+def check_path(text: str, what: str = "") -> None:
+    """Refuse a folder that is not there before the hub is asked for a model of that name."""
+    path = Path(text).expanduser()
+    local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
+    if local and not path.exists():
+        around = path.parent
+        hint = nearest(path.name, [x.name for x in around.iterdir()]) if around.is_dir() else ""
+        of = f" ({what})" if what else ""
+        raise UserError(
+            f"There is no folder {text!r}{of}; give the folder of a model, or a hub name such as org/name{hint or '.'}"
+        )
+    if path.is_file() and path.suffix != ".gguf":
+        of = f" ({what})" if what else ""
+        raise UserError(f"{text!r}{of} is a file; give the folder of a model, a GGUF file, or a hub name such as org/name.")
+    refuse_run(text, what)
+
+
+def refuse_run(text: str, what: str = "") -> None:
+    """Raises `UserError` where a model's path is the folder of a run, naming the model in it."""
+    if inside := _model_inside(Path(text).expanduser()):
+        of = f" ({what})" if what else ""
+        raise UserError(f"{text!r}{of} is the folder of a run, not of a model; give {str(inside)!r}.")
+
+
+def _model_inside(path: Path) -> Path | None:
+    """The model in the folder of a run of psigrad or of transformers: the trained one, else that of the newest checkpoint."""
+    if not path.is_dir() or _is_model(path):
+        return None
+    checkpoints = [*path.glob("checkpoints/step-*"), *path.glob("step-*"), *path.glob("checkpoint-*")]
+    checkpoints.sort(key=lambda folder: int(digits) if (digits := folder.name.rpartition("-")[2]).isdecimal() else -1)
+    return next((folder for folder in (path / "model", *reversed(checkpoints)) if _is_model(folder)), None)
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it has an adapter, or a configuration that names its kind of model, as the settings of a run do not."""
+    try:
+        return is_adapter(folder) or "model_type" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def _downloaded(path: str, revision: str) -> Path:
+    if Path(path).exists():
+        raise UserError(f"model.revision is {revision!r} and {path!r} is on this disk; leave the revision out.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The revision {revision!r} of {path!r} could not be downloaded ({reason_of(error)}); give a branch, tag or commit "
+            "of a hub model."
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Path | None:
+    """The folder that a hub adapter was downloaded to; None where the name is none of an adapter's."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils import cached_file
+
+    if Path(path).expanduser().exists():
+        return None
+    if not local:
+        go_offline_without_network()
+    which: dict[str, Any] = {"revision": revision or None, "local_files_only": local}
+    try:
+        quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+        adapter, whole = (cached_file(path, name, **which, **quiet) for name in (CONFIG, "config.json"))
+        if adapter is None or whole is not None:
+            return None
+        return Path(snapshot_download(path, allow_patterns=_MODEL_FILES, **which))
+    except (OSError, ValueError):  # the loader says what is wrong with the name
+        return None
+
+
+def plain_folder(path: str) -> str:
+    """Where `path` lies as a folder of transformers: itself, unless it is a GGUF file, a folder with one such file and no
+    config.json, or an adapter of peft (which is merged into its base).
+
+    Raises `UserError` where it cannot be converted.
+    """
+    place = Path(path).expanduser()
+    if place.suffix == ".gguf" and place.is_file():
+        return _convert_once(_identity([place]), place, _convert_gguf)
+    if not place.is_dir() or (place / "config.json").exists():
+        return path
+    if (place / CONFIG).exists():
+        return _convert_once(_identity([place / CONFIG, *sorted(place.glob("adapter_model.*"))]), place, _merge_adapter)
+    files = sorted(place.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UserError(f"The folder {path!r} has several GGUF files ({names}); name one of them.")
+    return _convert_once(_identity(files), files[0], _convert_gguf) if files else path
+
+
+def _identity(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:24]
+
+
+def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
+    """The converted folder, made unless it is there; what was begun and not ended is never taken for one."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad" / "models"
+    place = cache / name
+    if place.is_dir():
+        return str(place)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as folder:
+        made = Path(folder) / "model"
+        with _in_a_sentence(source):
+            make(source, made)
+        try:
+            made.rename(place)
+        except OSError:  # another process was first
+            if not place.is_dir():
+                raise
+            shutil.rmtree(made)
+    return str(place)
+
+
+@contextlib.contextmanager
+def _in_a_sentence(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError, AttributeError, KeyError, RuntimeError, struct.error) as error:
+        raise UserError(f"The model {str(source)!r} cannot be converted: {reason_of(error)}.") from error
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    """The weights as numbers, whatever their quantisation was, with the tokenizer and chat template of the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given: dict[str, Any] = {"gguf_file": file.name}
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, **given)
+    if hasattr(model.config, "quantization_config"):  # it is none any more
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
+
+
+def _merge_adapter(adapter: Path, folder: Path) -> None:
+    """The base with the adapter's weights added."""
+    import peft
+    from transformers import AutoTokenizer
+
+    base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
+    model.save_pretrained(folder)
+    has_tokenizer = (adapter / "tokenizer_config.json").exists()
+    AutoTokenizer.from_pretrained(adapter if has_tokenizer else base).save_pretrained(folder)

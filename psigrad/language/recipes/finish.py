@@ -1,0 +1,107 @@
+"""How a run ends: what every offline recipe does once its rows are tokens, and what every recipe leaves behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.errors import reason_of
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.models.backbone import write
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.recipes.pinned import pinned
+from psigrad.language.training import rehearsal
+from psigrad.language.training.learners import Learner, State, begin
+from psigrad.language.training.offline import offline
+from psigrad.language.training.offline.offline import Generated
+from psigrad.language.training.offline.task import Task
+from psigrad.language.training.update import Optimizer
+from psigrad.processes.parallel import sharded
+from psigrad.processes.parallel.world import ALONE, World
+from psigrad.runs import session
+from psigrad.runs.journal import Journal
+from psigrad.runs.result import Result
+
+Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
+
+
+def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
+    """The optimiser of what learns in the model."""
+    return Optimizer(model.trainable(), config.optim, recompute=config.model.gradient_checkpointing, world=world)
+
+
+def train_on_rows(
+    config: SFTConfig | RewardConfig | PreferenceConfig,
+    journal: Journal,
+    model: LanguageModel | ScalarModel,
+    rows: tuple[Sequence[Row], Sequence[Row]],
+    found: Path | None,
+    task: Task,
+    held_out: Task | None,
+    generated: Generated | None = None,
+) -> Result:
+    """The rest of every offline recipe: train on `task` from the checkpoint `found` on, and leave the model behind.
+
+    `rows` are those of training and those that are held out.
+    """
+    learner = Learner(model, optimizer_of(model, config, journal.world))
+    pins, counted = pinned(config, model.tokenizer, *rows), (len(rows[0]), len(rows[1]))
+    begun = begin(config, journal, [learner], pins, found, State(), counted)
+    steps = config.run.steps(len(task), config.batch_size)
+    job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)
+    if config.optim.rehearse:
+        rehearsal.offline(job)
+    offline.train(job, begun.state, begun.save)
+    return finish(config, journal, model)
+
+
+def finish(config: Config, journal: Journal, model: LanguageModel | ScalarModel, **noted: Any) -> Result:
+    """The final model, the report, and what they hold; `noted` goes into the event."""
+    world = journal.world
+    kept = "merged" if model.adapter is None else config.model.lora_save
+    in_shards = model.root is not None
+    leave = partial(sharded.save_merged, model, world, kept=kept) if in_shards else partial(write_model, model, kept=kept)
+    journal.folder.save_model(leave)
+    if world.rank and model.root is not None:
+        leave(journal.folder.path)  # what the others have of it
+    journal.folder.flush()
+    journal.folder.event("finished", **noted)
+    if world.rank == 0:
+        write_card(journal.folder.path)
+    written = write_report(journal.folder.path) if config.run.report and world.rank == 0 else None
+    before, after = session.evaluations(journal.folder.path)
+    return Result(journal.folder.path, journal.folder.path / "model", written, before, after)
+
+
+def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
+    """What `model.lora_save` asks for, in Hugging Face form: the whole model, its adapter, or both, the adapter in `adapter/`."""
+    if kept == "adapter":
+        write(model.adapter, model.tokenizer, folder)
+        return
+    model.save_merged(folder)
+    if kept == "both":
+        write(model.adapter, model.tokenizer, folder / "adapter")
+
+
+def write_card(folder: Path) -> None:
+    """README.md beside the weights, as everybody looks for it there. A card that cannot be written ends no run."""
+    from psigrad.records.report import card
+
+    model = folder / "model"
+    try:
+        (model / "README.md").write_text(card.text(folder), encoding="utf-8")
+        (model / "adapter" / "README.md").unlink(missing_ok=True)  # peft's, a form that nobody has filled in
+    except OSError as error:
+        print(f"psigrad: {model / 'README.md'} could not be written: {reason_of(error)}.", file=sys.stderr)
+
+
+def write_report(folder: Path) -> Path:
+    """report.html of one run; matplotlib is loaded only here."""
+    from psigrad.records import report
+
+    return report.write([folder])

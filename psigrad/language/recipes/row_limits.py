@@ -1,0 +1,103 @@
+"""What fits into the model: prompts that leave room for a completion, and rows of at most `max_length` tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from psigrad.config import Data, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.errors import UserError
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import ignores_tools, prompt_ids
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.training.online.ledger import Prompt
+from psigrad.runs.journal import Journal
+
+
+def encode_prompts(
+    rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, journal: Journal | None = None
+) -> list[Prompt]:
+    """The rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
+
+    A prompt that is empty or too long is refused by its place in the file, or left out and counted with `bad_rows: skip`.
+    """
+    prompts = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(rows)]
+    room = model.max_length - completion
+    bad = {}
+    for prompt in prompts:
+        tokens = len(prompt.ids)
+        if not tokens:
+            bad[prompt.index] = "the prompt has no tokens; give it some text, or the tokenizer a BOS token"
+        elif 0 < data.max_prompt_length < tokens:
+            bad[prompt.index] = (
+                f"the prompt has {tokens} tokens, above max_prompt_length {data.max_prompt_length}; shorten it or raise the limit"
+            )
+        elif tokens > room:
+            bad[prompt.index] = (
+                f"the prompt has {tokens} tokens, and with max_completion_length {completion} the model's {model.max_length} "
+                f"positions leave {max(0, room)}; shorten it or lower max_completion_length"
+            )
+    if journal is not None and (deaf := next((row for row in rows[:1] if ignores_tools(model.tokenizer, row)), None)) is not None:
+        text = (
+            f"The chat template does not show the tools to the model ({deaf.source}); take a model whose template offers tools."
+        )
+        journal.tell("tools_ignored", text)
+    kept = [prompt for prompt in prompts if prompt.index not in bad]
+    if bad and (data.bad_rows == "stop" or not kept):
+        first = next(iter(bad))
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise UserError(f"{rows[first].source}: {bad[first]}, or leave such rows out with bad_rows=skip{more}.")
+    if bad and journal is not None:
+        text = f"{len(bad)} of {len(rows)} prompts have no tokens or too many and are left out."
+        journal.tell("rows_left_out", text, longer_than_max_length=len(bad), kept=len(kept))
+    return kept
+
+
+def add_teacher_prompts(
+    prompts: Sequence[Prompt], column: str, model: LanguageModel, reference: LanguageModel, completion: int
+) -> list[Prompt]:
+    """The prompts with the tokens of what the reference reads in their place, from a column of the dataset.
+
+    Raises `UserError` for a row that has none, or one that leaves no room for `completion` tokens.
+    """
+    found = []
+    for prompt in prompts:
+        own = prompt.row.columns.get(column)
+        if not own:
+            known = ", ".join(sorted(prompt.row.columns)) or "none"
+            raise UserError(
+                f"{prompt.row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
+                "row the prompt that the reference reads, as text or messages like the prompt."
+            )
+        if isinstance(own, str) != isinstance(prompt.row.prompt, str):
+            raise UserError(f"{prompt.row.source}: prompt and {column} are text and messages; give both in the same form.")
+        ids = tuple(prompt_ids(model.tokenizer, replace(prompt.row, prompt=own)))
+        if len(ids) > reference.max_length - completion:
+            raise UserError(
+                f"{prompt.row.source}: {column} has {len(ids)} tokens, and with max_completion_length {completion} the "
+                f"reference's {reference.max_length} positions leave {max(0, reference.max_length - completion)}; shorten it."
+            )
+        found.append(replace(prompt, teacher_ids=ids))
+    return found
+
+
+def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
+    """The most tokens of a row: `max_length`, or the model's positions if they are fewer."""
+    return min(config.max_length or model.max_length, model.max_length)
+
+
+def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) -> str:
+    """What a `token_limit` comes from, and what to do about it."""
+    if limit == config.max_length:
+        return f"max_length {limit} tokens; raise it"
+    return f"{limit} tokens, the model's number of positions; shorten them or take a model with more"
+
+
+def check_row_count(config: RewardConfig | PreferenceConfig, limit: int, kept: int, left_out: int, journal: Journal) -> None:
+    """Note how many rows have more tokens than `limit`; refuse a dataset if none is left."""
+    if left_out:
+        text = f"{left_out} of {left_out + kept} rows have more than {limit} tokens and are left out."
+        journal.tell("rows_left_out", text, longer_than_max_length=left_out, kept=kept)
+    if not kept:
+        raise UserError(f"All {left_out} rows have more than {name_limit(config, limit)}.")

@@ -1,0 +1,219 @@
+"""What must survive a stop of a language model's run: weights, optimisers, and the few numbers that change. Saved and restored
+bitwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from psigrad.config.load import to_dict
+from psigrad.language.training.online.collected import Collected, Pending
+from psigrad.language.training.update import Optimizer
+from psigrad.processes.parallel import sharded, shards
+from psigrad.processes.parallel.world import ALONE, World, agree
+from psigrad.records import checkpoint
+from psigrad.runs import machine, session
+from psigrad.runs.journal import Journal
+from psigrad.runs.state import NonFiniteError, RunState
+
+OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
+
+
+@dataclass(frozen=True)
+class State(RunState):
+    """Everything that changes from step to step besides weights and optimiser moments.
+
+    `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
+    `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `ledger` says what became of the prompts
+    (online; see `language/training/online/ledger.py`).
+    """
+
+    cursor: int = 0
+    algorithm: dict[str, float] = field(default_factory=dict)
+    ledger: dict[str, int] = field(default_factory=dict)
+    pending: tuple[Pending, ...] = ()
+    """Collections for the steps to come, with a lag."""
+
+
+class Saved(Protocol):
+    """A model that writes itself into a folder."""
+
+    def save(self, folder: Path) -> None:
+        """Weights in Hugging Face form."""
+        ...
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model and its optimiser. The policy's place in a checkpoint is the folder itself, the critic's `critic/`."""
+
+    model: Saved
+    optimizer: Optimizer
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A model whose weights change without an optimiser, as a reference that follows the policy."""
+
+    model: Saved
+    place: str
+
+
+Learners = Sequence[Learner | Follower]
+
+
+def save(
+    root: Path,
+    state: State,
+    learners: Learners,
+    *,
+    keep: int,
+    meta: Mapping[str, Any] | None = None,
+    world: World = ALONE,
+) -> Path | None:
+    """A checkpoint under `root`: each model in Hugging Face form with `optimizer.safetensors`, `state.json`; then old ones go.
+
+    Where models are in shards each process writes its rows of both, and rank 0 all else. Returns the folder on rank 0.
+    """
+    for learner in learners:
+        if isinstance(learner, Follower):
+            continue
+        if bad := [name for name, p in learner.optimizer.held.items() if not bool(torch.isfinite(p).all())]:
+            raise NonFiniteError(
+                f"The weights are not finite after step {state.step} ({', '.join(bad[:3])}), so no checkpoint was made of them; "
+                "the last one is sound. Lower the learning rate."
+            )
+
+    def write(folder: Path) -> None:
+        for learner in learners:
+            if getattr(learner.model, "root", None) is not None:
+                moments = tensors_of(learner.optimizer) if isinstance(learner, Learner) else {}
+                model: Any = learner.model
+                sharded.save(model, folder / learner.place, moments, world)
+                continue
+            learner.model.save(folder / learner.place)
+            if isinstance(learner, Learner):
+                checkpoint.save_tensors(folder / learner.place / OPTIMIZER, tensors_of(learner.optimizer))
+        if world.rank == 0:
+            (folder / "state.json").write_text(json.dumps(_numbers(state), indent=1) + "\n")
+            if state.pending:
+                (folder / PENDING).write_text("".join(p.result().to_json() + "\n" for p in state.pending))
+        if world.lockstep:
+            world.all_gather(None)  # all have written
+
+    if world.rank:
+        if world.lockstep:
+            write(world.broadcast(root))
+        return None
+    together = (lambda folder: write(world.broadcast(folder))) if world.lockstep else write
+    path = checkpoint.save(root, state.step, together, meta={**machine.versions(), **(meta or {})})
+    checkpoint.prune(root, keep)
+    return path
+
+
+def _numbers(state: State) -> dict[str, Any]:
+    return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "pending"}
+
+
+def restore(path: Path, learners: Learners) -> State:
+    """The state of a verified checkpoint; fills the optimisers in. The models are loaded from `path` by the caller."""
+    for learner in learners:
+        if not isinstance(learner, Learner):
+            continue
+        if getattr(learner.model, "root", None) is not None or shards.written_in(path / learner.place):
+            shards.read(path / learner.place, tensors_of(learner.optimizer))
+        else:
+            load_tensors(learner.optimizer, checkpoint.load_tensors(path / learner.place / OPTIMIZER))
+    kept = path / PENDING
+    pending = tuple(Collected.from_json(line) for line in kept.read_text().splitlines()) if kept.exists() else ()
+    state = State(**json.loads((path / "state.json").read_text()), pending=pending)
+    if isinstance(learners[0], Learner):
+        learners[0].optimizer.nonfinite = state.nonfinite
+    return state
+
+
+def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Moments by parameter name and, for half-precision models, the float32 master weights; in shards where the weights are."""
+    masters = {f"master.{n}": m.detach() for n, m in optimizer.masters.items() if m is not optimizer.held[n]}
+    found = {**optimizer.adamw.tensors(), **masters}
+    return {key: shards.like(x, optimizer.parameters[key.partition(".")[2]]) for key, x in found.items()}
+
+
+def load_tensors(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The inverse of `tensors_of`."""
+    with torch.no_grad():
+        for name, master in optimizer.masters.items():
+            if f"master.{name}" in tensors:
+                master.copy_(tensors[f"master.{name}"])
+    optimizer.adamw.load({name: t for name, t in tensors.items() if not name.startswith("master.")})
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a run begins or goes on: its state, and the function that loops save through."""
+
+    state: State
+    save: Callable[[State], None]
+
+
+def begin(
+    config: Any,
+    journal: Journal,
+    learners: Learners,
+    pinned: Mapping[str, str],
+    found: Path | None,
+    fresh: State,
+    rows: tuple[int, int],
+) -> Begun:
+    """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
+
+    `pinned` is what checkpoints pin (`language/recipes/pinned.py`), `rows` how many are trained on and held out. Raises
+    `UserError` where a pin differs from the checkpoint's, and `run.allow` does not name the difference.
+    """
+    world = journal.world
+    if world.size > 1:
+        pinned = {**pinned, "ranks": str(world.size)}
+        agree(world, {**pinned, "settings": json.dumps(to_dict(config), sort_keys=True), **_sums_of(learners)})
+    if found is not None:
+        session.check_pins(config.run, journal, checkpoint.verify(found), pinned)
+    first = fresh if found is None else restore(found, learners)
+    if config.run.extend:
+        first = replace(first, ended=False)
+    model: Any = learners[0].model
+    if journal.callbacks and world.rank == 0 and not world.lockstep:
+        journal.callbacks.know(model.adapter or model.as_transformers(), model.tokenizer)
+    why = getattr(model, "why_padded", "")
+    session.note_start(config.run, journal, found, first.step, why_padded=why, rows=rows[0], eval_rows=rows[1])
+    if why:
+        journal.tell("padded", f"Sequences are padded, not packed, which takes more time and memory: {why}.", why=why)
+
+    def keep(now: State) -> None:
+        if world.rank and not world.lockstep:
+            return
+        journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
+        path = save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned, world=world)
+        if path is not None:
+            journal.folder.checkpoint_bytes = checkpoint.size_of(path)
+        journal.folder.event("saved", step=now.step)
+
+    return Begun(first, keep)
+
+
+def _sums_of(learners: Learners) -> dict[str, str]:
+    """The sum of every weight that learns, to tell whether two processes begin alike."""
+    return {
+        "weights": " ".join(
+            str(float(p.detach().double().sum()))
+            for learner in learners
+            if isinstance(learner, Learner)
+            for name, p in learner.optimizer.parameters.items()
+            if learner.optimizer.held[name] is p
+        )
+    }

@@ -1,0 +1,349 @@
+"""Whether a model, its data and its settings will train rightly: what must be equal is computed twice, before any training.
+
+Each check has a number (how far two ways to compute the same are apart), a bound, and a control: the number that a planted fault
+gives. A bound that the control does not exceed proves nothing, and the check says so.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psigrad.config import Model, OnlineConfig
+from psigrad.errors import UserError, reason_of
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.templates import ignores_tools, prompt_ids, stop_token_id
+from psigrad.language.loading import model_source
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.lora import Lora
+from psigrad.language.models.packing import Groups
+from psigrad.language.recipes.online import method
+from psigrad.language.rollout.samplers.distribution import filtered
+from psigrad.language.rollout.samplers.samplers import check_sampling
+from psigrad.language.rollout.types import Request
+from psigrad.language.training.online.collate import MicroBatch, micro_batches, to_batch
+from psigrad.language.training.online.forward import widened
+from psigrad.language.training.update import Optimizer, add_up
+from psigrad.objective import PolicyGradient, Totals
+from psigrad.objective.catalog import DAPO
+from psigrad.objective.parts.advantage import group_mean
+from psigrad.preflight.check_subject import COMPLETIONS, Finding, Subject, subject_of
+from psigrad.runs import machine
+
+FRESH = Lora(4)
+
+
+def run(config: OnlineConfig) -> list[Finding]:
+    """Check `config.model` with `config.data` and the other settings of a run. Nothing is trained and nothing is left behind.
+
+    Raises `UserError` where the model or the dataset cannot be read.
+    """
+    machine.prepare_torch(config.run)
+    check_sampling(config.sampling)
+    found: list[Finding] = []
+    subject = subject_of(config)
+    for check in (_data, _text, _packed, _shared, _sampled, in_micro_batches, among_processes, _reference, _saved, _adapter):
+        start = time.perf_counter()
+        try:
+            finding = check(subject)
+        except (UserError, RuntimeError, ValueError) as error:
+            name = (check.__doc__ or "").splitlines()[0].rstrip(".")
+            finding = Finding(name, "could not be checked", float("inf"), 0.0, float("inf"), note=reason_of(error))
+        found.append(replace(finding, seconds=time.perf_counter() - start))
+    return found
+
+
+def passed(findings: Sequence[Finding]) -> bool:
+    """Whether every check holds and could have failed."""
+    return all(finding.verdict == "ok" for finding in findings)
+
+
+def report(findings: Sequence[Finding], *, as_json: bool = False) -> str:
+    """A line for each, or one JSON object {"passed", "checks"}."""
+    if as_json:
+        return json.dumps({"passed": passed(findings), "checks": [finding.row() for finding in findings]}, indent=1)
+    width, what = (max(len(getattr(f, key)) for f in findings) for key in ("name", "what"))
+    lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
+    for f in findings:
+        numbers = f"{f.value:8.2g}  {f.bound:8.2g}  {f.control:13.2g}"
+        lines.append(f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}  {numbers}" + (f"  {f.note}" if f.note else ""))
+    return "\n".join(lines)
+
+
+def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Mean absolute difference over all tokens; infinite where one is not finite."""
+    difference = torch.cat([(x.double() - y.double()).abs() for x, y in zip(a, b, strict=True)])
+    return float(difference.mean()) if bool(torch.isfinite(difference).all()) else float("inf")
+
+
+def _data(subject: Subject) -> Finding:
+    """data."""
+    room = subject.model.max_length - subject.config.sampling.max_completion_length
+    bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
+    note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; there is room for {room}" if bad else ""
+    what = f"prompts of {len(subject.dataset)} that are empty or too long"
+    return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)
+
+
+def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: int) -> Iterator[str]:
+    """What is wrong with the tokens that end a text, and with the chat template."""
+    if not model.eos_token_ids:
+        yield "there is no EOS token"
+    for token in stops:
+        if not 0 <= token < vocabulary:
+            yield f"the token {token} that ends a text is not among the model's {vocabulary}"
+    if ignores_tools(model.tokenizer, row):
+        yield "the chat template does not show the tools to the model"
+    if not isinstance(row.prompt, str):
+        ids = prompt_ids(model.tokenizer, row)
+        tokenizer: Any = model.tokenizer
+        closed = tokenizer.apply_chat_template(list(row.prompt or ()), tokenize=False)
+        if model.tokenizer.decode(ids) == closed:
+            yield "the chat template does not open the assistant's turn (add_generation_prompt changes nothing)"
+        if stop_token_id(model.tokenizer) not in stops:
+            yield "the token that ends a turn of the chat template does not stop a completion"
+
+
+def _text(subject: Subject) -> Finding:
+    """end of text."""
+    model, row = subject.model, subject.prompts[0].row
+    stops = sorted({*model.eos_token_ids, *subject.params.stop_token_ids})
+    found = list(_problems(model, row, stops, model.vocabulary))
+    # a token that the model would go on behind must end the completion once it is among those that stop
+    first = subject.trajectories[0][0]
+    places = [place for place, token in enumerate(first.completion.ids[:-1]) if token not in stops]
+    request = Request(first.prompt_ids, (0,))
+    overrun = 0
+    if places:
+        token = first.completion.ids[places[0]]
+        params = replace(subject.params, stop_token_ids=(*subject.params.stop_token_ids, token))
+        ((completion,),) = subject.sampler.sample([request], params)
+        overrun = len(completion.ids) - 1 - completion.ids.index(token) if token in completion.ids else 0
+        if overrun or (token in completion.ids and completion.finish_reason != "stop"):
+            found.append(f"the sampler goes on {overrun} tokens behind one that stops")
+    control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
+    what = "tokens that end a text, chat template, stopping"
+    return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join(found))
+
+
+def _packed(subject: Subject) -> Finding:
+    """packing."""
+    whole = subject.logp(subject.groups)
+    padded = subject.logp(subject.groups, packed=False)
+    alone = [subject.logp(Groups([p], [[c]]), packed=False)[0] for p, c in subject.alone]
+    # what attention across the borders would give: every text behind its neighbour
+    behind = [
+        subject.logp(Groups([[*p0, *c0, *p]], [[c]]))[0]
+        for (p0, c0), (p, c) in zip([subject.alone[-1], *subject.alone], subject.alone, strict=False)
+    ]
+    note = f"runs padded: {subject.model.why_padded}" if subject.model.why_padded else ""
+    value = max(_apart(whole, padded), _apart(whole, alone))
+    return Finding("packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=note)
+
+
+def _shared(subject: Subject) -> Finding:
+    """shared prompts."""
+    shared = subject.logp(subject.groups)
+    apart = subject.logp(Groups([p for p, _ in subject.alone], [[c] for _, c in subject.alone]))
+    prompts = [p for p, _ in subject.alone]
+    others = [*prompts[COMPLETIONS:], *prompts[:COMPLETIONS]]
+    wrong = subject.logp(Groups(others, [[c] for _, c in subject.alone]))
+    what = "a group's prompt once, or for each"
+    return Finding("shared prompts", what, _apart(shared, apart), subject.bounds[0], _apart(wrong, apart))
+
+
+def _sampled(subject: Subject) -> Finding:
+    """sampling."""
+    temperature = subject.params.temperature
+    completions = [t.completion for group in subject.trajectories for t in group]
+    mine = subject.logp(subject.groups, temperature=temperature)
+    theirs = [torch.tensor(c.logprobs, device=subject.model.device) for c in completions]
+    value = _apart(mine, theirs)
+    if subject.params.filtered:  # the distribution after top-k and the like, out of the trainer's logits
+        exact = [_filtered(subject, prompt, ids) for prompt, ids in subject.alone]
+        drawn = [torch.tensor(c.sampling_logprobs, device=subject.model.device) for c in completions]
+        value = max(value, _apart(exact, drawn))
+    warmer = subject.logp(subject.groups, temperature=2 * temperature)
+    bound = subject.config.max_logp_difference or max(1e-3, 2 * subject.bounds[0])
+    return Finding("sampling", "the sampler's log-probs and the trainer's", value, bound, _apart(warmer, theirs))
+
+
+@torch.no_grad()
+def _filtered(subject: Subject, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    ids = torch.tensor([[*prompt, *completion]], device=subject.model.device)
+    logits = subject.model.as_transformers()(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+    allowed = filtered(logits / subject.params.temperature, subject.params)
+    return torch.log_softmax(allowed, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@torch.no_grad()
+def _reference(subject: Subject) -> Finding:
+    """reference."""
+    reference = subject.model if subject.model.is_own_reference else subject.model.frozen_copy()
+
+    def kl() -> float:
+        found = subject.model.evaluate(subject.groups, kl_to=reference).kl
+        assert found is not None
+        return float(found.abs().mean())
+
+    value = kl()
+    with _Changed(subject.model):
+        control = kl()
+    what = "KL of the untrained model to its reference"
+    return Finding("reference", what, value, 1e-5 if subject.model.network.dtype == torch.float32 else 1e-2, control)
+
+
+class _Changed:
+    """A context in which the first matrix that learns is another."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        matrices = [p for p in model.trainable().values() if p.dim() == 2]
+        # the second matrix of an adapter begins at 0, where half of it would be nothing
+        self.parameter = next((p for p in reversed(matrices) if bool(p.any())), matrices[-1])
+        self.adapter = [p for p in matrices if not bool(p.any())]
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        self.before = self.parameter.detach().clone()
+        self.parameter.mul_(-1.0)
+        for p in self.adapter:
+            p.fill_(0.01)
+
+    @torch.no_grad()
+    def __exit__(self, *exception: object) -> None:
+        self.parameter.copy_(self.before)
+        for p in self.adapter:
+            p.zero_()
+
+
+def _saved(subject: Subject) -> Finding:
+    """saving."""
+    before = subject.logp(subject.groups)
+    settings = Model(path="", dtype=subject.config.model.dtype, trust_remote_code=subject.config.model.trust_remote_code)
+    with tempfile.TemporaryDirectory(prefix="psigrad-check-") as folder:
+        subject.model.save_merged(Path(folder))
+        loaded = load_model(replace(settings, path=folder), subject.config.run, None)
+    again = replace(subject, model=loaded)
+    value = _apart(before, again.logp(subject.groups))
+    with _Changed(loaded):
+        control = _apart(before, again.logp(subject.groups))
+    # an adapter that is merged is rounded once more
+    bound = 0.0 if subject.model.adapter is None else subject.bounds[0]
+    return Finding("saving", "the model saved and loaded, and as it was", value, bound, control)
+
+
+def _adapter(subject: Subject) -> Finding:
+    """adapter."""
+    base = replace(subject.config.model, lora_rank=0, adapter="merge")
+    plain = replace(subject, model=load_model(base, subject.config.run, None)).logp(subject.groups)
+    lora = model_source.lora_of(subject.config.model) or FRESH
+    wanted = replace(base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=tuple(lora.target_modules))
+    adapted = replace(subject, model=load_model(wanted, subject.config.run, None))
+    fresh = _apart(plain, adapted.logp(subject.groups))
+    with _Changed(adapted.model):
+        on = _apart(plain, adapted.logp(subject.groups))
+        with adapted.model.without_adapter():
+            off = _apart(plain, adapted.logp(subject.groups))
+    note = "" if subject.config.model.lora_rank else f"of rank {lora.rank}, for this check alone"
+    return Finding("adapter", "a fresh adapter, one switched off, and none", max(fresh, off), subject.bounds[0], on, note=note)
+
+
+Gradient = dict[str, Tensor]
+# Numbers of processes whose shares are added up.
+RANKS = (2, 3)
+
+
+def _algorithm(config: OnlineConfig) -> PolicyGradient:
+    """The run's own, where it trains on rewards without a critic or a reference; else DAPO without its filters."""
+    algorithm = method(config)
+    usable = isinstance(algorithm, PolicyGradient) and not (algorithm.needs_critic or algorithm.needs_reference)
+    if not usable or not isinstance(algorithm, PolicyGradient) or not algorithm.needs_reward:
+        algorithm = replace(DAPO, name="")
+    return replace(algorithm, psi=group_mean(), keep=(), correction=None)
+
+
+class _Step:
+    """One step on the subject's completions, whose gradient is found in any number of parts."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.algorithm = subject, _algorithm(subject.config)
+        # rewards by length are different within a group and need no reward function
+        scored = [
+            [replace(t, reward=float((7 * k + len(t.completion.ids)) % 5), status="scored") for k, t in enumerate(group)]
+            for group in subject.trajectories
+        ]
+        self.batch = to_batch(scored).to(subject.model.device)
+        self.prepared = self.algorithm.prepare(self.batch, self.algorithm.initial_state())
+        self.optimizer = Optimizer(subject.model.trainable(), subject.config.optim)
+        self.whole = self.algorithm.totals(self.prepared)
+
+    def parts(self, budget: int, ranks: int = 1) -> list[MicroBatch]:
+        """The micro-batches of at most `budget` tokens, as many for each of `ranks` processes as can be."""
+        return micro_batches(self.batch, self.prepared.needs_gradient.cpu(), budget, ranks)
+
+    def totals(self, parts: Sequence[MicroBatch]) -> Totals:
+        """What losses divide by where these parts are all there is."""
+        return self.algorithm.totals(self.prepared, torch.cat([part.rows for part in parts]))
+
+    def gradient(self, parts: Sequence[MicroBatch], totals: Callable[[MicroBatch], Totals], scale: float = 1.0) -> Gradient:
+        """The sum over the parts, by name."""
+        add_up([self.optimizer], [partial(self._loss, part, totals(part), scale) for part in parts])
+        learns = self.subject.model.trainable()
+        found = {name: p.grad.detach().clone() for name, p in learns.items() if p.grad is not None}
+        self.optimizer.clear()
+        return found
+
+    def _loss(self, part: MicroBatch, totals: Totals, scale: float) -> Tensor:
+        temperature, entropy = self.subject.params.temperature, self.algorithm.needs_entropy
+        evaluation = self.subject.model.evaluate(part.inputs, temperature=temperature, entropy=entropy)
+        rows = self.prepared.select(part.rows.to(self.batch.mask.device))
+        share = self.algorithm.loss(rows, widened(evaluation, self.batch.mask.shape[1]), totals, self.prepared.state)
+        return share.value * scale
+
+
+def in_micro_batches(subject: Subject) -> Finding:
+    """micro-batches."""
+    step = _Step(subject)
+    one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
+    longest = max(len(p) + len(c) for p, c in subject.alone)
+    value = max(steepest(step.gradient(step.parts(budget), lambda part: step.whole), one) for budget in (longest, 2 * longest))
+    many = step.parts(longest)
+    control = steepest(step.gradient(many, lambda part: step.totals([part]), 1 / len(many)), one)
+    return Finding("micro-batches", "gradients of one pass and of many", value, subject.bounds[1], control)
+
+
+def among_processes(subject: Subject) -> Finding:
+    """processes."""
+    step = _Step(subject)
+    one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
+    value, control = 0.0, 0.0
+    for ranks in RANKS:
+        shares = [step.parts(1, ranks)[rank::ranks] for rank in range(ranks)]
+        summed = _sum([step.gradient(share, lambda part: step.whole) for share in shares if share])
+        # the planted fault: the mean over processes, which data parallelism takes by default, of what is divided by all already
+        mean = {name: part / ranks for name, part in summed.items()}
+        value, control = max(value, steepest(summed, one)), max(control, steepest(mean, one))
+    return Finding("processes", "gradients of one process and of the sum over many", value, subject.bounds[1], control)
+
+
+def _sum(parts: Sequence[Gradient]) -> Gradient:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) for name in names}
+
+
+def steepest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The greatest difference of a parameter's gradient, as a share of its norm; a very small one counts by the whole norm."""
+    if a.keys() != b.keys():
+        return float("inf")
+    least = 1e-3 * float(torch.stack([g.double().norm() for g in b.values()]).norm())
+    return max(float((a[n].double() - g.double()).norm() / g.double().norm().clamp(min=least)) for n, g in b.items())

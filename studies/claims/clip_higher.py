@@ -1,0 +1,69 @@
+"""GRPO with the upper clip at 0.2 and at 0.28, with several passes over each batch: entropy, pass@k, accuracy.
+
+The claim is that of Yu et al. 2025, DAPO (arXiv:2503.14476, section 3.1): a higher upper clip keeps the entropy up, and with it
+the variety of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import TrialSettings
+from studies.trials import Trial, TrialResult
+
+ARMS = {"high 0.2": 0.2, "high 0.28": 0.28, "high 0.5": 0.5}
+K = 8
+
+check = trials.check
+
+
+def run(s: TrialSettings) -> TrialResult:
+    """Both clips, and a much higher one for the direction."""
+    where = trials.files(s)
+    jobs = []
+    for name, high in ARMS.items():
+        algorithm = {"preset": "grpo", "kl": None, "surrogate": {"part": "clip", "low": 0.2, "high": high}}
+        config = trials.online(s, where, algorithm, num_iterations=4)
+        config = replace(config, evaluation=replace(config.evaluation, num_generations_eval=K))
+        jobs += [Trial(name, seed, "grpo", config) for seed in range(s.seeds)]
+    rows = trials.finished(s, "clip_higher", jobs)
+    figures = {
+        "at the end": trials.last,
+        f"pass@{K}": lambda run: trials.last(run, f"eval/pass@{K}"),
+        "entropy": lambda run: trials.mean_of(run, "entropy"),
+        "last fifth": lambda run: trials.mean_of([r for r in run if r["step"] > 0.8 * s.steps], "entropy"),
+        "clipped": lambda run: trials.mean_of(run, "clip_ratio/high_mean"),
+    }
+    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
+    first, second, third = arms.values()
+    findings = (
+        trials.compared("0.28 keeps more entropy than 0.2", second, first, "entropy"),
+        trials.compared("0.5 keeps more entropy than 0.2", third, first, "entropy"),
+        trials.compared(f"0.28 has the higher pass@{K}", second, first, f"pass@{K}"),
+        trials.compared("0.28 has the higher accuracy", second, first, "at the end"),
+    )
+    return TrialResult(s, tuple(arms.values()), findings)
+
+
+def tables(result: TrialResult) -> Iterator[Table | Text]:
+    """One row for each clip, then the claims."""
+    yield from trials.shown(
+        "Clip-higher",
+        result,
+        "entropy: nats per token over the run; last fifth: over its end",
+        "clipped: share of the steps whose ratio is above the clip",
+    )
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """The learning curves, entropy and pass@k."""
+    beside = [("Entropy, nats per token", ("entropy", "last fifth")), (f"pass@{K} at the end", (f"pass@{K}",))]
+    return drawing.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)

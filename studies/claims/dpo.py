@@ -1,0 +1,133 @@
+"""DPO, IPO and SimPO on recorded pairs against online DPO and RLOO, all from the samples of one model and the same judge.
+
+The claims: DPO raises the margin between chosen and rejected while it lowers the log-probability of the chosen (Rafailov et al.
+2024, From r to Q*, arXiv:2404.12358; Pal et al. 2024, Smaug, arXiv:2402.13228), and online methods reach more from as many
+samples (Ahmadian et al. 2024, arXiv:2402.14740; Tang et al. 2024, arXiv:2405.08448).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
+from psigrad.experiments import drawing
+from psigrad.language.data import tasks
+from psigrad.language.recipes import demo, sample
+from studies import trials
+from studies.settings import TrialSettings
+from studies.trials import Trial, TrialResult
+
+OFFLINE = {"DPO": "dpo", "IPO": "ipo", "SimPO": "simpo"}
+ONLINE = {"online DPO": "online_dpo", "RLOO": "rloo"}
+RATES = {"offline": (1e-5, 3e-5, 1e-4, 3e-4), "online": (1e-4, 3e-4, 1e-3)}
+"""Learning rates that each method tries on a seed of its own."""
+
+check = trials.check
+
+
+def run(s: TrialSettings) -> TrialResult:
+    """Pairs from as many samples as the online methods draw; then every arm."""
+    where = trials.files(s)
+    train, held = pairs(s, where)
+    offline = PreferenceConfig(
+        model=Model(path=str(where["model"])),
+        data=Data(dataset=str(train), eval_dataset=str(held)),
+        optim=trials.online(s, where, "rloo").optim,
+        run=Run(max_steps=s.steps, progress=False, report=False, threads=1),
+        reward=("exact",),
+        sampling=demo.SAMPLING,
+        evaluation=Evaluation(eval_prompts=s.held_out, eval_steps=max(1, s.steps // 10)),
+        batch_size=s.prompts * s.generations // 4,
+    )
+    recorded: dict[str, tuple[str, Any]] = {name: (loss, replace(offline, loss=loss)) for name, loss in OFFLINE.items()}
+    sampled = {name: (method, trials.online(s, where, method, reward=("exact",))) for name, method in ONLINE.items()}
+    rates = trials.tuned(s, "dpo", recorded, RATES["offline"], trials.area)
+    rates |= trials.tuned(s, "dpo", sampled, RATES["online"], trials.area)
+    jobs = [
+        Trial(f"{name} at {rates[name]:g}", seed, method, trials.at_rate(config, rates[name]))
+        for name, (method, config) in (recorded | sampled).items()
+        for seed in range(s.seeds)
+    ]
+    found = trials.finished(s, "dpo", jobs)
+    rows = {(name, seed): found[f"{name} at {rates[name]:g}", seed] for name in rates for seed in range(s.seeds)}
+    figures = {
+        "area": trials.area,
+        "at the end": trials.last,
+        "margin": lambda r: change(r, "eval/rewards/margins"),
+        "chosen": lambda r: change(r, "eval/logps/chosen"),
+        "rejected": lambda r: change(r, "eval/logps/rejected"),
+    }
+    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in (*OFFLINE, *ONLINE)}
+    arms = {name: trials.with_figure(arm, "rate", rates[name]) for name, arm in arms.items()}
+    still = (0.0,) * s.seeds
+    findings = []
+    for name in OFFLINE:
+        own = arms[name].each
+        findings.append(trials.paired(f"{name} raises the margin", f"margin: {name} > 0", own["margin"], still))
+        claim = f"{name} lowers the log-probability of the chosen answers"
+        findings.append(trials.paired(claim, f"chosen: {name} < 0", still, own["chosen"]))
+    for name in ONLINE:
+        findings.append(
+            trials.compared(f"{name} learns more than DPO from as many samples", arms[name], arms["DPO"], "at the end")
+        )
+    return TrialResult(s, tuple(arms.values()), tuple(findings))
+
+
+def pairs(s: TrialSettings, where: Mapping[str, Path]) -> tuple[Path, Path]:
+    """Files of pairs: to train on, the best against the worst of the model's own samples, as many as an online run draws; held
+    out, the right answer against the demonstrations' mistake.
+    """
+    folder = Path(s.out) / "start" / f"pairs-{s.words}-{s.sft_steps}-{s.steps}-{s.prompts}-{s.generations}"
+    train, held = folder / "pairs.jsonl", folder / "held_out.jsonl"
+    if not train.exists():
+        asked = SampleConfig(
+            model=Model(path=str(where["model"])),
+            data=Data(dataset=str(where["prompts"])),
+            sampling=demo.SAMPLING,
+            evaluation=Evaluation(eval_prompts=s.steps * s.prompts, num_generations_eval=s.generations),
+            run=Run(progress=False, threads=1),
+            reward=("exact",),
+            keep="pairs",
+            output=str(folder / "sampled.jsonl"),
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        trials.pairs(asked, train)
+    rows = [json.loads(line) for line in where["held_out"].read_text().splitlines()]
+    wrong = tasks.demonstrations(rows, 1.0, tasks.swapped_ending, 0)
+    made = [
+        {**row, "chosen": row["completion"], "rejected": other["completion"]}
+        for row, other in zip(rows, wrong, strict=True)
+        if other["completion"].strip() != row["completion"].strip()
+    ]
+    sample.write_jsonl(held, made)
+    return train, held
+
+
+def change(rows: Any, key: str) -> float:
+    """The last figure less the first."""
+    found = list(trials.curve(rows, key).values())
+    return found[-1] - found[0] if found else float("nan")
+
+
+def tables(result: TrialResult) -> Iterator[Table | Text]:
+    """One row for each method, then the claims."""
+    yield from trials.shown(
+        "Preferences, offline and online",
+        result,
+        "margin: change of the implicit reward of held-out right answers less that of the mistake, in units of β·nats",
+        "chosen, rejected: change of their log-probabilities, in nats per completion",
+        form=".2f",
+    )
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """The learning curves, and the changes of the log-probabilities."""
+    beside = [("Change of log-probabilities, nats per completion", ("chosen", "rejected"))]
+    return drawing.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)

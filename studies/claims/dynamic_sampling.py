@@ -1,0 +1,82 @@
+"""DAPO with and without its dynamic sampling: groups whose answers are all right or all wrong replaced by fresh prompts.
+
+The claim is that of Yu et al. 2025, DAPO (arXiv:2503.14476, section 3.2): as many updates reach a higher accuracy. What they
+cost in samples is counted here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import TrialSettings
+from studies.trials import Trial, TrialResult
+
+ARMS = {"all groups": ["not_truncated"], "with signal": ["has_signal", "not_truncated"]}
+
+check = trials.check
+
+
+def run(s: TrialSettings) -> TrialResult:
+    """With and without the filter."""
+    where = trials.files(s)
+    jobs = [
+        Trial(name, seed, "dapo", trials.online(s, where, {"preset": "dapo", "keep": keep}, reward=("exact",)))
+        for name, keep in ARMS.items()
+        for seed in range(s.seeds)
+    ]
+    rows = trials.finished(s, "dynamic_sampling", jobs)
+    figures = {
+        "area": trials.area,
+        "at the end": trials.last,
+        "samples": lambda run: sum(row.get("samples", 0) for row in run),
+        "no signal": lambda run: trials.mean_of(run, "frac_reward_zero_std"),
+        "by samples": by_samples,
+    }
+    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
+    every, signal = arms.values()
+    findings = (
+        trials.compared("as many updates learn more", signal, every, "area"),
+        trials.compared("it draws more samples", signal, every, "samples"),
+        trials.compared("as many samples learn more", signal, every, "by samples"),
+    )
+    return TrialResult(s, tuple(arms.values()), findings)
+
+
+def by_samples(rows: Any) -> float:
+    """Mean accuracy over the samples drawn until all groups would have drawn theirs: those of a run without dynamic sampling."""
+    drawn, points, per_step = 0, [], 0
+    for row in rows:
+        drawn += row.get("samples", 0)
+        per_step = per_step or row.get("groups", 0) * row.get("samples", 0) // max(1, row.get("prompts", 1))
+        if "eval/exact/mean" in row and row["step"]:
+            points.append((drawn, row["eval/exact/mean"]))
+    budget = per_step * max(row["step"] for row in rows)
+    area, before = 0.0, 0
+    for until, accuracy in points:
+        area += accuracy * max(0, min(until, budget) - before)
+        before = min(until, budget)
+    return area / budget if budget else 0.0
+
+
+def tables(result: TrialResult) -> Iterator[Table | Text]:
+    """One row for each arm, then the claims."""
+    yield from trials.shown(
+        "Dynamic sampling",
+        result,
+        "area: mean held-out accuracy over the updates",
+        "by samples: the same over as many samples as all groups draw",
+        "no signal: share of the groups whose rewards are all equal",
+    )
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """The learning curves, and the area by updates and by samples."""
+    beside = [("Mean accuracy, by updates and by samples", ("area", "by samples"))]
+    return drawing.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)

@@ -1,0 +1,180 @@
+"""RLOO and GRPO against PPO on one model: peak memory and seconds per step, measured and as `psigrad plan` predicts them.
+
+The claim is that of Huang and Ahmadian 2024 (Putting RL back in RLHF, Hugging Face): RLOO takes 50 to 70 % less memory than PPO
+and is 2 to 3 times as fast, since PPO holds and trains a critic as large as the policy.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.config import Model, OnlineConfig, Run, Sampling
+from psigrad.errors import UserError
+from psigrad.experiments import drawing
+from psigrad.intervals import Interval
+from psigrad.preflight.bench.inputs import build
+from psigrad.preflight.bench.timing import alone
+from psigrad.preflight.bench.workload import Workload
+from psigrad.preflight.plan import Lengths, Plan, machine, predict
+from studies.settings import MemorySettings
+from studies.trials import ClaimVerdict, findings_text
+
+ARMS = {"RLOO": ("rloo", 1), "GRPO": ("grpo", 1), "PPO, 1 pass": ("ppo", 1), "PPO, 4 passes": ("ppo", 4)}
+LESS, FASTER = (0.5, 0.7), (2.0, 3.0)
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One method."""
+
+    name: str
+    peak_mb: float
+    predicted_mb: float
+    seconds: float
+    predicted_seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryResult:
+    """What `run` found."""
+
+    settings: MemorySettings
+    start_mb: float
+    """Peak with a model of a few thousand parameters: what every method pays before its models."""
+    rows: tuple[MemoryRow, ...]
+    less: dict[str, float]
+    """Share of PPO's memory that RLOO does without: of the peak, of the peak above the start, and as planned."""
+    faster: dict[str, float]
+    """Seconds of PPO over RLOO's."""
+    findings: tuple[ClaimVerdict, ...]
+
+
+def check(s: MemorySettings) -> None:
+    """Refuse settings that make no sense."""
+    for name in ("hidden", "layers", "prompts", "generations", "completion_tokens", "steps", "threads"):
+        if getattr(s, name) < 1:
+            raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
+    if s.hidden % 64:
+        raise UserError(f"hidden is {s.hidden}; give a multiple of 64, the width of a head.")
+
+
+def run(s: MemorySettings) -> MemoryResult:
+    """Every method in a process of its own, and its plan."""
+    rows = tuple(measured(s, name, kind, passes) for name, (kind, passes) in ARMS.items())
+    start = alone(workload(replace(s, hidden=64, layers=1, steps=1), "start", "rloo", 1), "float32", s.threads)["ours"]["peak_mb"]
+    by = {row.name: row for row in rows}
+    rloo, ppo = by["RLOO"], by["PPO, 1 pass"]
+    less = {
+        "of the peak": 1 - rloo.peak_mb / ppo.peak_mb,
+        "above the start": 1 - (rloo.peak_mb - start) / (ppo.peak_mb - start),
+        "predicted": 1 - rloo.predicted_mb / ppo.predicted_mb,
+    }
+    faster = {name: by[name].seconds / rloo.seconds for name in ("PPO, 1 pass", "PPO, 4 passes")}
+    findings = (
+        inside("RLOO takes 50 to 70 % less memory than PPO", "less above the start", less["above the start"], LESS),
+        inside("RLOO is 2 to 3 times as fast as PPO of one pass", "seconds", faster["PPO, 1 pass"], FASTER),
+        inside("RLOO is 2 to 3 times as fast as PPO of four passes", "seconds", faster["PPO, 4 passes"], FASTER),
+    )
+    return MemoryResult(s, start, rows, less, faster, findings)
+
+
+def inside(claim: str, what: str, found: float, bounds: tuple[float, float]) -> ClaimVerdict:
+    """Whether one measurement lies within what was claimed."""
+    holds = bounds[0] <= found <= bounds[1]
+    return ClaimVerdict(
+        claim,
+        f"{what}: between {bounds[0]:g} and {bounds[1]:g}",
+        "holds" if holds else "does not hold",
+        Interval(found, found, found),
+    )
+
+
+def workload(s: MemorySettings, name: str, kind: str, passes: int) -> Workload:
+    """One method's work."""
+    return Workload(
+        name,
+        name,
+        kind,
+        hidden=s.hidden,
+        layers=s.layers,
+        vocabulary=s.vocabulary,
+        prompts=s.prompts,
+        generations=s.generations,
+        completion_tokens=s.completion_tokens,
+        beta=0.05,
+        iterations=passes,
+        steps=s.steps,
+    )
+
+
+def measured(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
+    """One method."""
+    work = workload(s, name, kind, passes)
+    plan, found = planned(work, s.threads), alone(work, "float32", s.threads)["ours"]
+    return MemoryRow(
+        name,
+        found["peak_mb"],
+        plan.memory.peak / 2**20,
+        found["seconds"],
+        plan.seconds,
+    )
+
+
+def planned(work: Workload, threads: int) -> Plan:
+    """What `psigrad plan` says. Random weights sample nearly uniformly, so one token of the vocabulary ends."""
+    chance = 1 - 1 / work.vocabulary
+    mean = (1 - chance**work.completion_tokens) / (1 - chance)
+    lengths = Lengths(work.prompt_tokens, round(mean), work.prompt_tokens, work.completion_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        build(work, Path(folder))
+        config = OnlineConfig(
+            model=Model(path=f"{folder}/model"),
+            sampling=Sampling(max_completion_length=work.completion_tokens),
+            run=Run(max_steps=1, device="cpu"),
+            algorithm={"preset": work.kind, "kl": {"coefficient": work.beta}},
+            prompts_per_step=work.prompts,
+            num_generations=work.generations,
+            num_iterations=work.iterations,
+        )
+        return predict(config, lengths, machine("cpu", "float32", threads))
+
+
+def tables(result: MemoryResult) -> Iterator[Table | Text]:
+    """One row for each method, then the shares."""
+    s = result.settings
+    table = drawing.new_table("Memory and time", "", "peak, MiB", "planned", "s/step", "planned")
+    for row in result.rows:
+        table.add_row(
+            row.name, f"{row.peak_mb:,.0f}", f"{row.predicted_mb:,.0f}", f"{row.seconds:.2f}", f"{row.predicted_seconds:.2f}"
+        )
+    yield table
+    yield drawing.note(
+        f"{s.layers} layers of width {s.hidden}, {s.prompts} × {s.generations} completions of up to {s.completion_tokens} tokens",
+        f"float32, {s.threads} threads; every method with a reference; the reward is a function",
+    )
+    yield Text("RLOO takes less memory: " + ", ".join(f"{share:.0%} {name}" for name, share in result.less.items()))
+    yield findings_text(result.findings)
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """Memory and seconds, measured and planned."""
+    figure, (left, right) = drawing.new_figure(9.5, 3.2, 1, 2)
+    names = [row["name"] for row in found["rows"]]
+    for axes, keys, title in (
+        (left, ("peak_mb", "predicted_mb"), "Peak memory, MiB"),
+        (right, ("seconds", "predicted_seconds"), "Seconds per step"),
+    ):
+        for k, (key, label, colour) in enumerate(zip(keys, ("measured", "planned"), (drawing.BLUE, "#9a9a9a"), strict=True)):
+            places = [i + 0.38 * (k - 0.5) for i in range(len(names))]
+            axes.bar(places, [row[key] for row in found["rows"]], width=0.36, color=colour, label=label)
+        axes.set_xticks(range(len(names)), names)
+        drawing.tidy(axes, title, grid="y")
+    left.legend(fontsize=8, frameon=False)
+    return drawing.save(figure, path)

@@ -1,0 +1,104 @@
+"""Six methods at equal samples from one fine-tuned model: REINFORCE, RLOO, GRPO, PPO, RAFT and online DPO.
+
+PPO makes four passes over each batch as usual, and one in an arm of its own: the others make one.
+
+The claims are those of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740): RLOO at least as good as REINFORCE, REINFORCE at
+least as good as PPO, and RLOO more sample-efficient than RAFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.errors import UserError
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import MethodsSettings
+from studies.trials import Trial, TrialResult
+
+ARMS = {
+    "REINFORCE": ("reinforce", {"preset": "reinforce", "kl": None}),
+    "RLOO": ("rloo", {"preset": "rloo", "kl": None}),
+    "GRPO": ("grpo", {"preset": "grpo", "kl": None}),
+    "PPO": ("ppo", {"preset": "ppo", "kl": None}),
+    "PPO, 1 pass": ("ppo", {"preset": "ppo", "kl": None}),
+    "RAFT": ("raft", "raft"),
+    "online DPO": ("online_dpo", "online_dpo"),
+}
+SLACK = 0.01
+"""At least as good: not worse by more than this."""
+
+
+def check(s: MethodsSettings) -> None:
+    """Refuse settings that make no sense."""
+    trials.check(s)
+    trials.check_rates(s.rates)
+    if not 0 < s.level <= 1:
+        raise UserError(f"level is {s.level}; give an accuracy between 0 and 1.")
+
+
+def run(s: MethodsSettings) -> TrialResult:
+    """Tune each method's rate on a seed of its own, then run it on the others."""
+    where = trials.files(s)
+    configs = {
+        name: (method, trials.online(s, where, algorithm, num_iterations=4 if name == "PPO" else 1))
+        for name, (method, algorithm) in ARMS.items()
+    }
+    rates = trials.tuned(s, "methods", configs, s.rates, trials.area)
+    jobs = [
+        Trial(f"{name} at {rates[name]:g}", seed, method, trials.at_rate(config, rates[name]))
+        for name, (method, config) in configs.items()
+        for seed in range(s.seeds)
+    ]
+    rows = trials.finished(s, "methods", jobs)
+    figures = {
+        "area": trials.area,
+        "at the end": trials.last,
+        "samples": lambda run: samples_to(run, s.level, s.prompts * s.generations),
+        "length": lambda run: trials.last(run, "completions/mean_length"),
+    }
+    rows = {(name, seed): rows[f"{name} at {rates[name]:g}", seed] for name in ARMS for seed in range(s.seeds)}
+    arms = {name: trials.summed(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = {name: trials.with_figure(arm, "rate", rates[name]) for name, arm in arms.items()}
+    findings = (
+        trials.compared("RLOO is at least as good as REINFORCE", arms["RLOO"], arms["REINFORCE"], "area", least=-SLACK),
+        trials.compared("REINFORCE is at least as good as PPO", arms["REINFORCE"], arms["PPO"], "area", least=-SLACK),
+        trials.compared("RLOO is better than PPO", arms["RLOO"], arms["PPO"], "area"),
+        trials.compared("RLOO is better than PPO of one pass", arms["RLOO"], arms["PPO, 1 pass"], "area"),
+        trials.compared("RLOO needs fewer samples than RAFT", arms["RAFT"], arms["RLOO"], "samples"),
+        trials.compared("RLOO learns more than online DPO", arms["RLOO"], arms["online DPO"], "area"),
+    )
+    return TrialResult(s, tuple(arms.values()), findings)
+
+
+def samples_to(rows: Sequence[Mapping[str, Any]], level: float, per_step: int) -> float:
+    """Completions until the accuracy is `level`, between two measurements by a straight line; a run that never reaches it counts
+    as all of its samples.
+    """
+    points = sorted(trials.curve(rows).items())
+    for (s0, a0), (s1, a1) in pairwise(points):
+        if a1 >= level > a0:
+            return per_step * (s0 + (s1 - s0) * (level - a0) / (a1 - a0))
+    return 0.0 if points[0][1] >= level else float(per_step * points[-1][0])
+
+
+def tables(result: TrialResult) -> Iterator[Table | Text]:
+    """One row for each method, then the claims."""
+    s = result.settings
+    yield from trials.shown(
+        "Methods at equal samples",
+        result,
+        f"area: mean held-out accuracy over the run; samples: until it is {s.level:g}",
+        f"rate: the best of {', '.join(f'{r:g}' for r in s.rates)} on another seed",
+    )
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """The learning curves."""
+    return drawing.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))

@@ -1,0 +1,105 @@
+"""RAFT, RLOO and PPO when the reward errs, and under the coefficient β of the KL to the starting model.
+
+The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.3): RAFT degrades more than RLOO with noise
+in the reward and with a larger β. RAFT ranks by the reward alone here, and its KL is a term of the loss.
+
+Every method makes one pass over each batch. The learning rate of each arm (a method at a noise or a β) is tuned by the same
+budget: one run for each rate, on a seed of its own, by the accuracy without noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.errors import UserError
+from psigrad.experiments import drawing
+from studies import trials
+from studies.settings import NoiseSettings
+from studies.trials import Arm, ClaimVerdict, Trial, TrialResult
+
+METHODS = ("RAFT", "RLOO", "PPO")
+NOISES = {0.0: "exact", 0.5: "studies.rewards:half", 1.0: "studies.rewards:whole"}
+"""Rewards by the standard deviation of their noise."""
+
+
+def check(s: NoiseSettings) -> None:
+    """Refuse settings that make no sense."""
+    trials.check(s)
+    trials.check_rates(s.rates)
+    if not {"RAFT", "RLOO"} <= set(s.methods) <= set(METHODS):
+        raise UserError(f"methods are {', '.join(s.methods)}; expected RAFT and RLOO, which are compared, and PPO or not.")
+    if not set(s.noises) <= set(NOISES) - {0.0}:
+        raise UserError(f"noises are {s.noises}; there are rewards with noise 0.5 and 1.")
+    if s.betas and min(s.betas) <= 0:
+        raise UserError(f"betas are {s.betas}; give numbers above 0.")
+
+
+def algorithm(method: str, beta: float) -> Any:
+    """The method with a KL term of this weight."""
+    kl = {"where": "loss" if method == "RAFT" else "reward", "estimator": "k3" if method == "RAFT" else "k1", "coefficient": beta}
+    return {"preset": method.lower(), "kl": kl if beta else None}
+
+
+def run(s: NoiseSettings) -> TrialResult:
+    """Every method at every noise, and at every β without noise."""
+    where = trials.files(s)
+    configs = {}
+    for method in s.methods:
+        for noise in (0.0, *s.noises):
+            config = trials.online(s, where, algorithm(method, 0.0), reward=(NOISES[noise],))
+            configs[f"{method}, noise {noise:g}"] = (method.lower(), config)
+        for beta in s.betas:
+            config = trials.online(s, where, algorithm(method, beta), reward=("exact",))
+            configs[f"{method}, β {beta:g}"] = (method.lower(), config)
+    rates = trials.tuned(s, "noise", configs, s.rates, trials.area)
+    jobs = [
+        Trial(f"{arm} at {rates[arm]:g}", seed, method, trials.at_rate(config, rates[arm]))
+        for seed in range(s.seeds)
+        for arm, (method, config) in configs.items()
+    ]
+    found = trials.finished(s, "noise", jobs)
+    rows = {(arm, seed): found[f"{arm} at {rates[arm]:g}", seed] for arm in configs for seed in range(s.seeds)}
+    figures = {"area": trials.area, "at the end": trials.last}
+    made = {arm: trials.with_figure(trials.summed(arm, range(s.seeds), rows, figures), "rate", rates[arm]) for arm in configs}
+    others = [m for m in s.methods if m != "RAFT"]
+    findings = [
+        worse(f"RAFT loses more than {other} by noise {noise:g}", made, other, f"noise {noise:g}")
+        for noise in s.noises
+        for other in others
+    ]
+    findings += [
+        worse(f"RAFT loses more than {other} by β {beta:g}", made, other, f"β {beta:g}") for beta in s.betas for other in others
+    ]
+    return TrialResult(s, tuple(made.values()), tuple(findings), trials.spent(s, "noise"))
+
+
+def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
+    """Whether RAFT loses more of its area than the other method."""
+    lost = {
+        m: [a - b for a, b in zip(arms[f"{m}, noise 0"].each["area"], arms[f"{m}, {what}"].each["area"], strict=True)]
+        for m in ("RAFT", other)
+    }
+    return trials.paired(claim, f"area lost: RAFT > {other}, paired by seed", lost["RAFT"], lost[other])
+
+
+def tables(result: TrialResult) -> Iterator[Table | Text]:
+    """One row for each method at each noise and β, then the claims."""
+    yield from trials.shown(
+        "Noise in the reward, and β",
+        result,
+        "noise: standard deviation of what is added to a reward of 0 or 1",
+        "area: mean held-out accuracy over the run, by the reward without noise",
+        f"rate: the best of {', '.join(f'{r:g}' for r in result.settings.rates)} on another seed, for each row",
+    )
+
+
+def picture(found: Mapping[str, Any], path: Path) -> Path:
+    """The learning curves by noise."""
+    cases = dict.fromkeys(arm["name"].split(", ")[1] for arm in found["arms"])
+    panels = [(f"Held-out accuracy, {case}", [f"{m}, {case}" for m in METHODS]) for case in cases]
+    return drawing.learning_curves(found, path, *panels)

@@ -1,0 +1,383 @@
+"""Training runs of an experiment: arms × seeds from one fine-tuned model, resumable; their curves, and what they say of a claim.
+
+The task is the demo's with words of three to five letters: spelling backwards, learnt from demonstrations of which a share swaps
+the last two letters. A run takes some ten seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SampleConfig, SFTConfig
+from psigrad.config.load import load, to_dict
+from psigrad.config.methods import declaration
+from psigrad.control import run as control
+from psigrad.control.settings import ControlConfig
+from psigrad.errors import UserError
+from psigrad.experiments import drawing
+from psigrad.intervals import Interval, over_seeds
+from psigrad.language.recipes import api, demo, sample, sft
+from psigrad.records.rows import figures
+from psigrad.records.signals import SignalNames
+from psigrad.records.warnings import Watch
+from psigrad.runs.progress import bar
+from studies.settings import PretrainedSettings, TrialSettings
+
+TUNING_SEED = 1000
+"""Learning rates are chosen on this seed, which no figure is of."""
+Verdict = Literal["holds", "does not hold", "undecided"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: the arm and the seed it belongs to, and its settings without paths."""
+
+    arm: str
+    seed: int
+    method: str
+    """A command of psigrad that trains."""
+    settings: Any
+
+
+@dataclass(frozen=True)
+class ClaimVerdict:
+    """What was found for one claim, by a test that was stated before."""
+
+    claim: str
+    test: str
+    verdict: Verdict
+    difference: Interval
+    """Of the figures of the same seeds."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What was measured of one arm, over seeds."""
+
+    name: str
+    steps: tuple[int, ...]
+    curve: tuple[Interval, ...]
+    """Held-out accuracy at each of `steps`."""
+    figures: dict[str, Interval]
+    each: dict[str, tuple[float, ...]]
+    """The same figures, of each seed."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What an experiment found."""
+
+    settings: Any
+    arms: tuple[Arm, ...]
+    findings: tuple[ClaimVerdict, ...]
+    core_minutes: float = 0.0
+    """Processor time of its runs, tuning included; 0 where it was not measured."""
+
+
+def check(s: TrialSettings) -> None:
+    """Refuse settings that make no sense."""
+    for name in ("seeds", "steps", "prompts", "generations", "sft_steps", "processes", "words", "held_out"):
+        if getattr(s, name) < 1:
+            raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
+    if s.generations < 2:
+        raise UserError(f"generations is {s.generations}; groups need at least 2 completions of a prompt.")
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    """Refuse learning rates that cannot be tried."""
+    if not rates or min(rates) <= 0:
+        raise UserError(f"rates are {rates}; give at least one learning rate above 0.")
+
+
+def files(s: TrialSettings) -> dict[str, Path]:
+    """The data and the fine-tuned model that every run starts from, made once for all experiments in a folder: the paths of
+    prompts, demonstrations, held_out and model.
+    """
+    folder = Path(s.out) / "start" / f"{s.words}-words-{s.sft_steps}-steps"
+    made = demo.prepare(folder, 0, False, words=s.words, longest=5, hidden=96, layers=3)
+    if (model := folder / "sft" / "model").exists():
+        return {**made, "model": model}
+    tuned = sft.run(
+        SFTConfig(
+            model=Model(path=str(made["base"])),
+            data=Data(dataset=str(made["demonstrations"]), eval_dataset=str(made["held_out"])),
+            optim=Optim(learning_rate=3e-3, adam_beta2=0.99, weight_decay=0.01, warmup_steps=50),
+            run=Run(output_dir=str(folder / "sft"), max_steps=s.sft_steps, progress=False, report=False, threads=1),
+            batch_size=64,
+            sampling=demo.SAMPLING,
+            evaluation=demo.EVALUATION,
+        )
+    )
+    return {**made, "model": tuned.model}
+
+
+def online(s: TrialSettings, where: Mapping[str, Path], algorithm: Any, **changed: Any) -> OnlineConfig:
+    """The settings of an online run in which nothing is particular but the algorithm and what is `changed`."""
+    usual = OnlineConfig(
+        model=Model(path=str(where["model"])),
+        data=Data(dataset=str(where["prompts"]), eval_dataset=str(where["held_out"])),
+        optim=Optim(learning_rate=s.learning_rate, adam_beta2=0.99, warmup_steps=5),
+        run=Run(max_steps=s.steps, progress=False, report=False, threads=1),
+        algorithm=algorithm,
+        reward=("reasoning_gym",),
+        prompts_per_step=s.prompts,
+        num_generations=s.generations,
+        sampling=demo.SAMPLING,
+        evaluation=Evaluation(eval_prompts=s.held_out, metric="exact", eval_steps=max(1, s.steps // 10)),
+    )
+    return replace(usual, **changed)
+
+
+def at_rate(config: Any, rate: float) -> Any:
+    """The settings at another learning rate."""
+    return replace(config, optim=replace(config.optim, learning_rate=rate))
+
+
+def finished(
+    s: TrialSettings | PretrainedSettings, name: str, trials: Sequence[Trial]
+) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The metrics of each run, by (arm, seed). What an earlier call has finished is read; what it began goes on.
+
+    Raises `UserError` where a run failed; the others are not lost.
+    """
+    folder = Path(s.out) / "runs" / name
+    places = {(t.arm, t.seed): place(s, name, t.arm, t.seed) for t in trials}
+    left = [t for t in trials if not _done(places[t.arm, t.seed], t)]
+    context = multiprocessing.get_context("spawn")
+    with (
+        bar(name, len(left), shown=s.progress) as advance,
+        ProcessPoolExecutor(s.processes, context, _quiet, (folder / "output.log",)) as pool,
+    ):
+        jobs = {pool.submit(_run, t.method, to_dict(_placed(t, places[t.arm, t.seed]))): t for t in left}
+        for job in as_completed(jobs):
+            trial = jobs[job]
+            try:
+                seconds = job.result()
+            except UserError as error:
+                raise UserError(f"The run of {trial.arm}, seed {trial.seed}, failed: {error}") from error
+            _mark(places[trial.arm, trial.seed]).write_text(json.dumps({"trial": _identity(trial), "cpu_seconds": seconds}))
+            advance(note=f"{trial.arm} seed {trial.seed}")
+    return {key: _rows(own) for key, own in places.items()}
+
+
+def place(s: TrialSettings | PretrainedSettings, name: str, arm: str, seed: int) -> Path:
+    """The folder of a run."""
+    return Path(s.out) / "runs" / name / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in arm)}-{seed}"
+
+
+def _placed(trial: Trial, place: Path) -> Any:
+    return replace(trial.settings, run=replace(trial.settings.run, output_dir=str(place), seed=trial.seed))
+
+
+def _identity(trial: Trial) -> dict[str, Any]:
+    """What a finished run must have been for its figures to be taken."""
+    return {"method": trial.method, **_plain(_placed(trial, Path(".")))}
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(to_dict(settings), default=str))
+    return found
+
+
+def _mark(place: Path) -> Path:
+    return place / "trial.json"
+
+
+def _done(place: Path, trial: Trial) -> bool:
+    if not _mark(place).exists():
+        return False
+    found = json.loads(_mark(place).read_text())["trial"]
+    method = found.pop("method")
+    try:  # a setting that is newer than the run has its default
+        known = {"method": method, **_plain(load(type(trial.settings), flags=found))}
+    except UserError:
+        known = {}
+    if known != _identity(trial):
+        raise UserError(f"{place} holds a run with other settings; give another --out, or remove that folder.")
+    return True
+
+
+def pairs(asked: SampleConfig, place: Path) -> None:
+    """Leave pairs of a model's own samples in the file `place`. Raises `UserError` where there are none."""
+    written = sample.run(asked)
+    if not written.rows:
+        raise UserError(
+            "No prompt has a right and a wrong answer, so there are no pairs for DPO; sample more (generations, prompts), or "
+            "begin with a model that is right more often."
+        )
+    written.path.rename(place)
+
+
+def spent(s: TrialSettings | PretrainedSettings, name: str) -> float:
+    """Minutes of processor time that the finished runs of an experiment took, those of its tuning included."""
+    marks = [mark for part in (name, f"{name}-tuning") for mark in (Path(s.out) / "runs" / part).glob("*/trial.json")]
+    return math.fsum(json.loads(mark.read_text())["cpu_seconds"] for mark in marks) / 60
+
+
+def _run(method: str, settings: dict[str, Any]) -> float:
+    """One run, in a process that serves several of them one after the other; its processor time in seconds."""
+    before = sum(os.times()[:4])  # of the workers that score, too, once they have ended
+    if method == "control":
+        control.run(load(ControlConfig, flags=settings))
+    else:
+        api.run(load(declaration(method).settings, flags=settings))
+    return sum(os.times()[:4]) - before
+
+
+def _quiet(log: Path) -> None:
+    """What runs have to say goes to a file: several of them at once would talk over each other."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+
+
+def _rows(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "train") -> Iterator[dict[str, Any]]:
+    """The completions that a run was trained on, or (`eval`) measured by."""
+    with (place(s, name, arm, seed) / "rollouts.jsonl").open() as lines:
+        yield from (row for row in map(json.loads, lines) if row["kind"] == kind)
+
+
+def warned(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | None:
+    """The first step at which a run with these metrics tells of one of these rules (`psigrad.records.warnings`)."""
+    watch, names = Watch(), SignalNames()
+    for row in rows:
+        watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
+        if any(alert.rule in rules for alert in watch.alerts()):
+            return int(row["step"])
+    return None
+
+
+def tuned(
+    s: TrialSettings, name: str, arms: Mapping[str, tuple[str, Any]], rates: Sequence[float], score: Callable[[Any], float]
+) -> dict[str, float]:
+    """For each arm (method, settings) the rate whose run on `TUNING_SEED` has the greatest score: the same budget for all."""
+    trials = [
+        Trial(f"{arm} at {rate:g}", TUNING_SEED, method, at_rate(config, rate))
+        for arm, (method, config) in arms.items()
+        for rate in rates
+    ]
+    rows = finished(s, f"{name}-tuning", trials)
+    return {arm: max(rates, key=lambda rate: score(rows[f"{arm} at {rate:g}", TUNING_SEED])) for arm in arms}
+
+
+def curve(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> dict[int, float]:
+    """Held-out figures by step."""
+    return {row["step"]: row[key] for row in rows if key in row}
+
+
+def area(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
+    """Mean held-out accuracy after the start: the area under the learning curve, 1 for a run that knows all at once."""
+    found = [accuracy for step, accuracy in curve(rows, key).items() if step]
+    return math.fsum(found) / len(found)
+
+
+def last(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
+    """The last figure of that name; NaN where there is none."""
+    return next((float(row[key]) for row in reversed(rows) if key in row), math.nan)
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Mean over the steps that have that figure."""
+    found = [float(row[key]) for row in rows if key in row]
+    return math.fsum(found) / len(found) if found else math.nan
+
+
+def summed(
+    name: str,
+    seeds: Sequence[int],
+    rows: Mapping[tuple[str, int], Any],
+    of: Mapping[str, Callable[[Any], float]],
+    key: str = "eval/exact/mean",
+) -> Arm:
+    """One arm: its curve of `key`, and each figure, over seeds."""
+    runs = [rows[name, seed] for seed in seeds]
+    curves = [sorted(curve(run, key).items()) for run in runs]
+    points = list(zip(*curves, strict=False))  # by their order: CartPole's evaluations fall on other steps in each run
+    steps = tuple(round(math.fsum(step for step, _ in point) / len(point)) for point in points)
+    each = {key: tuple(figure(run) for run in runs) for key, figure in of.items()}
+    held_out = tuple(over_seeds(figure for _, figure in point) for point in points)
+    return Arm(name, steps, held_out, {k: over_seeds(v) for k, v in each.items()}, each)
+
+
+def with_figure(arm: Arm, name: str, value: float) -> Arm:
+    """The arm with a figure that is the same for every seed."""
+    number = len(next(iter(arm.each.values())))
+    figures = {**arm.figures, name: Interval(value, value, value)}
+    return replace(arm, figures=figures, each={**arm.each, name: (value,) * number})
+
+
+def compared(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> ClaimVerdict:
+    """`claim` holds where the figure of `first` is above that of `second` (plus `least`): by the 95 % interval of the differences
+    of the same seeds.
+    """
+    bound = f" {'+' if least > 0 else '−'} {abs(least):g}" if least else ""
+    test = f"{figure}: {first.name} > {second.name}{bound}, paired by seed"
+    return paired(claim, test, first.each[figure], second.each[figure], least=least)
+
+
+def paired(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> ClaimVerdict:
+    """The same for figures of the same seeds."""
+    difference = over_seeds(a - b for a, b in zip(first, second, strict=True))
+    verdict: Verdict = "undecided"
+    if len(first) > 1:
+        verdict = "holds" if difference.low > least else "does not hold" if difference.high <= least else "undecided"
+    return ClaimVerdict(claim, test, verdict, difference)
+
+
+def against(found: Interval, bound: float, *, above: bool) -> Verdict:
+    """Whether a figure is at least (`above`) or at most a bound, by its interval."""
+    if found.low >= bound:
+        return "holds" if above else "does not hold"
+    if found.high <= bound:
+        return "does not hold" if above else "holds"
+    return "undecided"
+
+
+def arms_table(title: str, arms: Sequence[Arm], form: str) -> Table:
+    """A row for each arm, a column for each figure."""
+    table = drawing.new_table(title, "", *arms[0].figures)
+    for arm in arms:
+        table.add_row(arm.name, *(_cell(v, form) for v in arm.figures.values()))
+    return table
+
+
+def _cell(found: Interval, form: str) -> str:
+    if math.isnan(found.mean):
+        return "–"
+    small = 0 < abs(found.mean) < 0.01 and found.low == found.high
+    return f"{found.mean:g}" if small else drawing.around(found, form if abs(found.mean) < 100 else ".0f")
+
+
+def findings_text(findings: Sequence[ClaimVerdict]) -> Text:
+    """Each claim with its test and its verdict."""
+    colours = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
+    text = Text()
+    for f in findings:
+        d = f.difference
+        text.append(f"{f.verdict}", style=f"bold {colours[f.verdict]}").append(f": {f.claim}\n")
+        figure = f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
+        text.append(f"  {f.test}{': ' if len(f.test) + len(figure) < 76 else chr(10) + '  '}{figure}\n", style="dim")
+    return text
+
+
+def shown(title: str, result: TrialResult, *notes: str, form: str = ".3f") -> Iterator[Table | Text]:
+    """The tables of an experiment."""
+    yield arms_table(title, result.arms, form)
+    yield drawing.note("95 % intervals over seeds (Student's t).", *notes)
+    yield findings_text(result.findings)

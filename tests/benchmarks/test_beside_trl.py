@@ -1,0 +1,72 @@
+"""psigrad beside TRL: ratios need equal results, and are those of the steps that were taken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from psigrad import cli
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.preflight.bench.workload import Workload
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = Workload("small", "", prompts=2, generations=2, prompt_tokens=6, completion_tokens=4, steps=2)
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import beside_trl
+
+    yield beside_trl
+    del sys.modules["beside_trl"]
+
+
+def test_without_trl_nothing_is_measured_beside_it(monkeypatch, compare):
+    monkeypatch.setattr(compare, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="TRL is not installed"):
+        compare.beside(SMALL, "float32", 1)
+
+
+def test_a_ratio_needs_equal_losses_and_gradients(compare):
+    same = {"loss": 0.5, "gradient": 2.0}
+    compare.agree(SMALL, "float32", {"ours": same, "trl": {"loss": 0.5 + 1e-6, "gradient": 2.0}})
+    for figure in same:
+        with pytest.raises(UserError, match=f"the {figure} differs"):
+            compare.agree(SMALL, "float32", {"ours": same, "trl": {**same, figure: same[figure] * 1.001}})
+
+
+def steps(*pairs):
+    return [{"seconds": s, "tokens": t, "phases": {"sample": s / 2}, "peak_mb": 100.0 + s} for s, t in pairs]
+
+
+def test_ratios_are_per_token_and_passes_are_added(compare):
+    found = compare.ratios(SMALL, {"ours": steps((1.0, 10), (2.0, 10)), "trl": steps((4.0, 20), (6.0, 20))})
+    assert found["ratio"] == pytest.approx({"median": 0.25 / 0.15, "low": 1.5, "high": 2.0, "steps": 2})
+    assert found["memory_ratio"] == 106.0 / 102.0
+    per_step = compare.ratios(replace(SMALL, kind="sft"), {"ours": steps((1.0, 10)), "trl": steps((4.0, 20))})
+    assert per_step["ratio"]["median"] == 4.0
+
+    class Passing:
+        def step(self):
+            return steps((1.0, 10))[0]
+
+    twice = compare.whole_batch(replace(SMALL, iterations=2), "trl", Passing())
+    assert twice["seconds"] == 2.0 and twice["phases"] == {"sample": 1.0} and twice["tokens"] == 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_the_command_runs_both_sides(kind, tmp_path, capsys):
+    tiny.model("llama", 80, hidden=32, layers=1, max_length=64).config.save_pretrained(tmp_path)
+    sizes = ["--prompts", "2", "--generations", "2", "--prompt-tokens", "6", "--completion-tokens", "4", "--steps", "1"]
+    assert cli.main(["bench", "--model", str(tmp_path), "--kind", kind, "--beside", "trl", *sizes, "--threads", "1"]) == 0
+    line, *table = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["check"]["ours"]["loss"] == pytest.approx(found["check"]["trl"]["loss"], rel=1e-4)
+    assert found["ratio"]["median"] > 0 and found["trl"]["seconds"] > 0 and any("TRL s" in row for row in table)

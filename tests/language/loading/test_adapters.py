@@ -1,0 +1,201 @@
+"""Adapters as models: trained on as adapters, under a new one, or merged; and what a LoRA run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from psigrad.config import Model, Run
+from psigrad.errors import UserError
+from psigrad.language.loading.load_model import load_model
+from psigrad.language.models import language_model, tiny
+from psigrad.language.models.lora import Lora, settings_of
+from psigrad.language.recipes import api
+from psigrad.processes.parallel import sharded
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    tokenizer = tiny.tokenizer(["say a: b"], 270)
+    tiny.model("llama", len(tokenizer), hidden=32, layers=2, heads=2, seed=3, tied=False).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def adapted(base: Path, folder: Path, **settings: object) -> torch.Tensor:
+    """An adapter of peft with random weights, saved in `folder`; the logits of the base with it."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = peft.get_peft_model(model, peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **settings}))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        return model.eval()(PROMPT).logits
+
+
+@torch.no_grad()
+def logits_of(model) -> torch.Tensor:
+    return model.as_transformers()(PROMPT).logits
+
+
+KINDS = [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_an_adapter_goes_on_as_it_is(base, tmp_path, settings):
+    wanted = adapted(base, tmp_path / "adapter", lora_dropout=0.1, **settings)
+    model = load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+    assert model.continued and not model.is_own_reference and not model.train_mode
+    torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
+    names = model.trainable()
+    assert names and all("lora_" in name or "modules_to_save" in name for name in names)
+    assert any("modules_to_save" in name for name in names) == ("modules_to_save" in settings)
+    with model.without_adapter():
+        assert float((logits_of(model) - wanted).abs().max()) > 1e-2, "negative control: the adapter matters"
+
+
+def test_peft_and_transformers_warn_of_nothing_that_a_user_cannot_mend(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+        load_model(Model(path=str(base), lora_rank=2), Run(), None)
+
+
+def test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all(base, tmp_path):
+    wanted = adapted(base, tmp_path / "adapter")
+    for settings, own in (
+        (Model(path=str(tmp_path / "adapter"), lora_rank=3), True),
+        (Model(path=str(tmp_path / "adapter"), adapter="merge"), False),
+    ):
+        model = load_model(settings, Run(), None)
+        torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
+        assert model.is_own_reference == own and not model.continued
+
+
+def dataset(tmp_path: Path, form: str = "sft") -> str:
+    rows = [{"prompt": f"say {c}:", "completion": f" {c}", "chosen": f" {c}", "rejected": " x"} for c in "abcdefgh"]
+    keys = ("prompt", "completion") if form == "sft" else ("prompt", "chosen", "rejected")
+    file = tmp_path / f"{form}.jsonl"
+    file.write_text("".join(json.dumps({k: row[k] for k in keys}) + "\n" for row in rows))
+    return str(file)
+
+
+def trained(model: Path, tmp_path: Path, name: str, method: str = "sft", **settings: object):
+    given = {"learning_rate": 1e-2, "max_steps": 4, "batch_size": 4, "eval_prompts": 2, "progress": False, "report": False}
+    data = dataset(tmp_path, "sft" if method == "sft" else "preference")
+    return api.train(method, model=model, dataset=data, output_dir=str(tmp_path / name), **{**given, **settings})
+
+
+def test_a_run_goes_on_from_an_adapter_and_leaves_one_that_peft_opens(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    result = trained(tmp_path / "adapter", tmp_path, "run")
+    opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), result.model / "adapter")
+    whole = AutoModelForCausalLM.from_pretrained(result.model)
+    with torch.no_grad():
+        torch.testing.assert_close(opened(PROMPT).logits, whole(PROMPT).logits, rtol=1e-4, atol=1e-5)
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "adapter", result.model / "adapter"))
+    assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
+    again = load_model(Model(path=str(result.model / "adapter")), Run(), None)
+    assert again.continued, "what psigrad wrote goes on as well"
+
+
+def test_an_adapter_out_of_shards_is_written_as_peft_writes_it(base, tmp_path):
+    model = load_model(Model(path=str(base), lora_rank=2), Run(), None)
+    state = {name: p.detach().clone() for name, p in model.network.named_parameters()}
+    sharded._write_adapter(model, state, tmp_path / "ours")
+    model.save(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and theirs and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+@pytest.mark.parametrize("kept", ["merged", "adapter"])
+def test_what_model_holds_is_the_users_choice(base, tmp_path, kept):
+    result = trained(base, tmp_path, "run", lora_rank=2, lora_save=kept, use_dora=True, lora_modules_to_save=["lm_head"])
+    assert (result.model / "config.json").exists() == (kept == "merged")
+    assert (result.model / "adapter_config.json").exists() == (kept == "adapter") and not (result.model / "adapter").exists()
+    AutoModelForCausalLM.from_pretrained(result.model)
+
+
+def test_a_continued_adapter_resumes_bitwise(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    whole = trained(tmp_path / "adapter", tmp_path, "whole", max_steps=4)
+    trained(tmp_path / "adapter", tmp_path, "parts", max_steps=2, save_steps=2, lr_scheduler_type="constant")
+    straight = trained(tmp_path / "adapter", tmp_path, "straight", max_steps=4, save_steps=2, lr_scheduler_type="constant")
+    parts = trained(tmp_path / "adapter", tmp_path, "parts", max_steps=4, save_steps=2, lr_scheduler_type="constant", extend=True)
+    held = [load_file(r.model / "adapter" / "adapter_model.safetensors") for r in (straight, parts, whole)]
+    assert all(torch.equal(held[0][k], held[1][k]) for k in held[0])
+    assert any(not torch.equal(held[0][k], held[2][k]) for k in held[0]), "negative control: another schedule"
+
+
+def test_dpo_holds_to_the_adapter_that_it_started_from(base, tmp_path):
+    """Its first loss is log 2: the reference is the base with the adapter, not the base alone."""
+    adapted(base, tmp_path / "adapter")
+    result = trained(tmp_path / "adapter", tmp_path, "run", "dpo", learning_rate=0.0, max_steps=1, cache_reference=False)
+    loss = json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[1])["loss"]
+    assert loss == pytest.approx(0.693147, abs=1e-4)
+
+
+def test_grpo_holds_to_the_adapter_that_it_started_from(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "say a:", "answer": "b"}\n' * 4)
+    result = api.train(
+        "grpo",
+        model=tmp_path / "adapter",
+        dataset=str(data),
+        reward="exact",
+        output_dir=str(tmp_path / "run"),
+        progress=False,
+        report=False,
+        max_completion_length=4,
+        prompts_per_step=2,
+        num_generations=2,
+        max_steps=1,
+        eval_prompts=0,
+    )
+    assert json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[-1])["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    held = json.loads(file.read_text())
+    file.write_text(json.dumps({**held, "base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(UserError, match=r"There is no folder .*gone' \(the base of the adapter"):
+        load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+    file.write_text(json.dumps({**held, "peft_type": "IA3"}))
+    with pytest.raises(UserError, match=r"is of the kind IA3; psigrad goes on with LORA"):
+        load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
+
+
+def test_a_peft_config_becomes_settings():
+    config = peft.LoraConfig(
+        r=8, lora_alpha=32, target_modules=["v_proj", "q_proj"], use_rslora=True, modules_to_save=["lm_head"]
+    )
+    found = settings_of(config)
+    assert found["lora_rank"] == 8 and found["lora_alpha"] == 32.0 and found["use_rslora"] and not found["use_dora"]
+    assert found["lora_target_modules"] == ("q_proj", "v_proj") and found["lora_modules_to_save"] == ("lm_head",)
+    assert Lora.of(config.to_dict()).rslora
+    with pytest.raises(UserError, match="peft_config has layers_to_transform="):
+        settings_of(peft.LoraConfig(layers_to_transform=[1], target_modules=["q_proj"]))
+    with pytest.raises(UserError, match=r"expected a peft.LoraConfig"):
+        settings_of({"r": 8})
+    assert language_model.Lora is Lora

@@ -1,0 +1,236 @@
+"""Models, tokenizers, datasets and adapters given from Python as objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import datasets
+import pandas
+import peft
+import pytest
+import torch
+from resuming import digest, dying_at
+from tiny_jobs import forked
+from tiny_rewards import early_letters
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import psigrad
+from psigrad.errors import UserError
+from psigrad.language.loading.given_model import weights_digest
+
+SHORT = {
+    "max_steps": 4,
+    "save_steps": 2,
+    "threads": 1,
+    "progress": False,
+    "report": False,
+    "learning_rate": 1e-2,
+    "max_completion_length": 4,
+    "eval_prompts": 4,
+    "micro_batch_tokens": 48,
+}
+ONLINE = {**SHORT, "prompts_per_step": 2, "num_generations": 4}
+PATHS = {"sft": "train.jsonl", "grpo": "train.jsonl", "dpo": "pairs.jsonl", "reward": "pairs.jsonl"}
+
+
+@pytest.fixture
+def objects(job):
+    return AutoModelForCausalLM.from_pretrained(job / "base"), AutoTokenizer.from_pretrained(job / "base")
+
+
+def rows(job: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (job / name).read_text().splitlines()]
+
+
+def settings(method: str) -> dict:
+    online = {**ONLINE, "reward": early_letters} if method == "grpo" else SHORT
+    leaves = {name: value for name, value in online.items() if method != "reward" or name != "max_completion_length"}
+    return leaves | ({"cache_reference": False} if method == "dpo" else {})
+
+
+@pytest.mark.parametrize("method", PATHS)
+def test_an_object_trains_as_its_folder_does_and_holds_the_trained_weights(method, job, tmp_path):
+    """To the last bit, though one is read by us and the other by transformers."""
+    kind = AutoModelForSequenceClassification if method == "reward" else AutoModelForCausalLM
+    torch.manual_seed(0)
+    more = {"num_labels": 1} if method == "reward" else {}
+    model, tokenizer = kind.from_pretrained(job / "base", **more), AutoTokenizer.from_pretrained(job / "base")
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    before = weights_digest(model)
+    named = psigrad.train(method, model=base, dataset=job / PATHS[method], output_dir=tmp_path / "named", **settings(method))
+    dataset = datasets.Dataset.from_list(rows(job, PATHS[method]))
+    made = psigrad.train(
+        method, model=model, tokenizer=tokenizer, dataset=dataset, output_dir=tmp_path / "given", **settings(method)
+    )
+    assert digest(named.folder) == digest(made.folder)
+    trained = kind.from_pretrained(made.model)
+    assert weights_digest(model) == weights_digest(trained) != before
+    assert weights_digest(kind.from_pretrained(made.folder / "start")) == before
+
+
+def test_the_module_computes_and_generates_as_before(objects, job, tmp_path):
+    model, tokenizer = objects
+    model.train()
+    implementation, padding = model.config._attn_implementation, model.config.pad_token_id
+    made = psigrad.train("sft", model=model, tokenizer=tokenizer, dataset=job / "train.jsonl", output_dir=tmp_path / "r", **SHORT)
+    assert model.config._attn_implementation == implementation and model.config.pad_token_id == padding and model.training
+    ids = torch.tensor([tokenizer("say a:").input_ids])
+    loaded = AutoModelForCausalLM.from_pretrained(made.model)
+    assert torch.equal(model.eval()(ids).logits, loaded(ids).logits)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
+
+
+def test_the_tokenizer_is_found_where_the_model_came_from(objects, job, tmp_path):
+    model, tokenizer = objects
+    made = psigrad.train("sft", model=model, dataset=job / "train.jsonl", output_dir=tmp_path / "r", **SHORT)
+    assert AutoTokenizer.from_pretrained(made.model).get_vocab() == tokenizer.get_vocab()
+    model.config._name_or_path = ""
+    with pytest.raises(UserError, match="its tokenizer is unknown; give tokenizer="):
+        psigrad.train("sft", model=model, dataset=job / "train.jsonl", output_dir=tmp_path / "s", **SHORT)
+
+
+def test_a_tokenizer_may_be_an_object_where_the_model_is_a_name(objects, job, tmp_path):
+    _, tokenizer = objects
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    made = psigrad.train(
+        "sft", model=job / "base", tokenizer=tokenizer, dataset=job / "train.jsonl", output_dir=tmp_path / "r", **SHORT
+    )
+    assert AutoTokenizer.from_pretrained(made.model).chat_template == tokenizer.chat_template
+
+
+def test_peft_config_is_the_lora_settings_and_ends_merged_in_the_module(objects, job, tmp_path):
+    model, tokenizer = objects
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    online = {**ONLINE, "dataset": job / "train.jsonl", "reward": early_letters}
+    made = psigrad.train("grpo", model=model, tokenizer=tokenizer, peft_config=config, output_dir=tmp_path / "a", **online)
+    named = psigrad.train("grpo", model=job / "base", lora_rank=4, lora_alpha=8, output_dir=tmp_path / "b", **online)
+    assert digest(made.folder) == digest(named.folder)
+    assert weights_digest(model) == weights_digest(AutoModelForCausalLM.from_pretrained(made.model))
+    assert all(p.requires_grad for p in model.parameters()) and (made.model / "adapter" / "adapter_config.json").exists()
+    with pytest.raises(UserError, match="peft_config is given and lora_rank too"):
+        psigrad.train("grpo", model=model, peft_config=config, lora_rank=2, **online)
+
+
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_killed_run_with_an_object_resumes_bitwise(adapter, job, tmp_path):
+    def train(folder: Path):
+        model = AutoModelForCausalLM.from_pretrained(job / "base")
+        config = peft.LoraConfig(r=4, target_modules="all-linear") if adapter else None
+        online = {**ONLINE, "dataset": job / "train.jsonl", "reward": early_letters, "peft_config": config, "eval_kl": True}
+        result = psigrad.train("grpo", model=model, output_dir=folder, **online)
+        assert weights_digest(model) == weights_digest(AutoModelForCausalLM.from_pretrained(result.model))
+
+    def doomed():
+        dying_at(40)
+        train(tmp_path / "parts")
+
+    assert forked(lambda: train(tmp_path / "whole")) == 0
+    assert os.WTERMSIG(forked(doomed)) == signal.SIGKILL
+    assert (tmp_path / "parts" / "start").is_dir() and not (tmp_path / "parts" / "model").exists()
+    assert forked(lambda: train(tmp_path / "parts")) == 0
+    assert digest(tmp_path / "whole") == digest(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_finished_run_gives_its_weights_to_the_module(adapter, objects, job, tmp_path):
+    config = {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear"), "lora_save": "adapter"} if adapter else {}
+    given = {**SHORT, **config, "dataset": job / "train.jsonl", "output_dir": tmp_path / "run"}
+    psigrad.train("sft", model=objects[0], **given)
+    again = AutoModelForCausalLM.from_pretrained(job / "base")
+    psigrad.train("sft", model=again, **given)
+    assert weights_digest(again) == weights_digest(objects[0])
+
+
+def test_the_cell_of_a_notebook_may_run_twice_and_another_model_is_refused(objects, job, tmp_path):
+    """The module holds trained weights by then, and the run goes on all the same; a module of other weights is another model."""
+    model, tokenizer = objects
+    given = {**SHORT, "tokenizer": tokenizer, "dataset": job / "train.jsonl", "output_dir": tmp_path / "run"}
+    psigrad.train("sft", model=model, **given)
+    shutil.rmtree(tmp_path / "run" / "model")
+    psigrad.train("sft", model=model, **given)
+    assert weights_digest(model) == weights_digest(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model"))
+    shutil.rmtree(tmp_path / "run" / "model")
+    other = AutoModelForCausalLM.from_pretrained(job / "base")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2)
+    with pytest.raises(UserError, match="began with another model than the one that was given"):
+        psigrad.train("sft", model=other, **given)
+    psigrad.train("sft", model=other, allow=["model"], **given)
+
+
+def test_datasets_frames_and_splits(objects, job, tmp_path):
+    train, held = rows(job, "train.jsonl"), rows(job, "held_out.jsonl")
+    both = datasets.DatasetDict(train=datasets.Dataset.from_list(train), test=datasets.Dataset.from_list(held))
+    short = {**SHORT, "model": job / "base", "max_steps": 1}
+    named = psigrad.train(
+        "sft", dataset=job / "train.jsonl", eval_dataset=job / "held_out.jsonl", output_dir=tmp_path / "0", **short
+    )
+    for i, (dataset, eval_dataset) in enumerate(
+        [(both, both), (pandas.DataFrame(train), pandas.DataFrame(held)), (iter(train), iter(held))], 1
+    ):
+        made = psigrad.train("sft", dataset=dataset, eval_dataset=eval_dataset, output_dir=tmp_path / str(i), **short)
+        assert digest(made.folder) == digest(named.folder)
+    for setting in ("split", "eval_split"):
+        with pytest.raises(
+            UserError, match=rf"has the splits train, test and none is 'validation'; name one of them as {setting}\.$"
+        ):
+            psigrad.train("sft", dataset=both, eval_dataset=both, **{setting: "validation"}, **short)
+
+
+def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
+    model, tokenizer = objects
+    named = {"train_dataset": rows(job, "train.jsonl"), "processing_class": tokenizer, "reward_funcs": [early_letters]}
+    given = {**ONLINE, "max_steps": 1, "save_steps": 0, "report_to": "none", "output_dir": tmp_path / "run"}
+    assert psigrad.train("grpo", model=model, **named, **given).history[-1]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "a"}, "No dataset was given; give psigrad.train dataset="),
+        ({"dataset": "a"}, "No model was given; give psigrad.train model="),
+        (
+            {"dataset": "a", "train_dataset": [], "model": "m"},
+            r"dataset is 'a' and train_dataset is \[\], and both are",
+        ),
+        ({"model": "m", "dataset": "a", "tokenizer": "t", "processing_class": "t"}, "are the same, and both are given"),
+        ({"model": "m", "dataset": "a", "reward": 3}, "The reward is 3; expected a name, a function, or a list"),
+        (
+            {"model": "m", "dataset": "a", "args": object()},
+            "args is an? object; expected a configuration of TRL, such as GRPOConfig",
+        ),
+    ],
+)
+def test_what_is_missing_or_given_twice_is_one_sentence(given, said):
+    with pytest.raises(UserError, match=said):
+        psigrad.train("grpo", **given)
+
+
+def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, tmp_path):
+    model, _ = objects
+    data = {"dataset": job / "train.jsonl", **SHORT}
+    with pytest.raises(UserError, match="model is a Linear; expected a folder, a hub name, or a model of transformers"):
+        psigrad.train("sft", model=torch.nn.Linear(2, 2), **data)
+    with pytest.raises(UserError, match="tokenizer is an int; expected a tokenizer"):
+        psigrad.train("sft", model=model, tokenizer=3, **data)
+    with pytest.raises(UserError, match=r"No tokenizer could be loaded from '/absent'"):
+        psigrad.train("sft", model=model, tokenizer="/absent", **data)
+    with pytest.raises(UserError, match=r"weights are float32 and dtype is 'bfloat16'"):
+        psigrad.train("sft", model=model, dtype="bfloat16", **data)
+    with pytest.raises(UserError, match=r"torch.float64; expected float32 or bfloat16"):
+        psigrad.train("sft", model=AutoModelForCausalLM.from_pretrained(job / "base").double(), **data)
+    with pytest.raises(UserError, match="PeftModelForCausalLM, which has an adapter on it"):
+        psigrad.train("sft", model=peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM")), **data)
+    with pytest.raises(UserError, match="a reward model has a head with one label"):
+        short = {name: value for name, value in SHORT.items() if name != "max_completion_length"}
+        fresh = AutoModelForCausalLM.from_pretrained(job / "base")
+        psigrad.train("reward", model=fresh, dataset=job / "pairs.jsonl", output_dir=tmp_path / "r", **short)
+    with pytest.raises(UserError, match=r"placement\.strategy is fsdp"):
+        fresh = AutoModelForCausalLM.from_pretrained(job / "base")
+        psigrad.train("sft", model=fresh, strategy="fsdp", output_dir=tmp_path / "f", **data)

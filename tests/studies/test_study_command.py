@@ -1,0 +1,83 @@
+"""`psigrad experiment` runs a study where the source checkout is, and otherwise says in a sentence what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from psigrad import cli, importing
+from psigrad.experiments import declarations
+from psigrad.experiments.declarations import EXPERIMENTS
+from studies.settings import SETTINGS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_study_has_its_settings_and_a_module_that_does_what_is_asked_of_it():
+    studies = [one for one in EXPERIMENTS.values() if one.file.startswith("studies.")]
+    assert [one.name for one in studies] == list(SETTINGS)
+    for one in studies:
+        assert all(callable(getattr(one.module, part)) for part in ("check", "run", "tables", "picture")), one.name
+
+
+def test_a_study_runs_and_leaves_its_figures(tmp_path, capsys):
+    assert cli.main(["experiment", "lag", "--most-devices", "8", "--steps", "4", "--out", str(tmp_path)]) == 0
+    assert "Sampling and training" in capsys.readouterr().out
+    found = json.loads((tmp_path / "lag.json").read_text())
+    assert found["settings"]["most_devices"] == 8 and (tmp_path / "lag.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_help_of_a_study_names_its_settings_without_torch():
+    code = "import sys\nfrom psigrad import cli\ntry: cli.main(['experiment', 'length', '--help'])\nexcept SystemExit: pass\n"
+    command = [sys.executable, "-c", code + "print('torch' in sys.modules)"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "--longest" in out and out.endswith("False\n")
+
+
+@pytest.mark.parametrize("arguments", [["lag"], ["loopholes", "--seeds", "2"], ["dpo", "--help"]])
+def test_without_a_checkout_a_study_is_refused_in_a_sentence(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(declarations, "checkout_folder", lambda name: None)
+    assert cli.main(["experiment", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith(f"psigrad: {arguments[0]} is a study, and studies come with psigrad's source checkout")
+        and said.count("\n") == 1
+    )
+    assert f"psigrad experiment {arguments[0]}" in said
+
+
+def test_without_a_checkout_help_still_lists_every_experiment(monkeypatch, capsys):
+    monkeypatch.setattr(declarations, "checkout_folder", lambda name: None)
+    assert cli.main(["experiment", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(one.name in out and one.purpose in out for one in EXPERIMENTS.values())
+
+
+def test_the_checkout_is_beside_the_package_or_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert importing.checkout_folder("studies") == ROOT / "studies" and importing.checkout_folder("studios") is None
+    installed = tmp_path / "site-packages" / "psigrad"
+    monkeypatch.setattr(importing, "__file__", str(installed / "importing.py"))
+    (tmp_path / "studies").mkdir()
+    assert importing.checkout_folder("studies") is None, "a folder of that name alone is somebody else's"
+    monkeypatch.chdir(ROOT)
+    assert importing.checkout_folder("studies") == ROOT / "studies"
+
+
+def test_an_installed_package_runs_a_study_in_the_folder_of_a_checkout(tmp_path):
+    """As from a wheel: the package lies elsewhere, without `studies` beside it."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "psigrad").symlink_to(ROOT / "psigrad")
+    code = "import sys; from psigrad.cli import main; sys.exit(main(sys.argv[1:]))"
+    asked = ["experiment", "lag", "--most-devices", "8", "--steps", "4", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-P", "-c", code, *asked]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "out" / "lag.json").exists(), done.stderr
+    elsewhere = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert elsewhere.returncode == 2 and "lag is a study" in elsewhere.stderr, elsewhere.stderr

@@ -1,0 +1,131 @@
+"""What a machine lacks: installed where that is allowed, else its tests are left out by one door, which says so last."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import machine
+import pytest
+
+from psigrad.processes.sandbox import tier_of_this_machine
+
+ROOT = Path(__file__).parents[2]
+CASES = """
+import pytest
+
+@pytest.mark.needs("fish")
+@pytest.mark.parametrize("n", range(3))
+def test_of_fish(n): raise AssertionError("it runs")
+
+@pytest.fixture
+def browser(): raise AssertionError("it starts")
+
+def test_of_a_page(browser): pass
+
+def test_that_stands(): pass
+"""
+
+
+def run(folder, source, *, processes=0, **environment):
+    """The output of pytest on a file, where there is no program on the path."""
+    (folder / "test_cases.py").write_text(source)
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support")))
+    given = {**os.environ, "CI": "", "PSIGRAD_TEST_EVERYTHING": "", "PYTHONPATH": paths, "PATH": str(folder), "HOME": str(folder)}
+    options = f"-p conftest -c {ROOT / 'pyproject.toml'} -n {processes} -p no:cacheprovider --durations 1 test_cases.py"
+    command = [sys.executable, "-m", "pytest", *options.split()]
+    done = subprocess.run(command, env={**given, **environment}, cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+LINES = [
+    "3 tests of completion in fish were left out: no fish on this machine; apt-get install fish",
+    "1 test of pages in a browser was left out: no Chromium on this machine; "
+    "apt-get install chromium, or playwright install chromium",
+]
+
+
+def test_the_last_lines_say_what_was_left_out_and_what_would_bring_it(tmp_path):
+    status, said = run(tmp_path, CASES, processes=2)
+    *_, title, one, two, counts = said.splitlines()
+    assert status == 0 and "missing on this machine" in title and sorted([one, two]) == sorted(LINES)
+    assert "1 passed, 4 skipped" in counts
+
+
+@pytest.mark.parametrize("asked", [{"CI": "true"}, {"PSIGRAD_TEST_EVERYTHING": "1"}])
+def test_where_everything_is_tested_what_is_missing_fails(tmp_path, asked):
+    status, said = run(tmp_path, CASES, **asked)
+    assert status == 1 and "1 passed, 4 errors" in said.splitlines()[-1]
+    assert "3 tests of completion in fish failed: no fish on this machine; apt-get install fish" in said
+
+
+OTHER_DOORS = """
+import pytest
+
+def test_a(): pytest.skip("so")
+
+@pytest.mark.skip
+def test_b(): pass
+
+@pytest.mark.xfail
+def test_c(): 1 / 0
+"""
+
+
+def test_there_is_no_other_door(tmp_path):
+    status, said = run(tmp_path, OTHER_DOORS)
+    assert status == 1 and "2 failed, 1 error" in said.splitlines()[-1]
+    assert len(re.findall(r"^A test is left out by pytest.mark.needs alone \(", said, re.MULTILINE)) == 3
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A path with nothing on it but an apt-get that notes how it is called, and "installs" fish alone."""
+    calls = tmp_path / "calls"
+    (tmp_path / "apt-get").write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\ncase "$*" in\n  *zsh*) echo "E: no zsh" >&2; exit 100;;\n'
+        f'  *fish) printf "#!/bin/sh\\n" > {tmp_path}/fish; /bin/chmod +x {tmp_path}/fish;;\nesac\n'
+    )
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "NEEDS", {name: machine.NEEDS[name] for name in ("zsh", "fish", "root")})
+    for name in ("CI", "PSIGRAD_TEST_EVERYTHING"):
+        monkeypatch.delenv(name, raising=False)
+    machine.lack.cache_clear()
+    yield tmp_path
+    machine.lack.cache_clear()
+
+
+def test_root_installs_what_there_is_and_names_the_rest(bare, monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert machine.install() == 0
+    asked = [line.split("Recommends=0 ")[1] for line in (bare / "calls").read_text().splitlines()]
+    assert asked == ["update", "install --yes zsh fish", "install --yes zsh", "install --yes fish"]
+    first, *_, title, last = capsys.readouterr().out.splitlines()
+    assert "apt-get" in first and "zsh, fish" in first
+    assert title == "Their tests will be left out:" and last == "- zsh: no zsh on this machine; apt-get install zsh"
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_others_install_nothing(bare, monkeypatch, capsys, asked):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PSIGRAD_TEST_EVERYTHING", asked)
+    assert machine.install() == int(bool(asked)) and not (bare / "calls").exists()
+    said = capsys.readouterr().out.splitlines()
+    assert "as only root can" in said[0] and said[-1] == "- fish: no fish on this machine; apt-get install fish"
+
+
+def test_a_program_that_is_there_and_does_not_work_is_named_as_such(tmp_path, monkeypatch):
+    for name in ("bwrap", "prlimit", "setpriv"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'no namespaces here' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tier_of_this_machine.cache_clear()
+    try:
+        found = machine.NEEDS["bubblewrap"].look()
+    finally:
+        tier_of_this_machine.cache_clear()
+    assert found.there and "bwrap cannot start here (no namespaces here)" in found.why
