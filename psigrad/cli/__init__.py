@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from psigrad import __version__
 from psigrad.cli import begin, run_folders
 from psigrad.cli import language_models as language
 from psigrad.cli import mathematics as maths
 from psigrad.cli.completion import completion
+from psigrad.cli.flags import Command
 from psigrad.compat import conversion
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
-
-
-class Command(NamedTuple):
-    """What a command does, in a line, and the function that does it: arguments -> exit status."""
-
-    purpose: str
-    run: Callable[[list[str]], int]
 
 
 def _training(settings: type[Any]) -> dict[str, Command]:

@@ -9,8 +9,8 @@ import argparse
 import inspect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from psigrad.compat import other_flags
 from psigrad.compat.elsewhere import elsewhere
@@ -28,6 +28,13 @@ _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
 
 
 HELP = {"-h", "--help", "--help-all"}
+
+
+class Command(NamedTuple):
+    """What a command does, in a line, and the function that does it: arguments -> exit status."""
+
+    purpose: str
+    run: Callable[[list[str]], int]
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
