@@ -19,7 +19,8 @@ from psigrad.compat.batch_sizes import BATCH, batches_of
 from psigrad.compat.other_answers import ANSWERS, NEEDLESS, NO_EQUAL
 from psigrad.compat.trl_values import loss_type
 from psigrad.config.nested import Given
-from psigrad.config.shortcuts import SHORTCUTS, placed, shortcuts_of
+from psigrad.config.shortcuts import SHORTCUTS, shortcuts_of
+from psigrad.config.shortcuts import expand as placed
 from psigrad.errors import UserError
 
 # The same setting under another name.

@@ -45,9 +45,14 @@ SLOTS = {
     "entropy": (entropy,),
     "correction": (correction,),
 }
-_PARTS = {slot: {name: getattr(module, name) for module in modules for name in module.__all__} for slot, modules in SLOTS.items()}
-_PARTS |= {slot: {part.__name__: part for part in parts} for slot, parts in preference_catalog.PARTS.items()}
-_DEFAULT_PART = {"kl": kl.KL, "critic": critic.value_loss, "entropy": entropy.bonus}
+PARTS = {slot: {name: getattr(module, name) for module in modules for name in module.__all__} for slot, modules in SLOTS.items()}
+PARTS |= {slot: {part.__name__: part for part in parts} for slot, parts in preference_catalog.PARTS.items()}
+DEFAULT_PART = {"kl": kl.KL, "critic": critic.value_loss, "entropy": entropy.bonus}
+PRESETS: dict[str, Any] = {
+    name: method.algorithm
+    for methods in (catalog.METHODS, online_preference.METHODS, preference_catalog.METHODS)
+    for name, method in methods.items()
+}
 _OPTIONAL = ("kl", "critic", "entropy", "correction")
 
 
@@ -177,9 +182,9 @@ def _part(slot: str, value: Any, current: Any) -> Any:
             return _built(_named(slot, value["part"]), parameters)
         if is_dataclass(current) and not isinstance(current, type):
             return _built(type(current), {f.name: getattr(current, f.name) for f in fields(current)} | parameters)
-        if slot in _DEFAULT_PART:
-            return _built(_DEFAULT_PART[slot], parameters)
-    elif callable(value) or isinstance(value, tuple(_DEFAULT_PART.values())):
+        if slot in DEFAULT_PART:
+            return _built(DEFAULT_PART[slot], parameters)
+    elif callable(value) or isinstance(value, tuple(DEFAULT_PART.values())):
         return value
     raise UserError(
         f"Slot {slot} is {value!r}; expected a name, module:object, or a mapping with `part` and its parameters"
@@ -188,16 +193,16 @@ def _part(slot: str, value: Any, current: Any) -> Any:
 
 
 # parameters of a part that are parts themselves -> the slot whose names they take
-_INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
+INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
     """A parameter of `outer`; where it is a part itself, a mapping changes parameters of the one that is there."""
-    return value if name not in _INNER or value is None else _part(_INNER[name], value, getattr(outer, name, None))
+    return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 
 
 def _named(slot: str, name: str) -> Any:
-    return imported(name, f"part {slot}") if ":" in name else _known(name, _PARTS[slot], slot, " or module:object")
+    return imported(name, f"part {slot}") if ":" in name else _known(name, PARTS[slot], slot, " or module:object")
 
 
 def _built(part: Any, parameters: Mapping[str, Any]) -> Any:

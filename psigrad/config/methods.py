@@ -1,19 +1,16 @@
-"""What trains: every method's name, summary, settings class and defaults, known without importing torch.
-
-The methods are declared in `psigrad/objective/` (`Catalog.declare`); here their names, summaries and defaults are read from the
-source, since the command line must print help before torch is there. A test holds both equal.
-"""
+"""What trains: every method's name, summary, settings class and defaults, as they are declared in `psigrad/objective/`."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError, nearest
+from psigrad.objective import catalog
+from psigrad.objective.catalog import Method
+from psigrad.objective.preferences import online_preference, preference_catalog
 
 TrainingConfig = SFTConfig | RewardConfig | PreferenceConfig | OnlineConfig
 
@@ -32,27 +29,19 @@ class Declaration(NamedTuple):
         return self.settings is OnlineConfig
 
 
-# module of psigrad/objective/ -> settings of its methods, and the setting that names them
-_DECLARED_IN = {
-    "catalog": (OnlineConfig, "algorithm"),
-    "online_preference": (OnlineConfig, "algorithm"),
-    "preference_catalog": (PreferenceConfig, "loss"),
-}
-
-
 @cache
 def declared() -> dict[str, Declaration]:
     """Every training method by name."""
-    found = {"sft": Declaration("supervised fine-tuning on completions or conversations", SFTConfig, {})}
-    for module, (settings, setting) in _DECLARED_IN.items():
-        source = next((Path(__file__).parents[1] / "objective").rglob(f"{module}.py")).read_text(encoding="utf-8")
-        for call in ast.walk(ast.parse(source)):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "declare":
-                name, summary = (ast.literal_eval(argument) for argument in call.args[:2])
-                defaults = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-                found[name] = Declaration(summary, settings, {setting: name, **defaults})
-    found["reward"] = Declaration("a reward model from comparisons, or a process reward model from steps", RewardConfig, {})
-    return found
+    online: dict[str, Method[Any]] = {**catalog.METHODS, **online_preference.METHODS}
+    return {
+        "sft": Declaration("supervised fine-tuning on completions or conversations", SFTConfig, {}),
+        **{name: Declaration(m.summary, OnlineConfig, {"algorithm": name, **m.defaults}) for name, m in online.items()},
+        **{
+            name: Declaration(m.summary, PreferenceConfig, {"loss": name, **m.defaults})
+            for name, m in preference_catalog.METHODS.items()
+        },
+        "reward": Declaration("a reward model from comparisons, or a process reward model from steps", RewardConfig, {}),
+    }
 
 
 def declaration(name: str) -> Declaration:

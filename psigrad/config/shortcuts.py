@@ -7,12 +7,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
-from psigrad.config import declared_parts
-from psigrad.config.declared_parts import DeclaredPart
+from psigrad.config import algorithms
 from psigrad.config.nested import Given, put
 from psigrad.errors import UserError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part, or a method, as settings see it: its name, and what each of its parameters is. Whether they fit is asked later."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The setting that makes this part."""
+        inner = {name: value.spec if isinstance(value, Part) else value for name, value in self.parameters.items()}
+        return {"part": self.name, **inner}
+
+
+def describe(value: Any) -> Any:
+    """A part, or a method, of `psigrad.objective` as a `Part`, with the parts within it; any other value as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(describe, value))
+    if is_dataclass(value):
+        found = {f.name: describe(getattr(value, f.name)) for f in fields(value) if f.name != "name"}
+        return Part(type(value).__name__, found)
+    return Part(value.__name__) if callable(value) else value
+
+
+def describe_method(spec: Any) -> Part | None:
+    """The parts of a setting `algorithm` or `loss`: a preset's name, or a mapping. None for an object, or a name unknown here."""
+    if isinstance(spec, str):
+        return describe(algorithms.PRESETS[spec]) if spec in algorithms.PRESETS else None
+    if not isinstance(spec, Mapping):
+        return None
+    start = describe_method(str(spec.get("preset", ""))) or Part("PolicyGradient")
+    changes = {name: value for name, value in spec.items() if name not in ("preset", "name")}
+    return replace(start, parameters={**start.parameters, **{n: _change(start, n, value) for n, value in changes.items()}})
+
+
+def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
+    """(dotted place, part) of all parts below `root`."""
+    return [
+        place
+        for name, value in root.parameters.items()
+        if isinstance(value, Part)
+        for place in [(prefix + name, value), *find_parts(value, f"{prefix}{name}.")]
+    ]
+
+
+def _change(within: Part, slot: str, value: Any) -> Any:
+    """What becomes of a slot, or a parameter, by a setting."""
+    before = within.parameters.get(slot)
+    if within.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
+        return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
+    if isinstance(value, str):
+        return _usual(value) if slot not in ("beta", "margin") else value
+    if isinstance(value, list | tuple):
+        return tuple(_change(within, slot, item) for item in value)
+    if not isinstance(value, Mapping):
+        return value
+    if "part" in value or not isinstance(before, Part):
+        filled = algorithms.DEFAULT_PART.get(slot)
+        before = _usual(str(value.get("part", filled.__name__ if filled else "")))
+    new = {n: _change(before, n, v) if n in algorithms.INNER else v for n, v in value.items() if n != "part"}
+    return replace(before, parameters={**before.parameters, **new})
+
+
+def _usual(name: str) -> Part:
+    """A part with its usual parameters."""
+    part = next((parts[name] for parts in algorithms.PARTS.values() if name in parts), None)
+    if not is_dataclass(part):
+        return Part(name)
+    usual = {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in fields(part)}
+    return Part(name, {n: None if value is MISSING else describe(value) for n, value in usual.items() if n != "name"})
+
 
 Found = list[tuple[str, Any]]
 
@@ -22,9 +96,9 @@ class Shortcut(NamedTuple):
 
     what: str
     help: str
-    places: Callable[[DeclaredPart], Found]
+    places: Callable[[Part], Found]
     """Method -> (dotted place, value now) of each setting that it stands for; none where the method has no such part."""
-    written: Callable[[DeclaredPart, str, Any], Any] = lambda root, place, value: value
+    written: Callable[[Part, str, Any], Any] = lambda root, place, value: value
     """Method, place, value given -> value of that setting."""
     switch: bool = False
     """Whether it is yes or no."""
@@ -40,16 +114,19 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
 
 def leads_to(name: str, spec: Any) -> Found:
     """(dotted place, value now) of what a shortcut stands for in the method that the setting `spec` means."""
-    root = declared_parts.method(spec)
+    root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].places(root)
 
 
-def placed(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
-    """`given` with every shortcut in the place that it stands for. `values` rank below them.
+def expand(
+    cls: Any, values: Mapping[str, Any], given: Sequence[Given], more: Mapping[str, Shortcut] = MappingProxyType({})
+) -> list[Given]:
+    """`given` with every shortcut, of ours and of `more`, in the place that it stands for. `values` rank below them.
 
-    Raises `UserError` where the method has no such part.
+    What is there already is left out. Raises `UserError` where the method has no such part.
     """
-    short = shortcuts_of(cls)
+    known = shortcuts_of(cls)
+    short = {**known, **more} if known else {}
     if not any(one.name in short for one in given):
         return list(given)
     setting = "loss" if "loss" in get_type_hints(cls) else "algorithm"
@@ -62,8 +139,10 @@ def placed(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[
     for one in sorted(given, key=lambda g: (_rank(g.source), order.get(g.name, -1))):
         if one.name not in short:
             made.append(one)
+            if one.name.partition(".")[0] == setting:
+                put(stated, one.name, one.value, one.source)
             continue
-        root = declared_parts.method(stated[setting])
+        root = describe_method(stated[setting])
         if root is None:
             raise UserError(
                 f"{one.name} changes a part of a method that psigrad knows, and {setting} is {stated[setting]!r}; set the part "
@@ -72,9 +151,10 @@ def placed(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[
         places = short[one.name].places(root)
         if not places:
             raise UserError(_lacking(one.name, short[one.name], stated[setting]))
-        for place, _ in places:
-            made.append(Given(f"{setting}.{place}", short[one.name].written(root, place, one.value), one.source))
-            put(stated, *made[-1])
+        for place, now in places:
+            if now != one.value:
+                made.append(Given(f"{setting}.{place}", short[one.name].written(root, place, one.value), one.source))
+                put(stated, *made[-1])
     return made
 
 
@@ -84,46 +164,44 @@ def _rank(source: str) -> int:
 
 
 def _lacking(name: str, short: Shortcut, spec: Any) -> str:
-    from psigrad.config.methods import declared
-
     method = spec.get("preset", "the algorithm") if isinstance(spec, Mapping) else spec
-    have = [other for other in declared() if leads_to(name, other)]
+    have = [other for other, preset in algorithms.PRESETS.items() if short.places(describe(preset))]
     return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
 
 
-def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[DeclaredPart], Found]:
+def _parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Found]:
     """Finds the parameter of every such part, in these slots or in all."""
 
-    def places(root: DeclaredPart) -> Found:
+    def places(root: Part) -> Found:
         return [
             (f"{place}.{field}", part.parameters.get(field))
-            for place, part in declared_parts.found(root)
+            for place, part in find_parts(root)
             if part.name in parts and (not slots or place.partition(".")[0] in slots)
         ]
 
     return places
 
 
-def _either(*finders: Callable[[DeclaredPart], Found]) -> Callable[[DeclaredPart], Found]:
+def _either(*finders: Callable[[Part], Found]) -> Callable[[Part], Found]:
     return lambda root: [place for find in finders for place in find(root)]
 
 
-def _may_have(slot: str, field: str) -> Callable[[DeclaredPart], Found]:
+def _may_have(slot: str, field: str) -> Callable[[Part], Found]:
     """The parameter of a slot that every policy gradient may fill."""
 
-    def places(root: DeclaredPart) -> Found:
+    def places(root: Part) -> Found:
         if root.name != "PolicyGradient":
             return []
         part = root.parameters.get(slot)
-        return [(f"{slot}.{field}", part.parameters.get(field) if isinstance(part, DeclaredPart) else 0.0)]
+        return [(f"{slot}.{field}", part.parameters.get(field) if isinstance(part, Part) else 0.0)]
 
     return places
 
 
-def _preference(*fields: str) -> Callable[[DeclaredPart], Found]:
+def _preference(*fields: str) -> Callable[[Part], Found]:
     """A number of a preference loss, or of online DPO's loss."""
 
-    def places(root: DeclaredPart) -> Found:
+    def places(root: Part) -> Found:
         if root.name == "OnlinePreference":
             return [(f"loss.{place}", value) for place, value in places(root.parameters["loss"])]
         known = root.name in ("Preference", "KahnemanTversky")
@@ -132,10 +210,10 @@ def _preference(*fields: str) -> Callable[[DeclaredPart], Found]:
     return places
 
 
-def _slot(slot: str) -> Callable[[DeclaredPart], Found]:
-    def places(root: DeclaredPart) -> Found:
+def _slot(slot: str) -> Callable[[Part], Found]:
+    def places(root: Part) -> Found:
         part = root.parameters.get(slot)
-        return [(slot, part.name if isinstance(part, DeclaredPart) else None)] if root.name == "PolicyGradient" else []
+        return [(slot, part.name if isinstance(part, Part) else None)] if root.name == "PolicyGradient" else []
 
     return places
 
@@ -143,18 +221,18 @@ def _slot(slot: str) -> Callable[[DeclaredPart], Found]:
 _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
-def _standardised(root: DeclaredPart) -> Found:
+def _standardised(root: Part) -> Found:
     """The psi that compares a group, and by which standard deviation it divides."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
-        for place, part in declared_parts.found(root)
+        for place, part in find_parts(root)
         if part.name in _GROUPED
     ]
 
 
-def _by_std(root: DeclaredPart, place: str, value: Any) -> Any:
+def _by_std(root: Part, place: str, value: Any) -> Any:
     meant = {True: "group", False: "none", "True": "group", "False": "none"}.get(value, value)
-    part = dict(declared_parts.found(root))[place].name
+    part = dict(find_parts(root))[place].name
     part = "group_mean" if part == "group_mean_batch_std" else part
     chosen = {"batch": "group_mean_batch_std", "group": {"part": part, "std": True}, "none": {"part": part, "std": False}}
     if meant not in chosen:
@@ -173,18 +251,18 @@ _AGGREGATES = {
 _RATIOS = {"sequence_token": "sequence"}
 
 
-def _filter(part: str, field: str = "") -> tuple[Callable[[DeclaredPart], Found], Callable[[DeclaredPart, str, Any], Any]]:
+def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Found], Callable[[Part, str, Any], Any]]:
     """A filter that is put beside those that are there, or taken out; with a parameter, which may be null."""
 
-    def names(root: DeclaredPart) -> list[DeclaredPart]:
-        return [item for item in root.parameters.get("keep") or () if isinstance(item, DeclaredPart)]
+    def names(root: Part) -> list[Part]:
+        return [item for item in root.parameters.get("keep") or () if isinstance(item, Part)]
 
-    def places(root: DeclaredPart) -> Found:
+    def places(root: Part) -> Found:
         mine = [item for item in names(root) if item.name == part]
         now = bool(mine) if not field else mine[0].parameters.get(field) if mine else None
         return [("keep", now)] if root.name == "PolicyGradient" else []
 
-    def written(root: DeclaredPart, place: str, value: Any) -> Any:
+    def written(root: Part, place: str, value: Any) -> Any:
         wanted = value is not None if field else value
         mine = {"part": part, **({field: value} if field else {})}
         kept = [mine if item.name == part else {"part": item.name, **item.parameters} for item in names(root)]

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from psigrad.objective.lazy_torch import Tensor, torch
 
-EMPTY_ROW = torch.iinfo(torch.int64).min
+EMPTY_ROW = -(2**63)
 """Group id given to rows without a chosen step, so that padding rows never join a real group."""
 
 # the fields [N, T] and [N]
@@ -167,7 +166,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _select_inputs(inputs: Any, rows: Tensor | slice) -> Any:
-    if inputs is None or isinstance(inputs, Tensor):
+    if inputs is None or isinstance(inputs, torch.Tensor):
         return inputs if inputs is None else inputs[rows]
     if isinstance(inputs, Mapping):
         return {key: _select_inputs(value, rows) for key, value in inputs.items()}

@@ -71,11 +71,7 @@ class Catalog(dict[str, Method[A]]):
     """Methods by name, in the order of their declarations."""
 
     def declare(self, name: str, summary: str, algorithm: B, **defaults: Any) -> B:
-        """Enter a method and return its algorithm with that name.
-
-        Name, summary and defaults must be literals: `psigrad.config.methods` reads them from the source, so that help is there
-        before torch is imported.
-        """
+        """Enter a method and return its algorithm with that name."""
         named: B = replace(algorithm, name=name)  # type: ignore[type-var]
         self[name] = Method(name, summary, cast(A, named), defaults)
         return named

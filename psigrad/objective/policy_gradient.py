@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from psigrad.objective import stats
 from psigrad.objective.batch import Batch, Loss, PolicyOutputs, Prepared, Totals, inside, zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts import aggregate as aggregates
 from psigrad.objective.parts import kl as kls
 from psigrad.objective.parts import ratio

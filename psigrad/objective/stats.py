@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
-from torch import Tensor
-
 from psigrad.objective.batch import Batch, inside, is_whole, zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
 
 __all__ = [
     "all_equal",
@@ -133,15 +131,15 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
     if holes:  # chosen steps to the front, in their order
         order_NT = (~mask_NT).to(torch.int8).argsort(dim=1, stable=True)
         y_NT = y_NT.gather(1, order_NT)
-    if isinstance(discount, Tensor):
+    if isinstance(discount, torch.Tensor):
         discount = discount[:, None].to(y_NT.dtype)
-    if n_steps <= _FEW and y_NT.is_floating_point() and not isinstance(discount, Tensor):
+    if n_steps <= _FEW and y_NT.is_floating_point() and not isinstance(discount, torch.Tensor):
         y_NT = y_NT @ _powers(n_steps, discount, y_NT.dtype, y_NT.device)
     else:
         shift = 1
         while shift < n_steps:
             later_NT = torch.nn.functional.pad(y_NT[:, shift:], (0, shift))
-            if isinstance(discount, Tensor):
+            if isinstance(discount, torch.Tensor):
                 y_NT = y_NT + later_NT * discount**shift
             else:
                 y_NT = torch.add(y_NT, later_NT, alpha=discount**shift)

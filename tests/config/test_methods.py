@@ -23,7 +23,7 @@ OBJECTS = {**catalog.METHODS, **online_preference.METHODS, **preference_catalog.
 ONLINE = [name for name, method in declared().items() if method.online]
 
 
-def test_what_settings_read_from_the_source_is_what_the_objects_are():
+def test_every_method_that_is_declared_can_be_chosen():
     assert list(declared()) == ["sft", *OBJECTS, "reward"]
     for name, method in OBJECTS.items():
         found = declared()[name]

@@ -8,7 +8,7 @@ import pytest
 
 from psigrad import cli
 from psigrad.cli import flags
-from psigrad.config import OnlineConfig, PreferenceConfig, declared_parts
+from psigrad.config import OnlineConfig, PreferenceConfig, shortcuts
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import declared
@@ -31,7 +31,7 @@ METHODS = [name for name, d in declared().items() if d.settings in (OnlineConfig
 
 
 def seen(value):
-    """A part as `declared_parts` describes it: its name, and its parameters where they are parts, numbers or words."""
+    """A part as `shortcuts` describes it: its name, and its parameters where they are parts, numbers or words."""
     if isinstance(value, tuple):
         return tuple(map(seen, value))
     if is_dataclass(value):
@@ -42,7 +42,7 @@ def seen(value):
 def read(value):
     if isinstance(value, tuple):
         return tuple(map(read, value))
-    if isinstance(value, declared_parts.DeclaredPart):
+    if isinstance(value, shortcuts.Part):
         return value.name, {name: read(inner) for name, inner in value.parameters.items() if name != "name"}
     return value
 
@@ -54,9 +54,9 @@ def resolved(name: str, *given: str):
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "online_dpo"])
-def test_the_parts_read_from_the_source_are_those_of_the_object(name):
+def test_the_parts_that_a_setting_changes_are_those_of_the_object(name):
     known = {**catalog.METHODS, **preference_catalog.METHODS}
-    assert read(declared_parts.method(name)) == seen(known[name].algorithm)
+    assert read(shortcuts.describe_method(name)) == seen(known[name].algorithm)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -12,10 +12,10 @@ from torch import nn
 from psigrad.control import DQN, PPO, TRPO, evaluate_policy
 from psigrad.control.environments import vector
 from psigrad.control.environments.serial import Serial
+from psigrad.control.networks import networks
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.convolutions import LAYERS, ConvolvedTowers, Image, layers_for
 from psigrad.control.networks.distributions import Categorical
-from psigrad.control.networks.networks import networks
 from psigrad.errors import UserError
 
 PIXELS = Image(3, 7, 6, channels_last=True, bytes=True)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from psigrad.control.networks.networks.actor_critic import ActorCritic
-from psigrad.control.networks.networks.distributions import Categorical, MultiCategorical, Noise, Normal
-from psigrad.control.networks.networks.networks import Towers, networks
+from psigrad.control.networks import networks
+from psigrad.control.networks.actor_critic import ActorCritic
+from psigrad.control.networks.distributions import Categorical, MultiCategorical, Noise, Normal
+from psigrad.control.networks.networks import Towers
 
 
 def towers(activation: str, extra: int = 0) -> Towers:

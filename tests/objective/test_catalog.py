@@ -251,7 +251,7 @@ def test_explain_fits_a_terminal_and_covers_every_part() -> None:
                 assert "\nFormula: " in doc and "\nSource: " in doc, name
 
 
-KNOWN = {part for parts in algorithms._PARTS.values() for part in parts.values() if is_dataclass(part)}
+KNOWN = {part for parts in algorithms.PARTS.values() for part in parts.values() if is_dataclass(part)}
 PARTS = sorted(KNOWN, key=lambda part: part.__name__)
 
 

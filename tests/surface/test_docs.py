@@ -20,10 +20,9 @@ from psigrad.config.load import flat_names
 from psigrad.config.methods import declared
 from psigrad.control.settings import ControlConfig
 from psigrad.language.rewards import builtin
-from psigrad.objective.catalog import GRPO
+from psigrad.objective.catalog import GRPO, Catalog
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.explain import label
-from psigrad.objective.method import Catalog
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-import torch
-from torch import Tensor
-
 from psigrad.objective import stats
 from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.stats import discounted_sum, next_chosen, td_errors
 
 __all__ = [

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from psigrad.objective.batch import Totals
+from psigrad.objective.lazy_torch import Tensor, torch
 
 __all__ = ["fixed_length", "sequence_mean", "sequence_sum", "token_mean"]
 

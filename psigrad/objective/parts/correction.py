@@ -9,10 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.ratio import exp_ratio
 
 __all__ = ["divergence_rejection", "masked_importance", "truncated_importance"]

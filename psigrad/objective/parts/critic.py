@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from psigrad.objective.batch import Batch
+from psigrad.objective.lazy_torch import Tensor, torch
 
 __all__ = ["value_loss"]
 

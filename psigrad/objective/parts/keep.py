@@ -12,11 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from psigrad.objective import stats
 from psigrad.objective.batch import Batch
+from psigrad.objective.lazy_torch import Tensor, torch
 
 __all__ = ["clip_covariance", "has_signal", "not_truncated", "top_entropy", "top_k"]
 

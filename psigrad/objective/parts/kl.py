@@ -25,9 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
+from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.ratio import bounded, exp_ratio
 
 __all__ = ["KL", "adaptive"]

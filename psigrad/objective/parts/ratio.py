@@ -5,8 +5,7 @@ A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from psigrad.objective.lazy_torch import Tensor, torch
 
 __all__ = ["none", "sequence", "token", "trajectory"]
 

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from psigrad.objective import stats
 from psigrad.objective.batch import Batch, zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.ratio import exp_ratio
 
 __all__ = [

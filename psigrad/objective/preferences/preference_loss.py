@@ -12,14 +12,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from psigrad.objective.batch import Loss
+from psigrad.objective.lazy_torch import Tensor, torch
 
 Score = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 Link = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def logsigmoid(x: Tensor) -> Tensor:
+    """log σ(x), without overflow."""
+    return torch.nn.functional.logsigmoid(x)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from psigrad.language.training.learners import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.update import Optimizer, step_together
-from psigrad.objective.parts.surrogate import STATE_KEY
+from psigrad.objective.parts.kl import STATE_KEY
 from psigrad.objective.stats import explained_variance
 
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)
