@@ -91,7 +91,7 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any]) -
     return vars(known)
 
 
-def divided(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
+def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """(settings of class `cls`, all other arguments), for a command that takes another's flags besides its own."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True)
@@ -101,7 +101,7 @@ def divided(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, li
     return load(cls, flags=_values(cls, vars(known))), rest
 
 
-def planned(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
+def parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     """(settings of the method that the first argument names, what its plan is told). Prints help and exits on --help."""
     usage = (
         "psigrad plan METHOD [--memory 24GB] [--devices N] [--prompt-length N] [--completion-length N] [--json] "
@@ -114,11 +114,11 @@ def planned(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     if not name:
         raise UserError(f"plan got no method; the usage is {usage}.")
     method = declaration(name)
-    asked, rest = divided(PlanConfig, f"plan {name}", arguments[1:])
+    asked, rest = split_off(PlanConfig, f"plan {name}", arguments[1:])
     return parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
 
 
-def listed(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
+def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
     """(leading names, the values behind each of the flags `lists`, all other arguments)."""
     names: list[str] = []
     found: dict[str, list[str]] = {name: [] for name in lists}
@@ -188,16 +188,16 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value is not None:
             setting = settings.get(name)
-            found[name] = _typed(value, setting.type if setting else None)
+            found[name] = _read(value, setting.type if setting else None)
             if setting and SEVERAL in setting.marks and len(value) == 1:
                 (found[name],) = found[name]
     return found
 
 
-def _typed(value: Any, hint: Any) -> Any:
+def _read(value: Any, hint: Any) -> Any:
     """Text stays text where the setting is one; everything else is read as YAML: 1e-5, true, {part: clip}."""
     if isinstance(value, list):
-        return [_typed(v, get_args(hint)[0] if get_args(hint) else hint) for v in value]
+        return [_read(v, get_args(hint)[0] if get_args(hint) else hint) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint)
 
 

@@ -35,7 +35,7 @@ def train(name: str) -> Callable[[list[str]], int]:
             command.warn(config)
         result = api.run(config)
         if launch.first():
-            terminal.finished(result)
+            terminal.print_result(result)
         return 0
 
     return run
@@ -43,7 +43,7 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 def score(arguments: list[str]) -> int:
     """Write what a reward model, or reward functions, say of every row."""
-    _, listed, rest = flags.listed(arguments, "--reward", "--reward-weights")
+    _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
     defaults = {"reward": "", "dataset": "", "split": "test", "output": "", "tokenizer": "", "reward_timeout": 10.0}
@@ -125,14 +125,14 @@ def check(arguments: list[str]) -> int:
     config = flags.parse(OnlineConfig, "check [--json]", [argument for argument in arguments if argument != "--json"])
     from psigrad.preflight import check
 
-    found = check.run(config)
-    print(check.report(found, as_json="--json" in arguments))
-    return 0 if check.passed(found) else 1
+    checks = check.run(config)
+    print(check.report(checks, as_json="--json" in arguments))
+    return 0 if check.passed(checks) else 1
 
 
 def plan(arguments: list[str]) -> int:
     """Print what a run will take."""
-    config, asked = flags.planned(arguments)
+    config, asked = flags.parse_plan(arguments)
     from psigrad.preflight.plan import plan as command
 
     print(command.run(config, asked))
@@ -150,7 +150,7 @@ def bench(arguments: list[str]) -> int:
 
 def compare(arguments: list[str]) -> int:
     """Train by several methods and draw the comparison."""
-    methods, given, rest = flags.listed(arguments, "--seeds", "--pairs")
+    methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
     config = flags.parse(
         OnlineConfig, "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]", rest, {"algorithm": methods[0]} if methods else {}
     )
@@ -159,7 +159,7 @@ def compare(arguments: list[str]) -> int:
 
     seeds = tuple(flags.whole_number("--seeds", value) for value in given["--seeds"]) or (0, 1, 2)
     page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
-    terminal.methods(page.parent)
+    terminal.print_methods(page.parent)
     print(f"report  {page}")
     return 0
 
@@ -181,8 +181,8 @@ def evaluate(arguments: list[str]) -> int:
     from psigrad.records.report import terminal
 
     done = evaluate.run(config)
-    terminal.figures(done.figures)
-    terminal.samples(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
+    terminal.print_figures(done.figures)
+    terminal.print_completions(done.prompts, [t.text for t in done.trajectories], [t.reward for t in done.trajectories])
     if done.unscored:
         print(f"psigrad: {done.unscored}", file=sys.stderr)
     return 0
@@ -197,7 +197,7 @@ def lm_eval(arguments: list[str]) -> int:
         raise UserError(f'lm-eval cannot be imported ({error}); install it: pip install "psigrad[lm-eval]".') from error
     from psigrad.records.report import terminal
 
-    terminal.compared(harness.run(config).metrics)
+    terminal.print_tasks(harness.run(config).metrics)
     return 0
 
 
@@ -207,5 +207,5 @@ def demo(arguments: list[str]) -> int:
     from psigrad.language.recipes import demo
     from psigrad.records.report import terminal
 
-    terminal.finished(demo.run(**settings))
+    terminal.print_result(demo.run(**settings))
     return 0

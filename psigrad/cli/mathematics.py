@@ -73,5 +73,5 @@ def control(arguments: list[str]) -> int:
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
     from psigrad.records.report import terminal
 
-    terminal.finished(run.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))
+    terminal.print_result(run.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))
     return 0

@@ -30,7 +30,7 @@ def push(arguments: list[str]) -> int:
         print("\n  --private          make a new repository private")
         print("  --revision BRANCH  branch to upload to, made where it is missing (default main)")
         return 0
-    names, listed, rest = flags.listed(arguments, "--revision")
+    names, listed, rest = flags.parse_lists(arguments, "--revision")
     given = flags.plain("push", rest, {"private": False})
     if len(names) != 2 or len(listed["--revision"]) > 1:
         raise UserError(f"push got {' '.join(names) or 'nothing'} and takes a run folder and a repository; the usage is {usage}.")
@@ -51,7 +51,7 @@ def studio(arguments: list[str]) -> int:
         print(f"{usage}\n\nThe web application: grid world, runs, labelling desk, chat. It binds this machine only.")
         print("--backup copies the labels to a new file, also while a studio runs; --restore puts such a file in their place.")
         return 0
-    folders, listed, rest = flags.listed(arguments, "--checkpoint", "--allow-host")
+    folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
     given = flags.plain(
         "studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
     )

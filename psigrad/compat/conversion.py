@@ -22,7 +22,7 @@ def from_trl(arguments: list[str]) -> int:
         return 0
     from psigrad.cli import flags
 
-    paths, given, rest = flags.listed(arguments, "--trainer", "--output")
+    paths, given, rest = flags.parse_lists(arguments, "--trainer", "--output")
     if len(paths) != 1 or rest:
         raise UserError(f"from-trl takes one script or file; the usage is {_USAGE}.")
     from psigrad.compat import from_trl, trl_script

@@ -37,7 +37,7 @@ class CheckpointError(UserError):
 
 
 @dataclass(frozen=True)
-class Found:
+class Latest:
     """The newest checkpoint that verifies (or None), its step, and a line for each newer one that was passed over."""
 
     path: Path | None
@@ -183,7 +183,7 @@ def _steps(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def latest(root: Path) -> Found:
+def latest(root: Path) -> Latest:
     """The newest checkpoint under `root` that verifies; the lines in `ignored` say why newer ones do not."""
     ignored = []
     for path in _steps(root):
@@ -192,8 +192,8 @@ def latest(root: Path) -> Found:
         except CheckpointError as error:
             ignored.append(str(error))
             continue
-        return Found(path, step_of(path) or 0, ignored)
-    return Found(None, 0, ignored)
+        return Latest(path, step_of(path) or 0, ignored)
+    return Latest(None, 0, ignored)
 
 
 def prune(root: Path, keep: int) -> None:

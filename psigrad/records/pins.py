@@ -52,10 +52,10 @@ class Change:
 
 def check_format(place: Path, held: Mapping[str, Any]) -> None:
     """Refuse what a newer psigrad wrote. Without a number it is format 0, from before there were numbers, and readable."""
-    found = held.get("format", 0)
-    if not isinstance(found, int) or found > FORMAT:
+    form = held.get("format", 0)
+    if not isinstance(form, int) or form > FORMAT:
         raise UserError(
-            f"{place} has format {found!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
+            f"{place} has format {form!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
             "update psigrad to read it or to go on with the run."
         )
 
@@ -69,7 +69,7 @@ def check_settings(
     have counts as having its default. Raises `UserError` naming the settings that must not differ.
     """
     old, new, default = (
-        with_one_name(dict(_leaves(one))) for one in (before, now, {} if settings is None else defaults_of(settings))
+        name_preset_once(dict(_leaves(one))) for one in (before, now, {} if settings is None else defaults_of(settings))
     )
     free, recorded, length = ([] if settings is None else marked(settings, mark) for mark in (FREE, RECORDED, LENGTH))
     old = {name: default[name] for name in new.keys() & default.keys()} | old
@@ -104,7 +104,7 @@ def _allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def with_one_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name, where an algorithm as it was named, "grpo", and one with a part changed are both `algorithm`."""
     return {"algorithm" if name == "algorithm.preset" else name: value for name, value in settings.items()}
 
@@ -117,7 +117,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def hashes(parts: Mapping[str, Any]) -> dict[str, str]:
+def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
     """The SHA-256 of each part's JSON form, by name."""
     return {
         name: hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest() for name, part in parts.items()
@@ -144,7 +144,7 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
     return changes
 
 
-def model_of(path: str, revision: str = "") -> str | None:
+def identify_model(path: str, revision: str = "") -> str | None:
     """What identifies the model at `path`: a hub model's commit, or the SHA-256 of a folder's files. None if it is not here."""
     if Path(path).is_dir():
         return _folder_hash(Path(path))
@@ -167,7 +167,7 @@ def _folder_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def code_of(*objects: Any) -> str | None:
+def hash_code(*objects: Any) -> str | None:
     """The SHA-256 of the user's code behind functions, classes and objects; None where all of it is psigrad's or a library's.
 
     It covers the files that define them, and the user's own modules that those files import. What a script or notebook defines is

@@ -81,7 +81,7 @@ class RunFolder:
             for name in (".lock", ".config.json.tmp", "config.json", "checkpoints", *(f"{rows}.jsonl" for rows in ROWS)):
                 if (path / name).is_symlink():
                     raise RunFolderError(f"{path / name} is a link; a run folder holds its own files, so remove the link.")
-            lock = _locked(path)
+            lock = _lock(path)
         try:
             folder = cls(path, lock)
             with _errors_of(path):
@@ -205,7 +205,7 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-class Bystander(RunFolder):
+class NullRunFolder(RunFolder):
     """The run folder as the other processes of a run see it: they know where it is, and write nothing."""
 
     def __init__(self, path: Path, finished: bool) -> None:
@@ -283,7 +283,7 @@ def _replace(file: Path, content: bytes) -> None:
     os.replace(beside, file)
 
 
-def _locked(path: Path) -> BinaryIO:
+def _lock(path: Path) -> BinaryIO:
     """The lock of the folder. The kernel lets go of it when its holder dies, so a lock is never stale."""
     stream = (path / ".lock").open("a+b")
     try:

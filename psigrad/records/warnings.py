@@ -152,7 +152,7 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
     return _mean(cuts[10:]) - _mean(cuts[:10]) if rose > 0 else 0.0
 
 
-def _apart(figures: Figures, memory: Memory) -> float | None:
+def _below_best(figures: Figures, memory: Memory) -> float | None:
     """How far the held-out metric is below its best, in half widths of their difference's 95 % interval, while the reward of
     training is above what it was then. Looked at when the run is evaluated.
     """
@@ -204,7 +204,7 @@ RULES = (
         "Completions grew by half while the held-out metric stands still: a sign of reward hacking.", _longer_for_nothing,
         above=0.5, until=0.3, patience=3, worst="longest", signal="length"),
     Rule("apart", "Reward up, held-out metric down",
-        "The reward rises while the held-out metric falls: the policy exploits the reward.", _apart, above=1.5, until=1.0,
+        "The reward rises while the held-out metric falls: the policy exploits the reward.", _below_best, above=1.5, until=1.0,
         patience=3, signal="held_out"),
     Rule("cut", "Evaluated episodes were cut",
         "They had not ended after eval_max_steps (30,000 where the environment declares no limit) and count as far as they went.",

@@ -19,7 +19,7 @@ from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, World, joined
 from psigrad.records import checkpoint, pins
-from psigrad.records.run_folder import Bystander, RunFolder
+from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.journal import Announcer, Journal, Stopped
@@ -52,8 +52,8 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
     settings = {"recipe": recipe, **to_dict(config)}
     if world.rank:
         with StopSignal() as stop:
-            bystander = Bystander(path, world.broadcast(False))
-            yield Journal(bystander, signal=stop, world=world, callbacks=_callbacks(config, bystander, world))
+            null_folder = NullRunFolder(path, world.broadcast(False))
+            yield Journal(null_folder, signal=stop, world=world, callbacks=_callbacks(config, null_folder, world))
         return
     with RunFolder.open(path, settings, config.run.resume, type(config)) as folder, StopSignal() as stop:
         world.broadcast(folder.finished)
@@ -111,7 +111,7 @@ def finished(config: Any, journal: Journal) -> Result | None:
 def newest_checkpoint(journal: Journal) -> Path | None:
     """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
     world = journal.world
-    found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Found(None))
+    found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Latest(None))
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
     journal.folder.rewind(found.step if found.path is not None else -1)

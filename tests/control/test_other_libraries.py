@@ -349,7 +349,7 @@ def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
 
     seen = []
     monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
-    monkeypatch.setattr("psigrad.records.report.terminal.finished", lambda result: None)
+    monkeypatch.setattr("psigrad.records.report.terminal.print_result", lambda result: None)
     theirs = ["--algo", "dqn", "--env", "CartPole-v1", "--n-timesteps", "99", "--policy", "CnnPolicy", "--n-eval-episodes", "7"]
     assert cli.main(["control", *theirs, "--env-kwargs", "{sutton_barto_reward: true}"]) == 0
     (found,) = seen

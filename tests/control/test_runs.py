@@ -327,7 +327,7 @@ def test_the_commands_tuned_settings_reach_their_sections(monkeypatch, capsys):
 
     seen = []
     monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
-    monkeypatch.setattr("psigrad.records.report.terminal.finished", lambda result: None)
+    monkeypatch.setattr("psigrad.records.report.terminal.print_result", lambda result: None)
     mathematics.control(["dqn", "--env", "CartPole-v1"])
     mathematics.control(["dqn", "--env", "CartPole-v1", "--net-arch", "32", "--no-double-q"])
     mathematics.control(["dqn", "--env", "CartPole-v1", "--no-tuned"])

@@ -15,10 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from psigrad import __version__
 from psigrad.config.fields import FREE, MACHINE, marked
 from psigrad.config.nested import put
-from psigrad.records.read import RunData, kind_of, load, shown
-from psigrad.records.report.facts import facts, method, moment, overrides, settings_class
+from psigrad.records.read import RunData, kind_of, load, show_number
+from psigrad.records.report.facts import describe_method, facts, format_time, overrides, settings_class
 from psigrad.records.report.verdict import verdict
-from psigrad.records.rows import number, parsed
+from psigrad.records.rows import number, parse_row
 
 # A name on the hub: user/name, or one of the few without a user.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -59,7 +59,7 @@ def text(folder: str | Path, repository: str = "") -> str:
         version=_version(run),
         verdict=verdict(run),
         held_out=_held_out_table(run),
-        prompts=shown(last["eval/prompts"]) if "eval/prompts" in last else "",
+        prompts=show_number(last["eval/prompts"]) if "eval/prompts" in last else "",
         auto="AutoModelForSequenceClassification" if kind_of(run.config) == "reward" else "AutoModelForCausalLM",
         place=repository or f"{run.settings.get('run.output_dir') or run.path.resolve().name}/model",
         adapter_beside=repository and (run.path / "model" / "adapter").is_dir(),
@@ -136,7 +136,7 @@ def _held_out_table(run: RunData) -> list[list[str]]:
         return []
     first, last = rows[0], rows[-1]
     ends = [("before", first), ("after", last)] if len(rows) > 1 else [("after", last)]
-    head = ["held-out", *(f"{when} (step {shown(row['step'])})" for when, row in ends)]
+    head = ["held-out", *(f"{when} (step {show_number(row['step'])})" for when, row in ends)]
     lines = [[name, *(_with_interval(row, key) for _, row in ends)] for name, key in _held_out(run) if key in last]
     return [head, ["---"] * len(head), *lines]
 
@@ -144,12 +144,12 @@ def _held_out_table(run: RunData) -> list[list[str]]:
 def _with_interval(row: Mapping[str, Any], key: str) -> str:
     stem = key.removesuffix("/mean")
     low, high = number(row.get(f"{stem}/low")), number(row.get(f"{stem}/high"))
-    bounds = f" [{shown(low)}, {shown(high)}]" if math.isfinite(low + high) else ""
-    return shown(row.get(key)) + bounds
+    bounds = f" [{show_number(low)}, {show_number(high)}]" if math.isfinite(low + high) else ""
+    return show_number(row.get(key)) + bounds
 
 
 def _trained(run: RunData, base: ModelOrigin) -> str:
-    size = method(run).rpartition(": ")[2]
+    size = describe_method(run).rpartition(": ")[2]
     of = f"[{base.name}](https://huggingface.co/{base.on_hub})" if base.on_hub == base.name else f"`{base.name}`"
     name = method_of(run)
     what = {"reward": "A reward model", "sft": "Supervised fine-tuning"}.get(name, f"`{name}`" if name else "Training")
@@ -161,13 +161,16 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))
-    count = f"{shown(rows)} rows" + (f" and {shown(held)} held out" if (held := number(start.get("eval_rows"))) > 0 else "")
+    count = f"{show_number(rows)} rows" + (
+        f" and {show_number(held)} held out" if (held := number(start.get("eval_rows"))) > 0 else ""
+    )
     digest = f"SHA-256 of the rows {pins['dataset']}" if pins.get("dataset") else ""
     config = run.config
-    rewards = [_named(one) for key in ("reward", "reward_model") for one in config.get(key) or ()]
+    end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") == "finished"), {})
+    rewards = [_name_reward(one) for key in ("reward", "reward_model") for one in config.get(key) or ()]
     metric = run.settings.get("evaluation.metric")
     known = "" if not base.pin else f" (commit {base.pin})" if len(base.pin) == _COMMIT else f" (SHA-256 of its files {base.pin})"
-    when = dict(facts(run))
+    around = dict(facts(run))
     licence = f"{base.license}, that of the base model" if base.license else ""
     found = [
         ("base model", f"`{base.name}`{known}" if base.name else ""),
@@ -175,16 +178,16 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
         ("adapter", f"LoRA of rank {rank}" if (rank := run.settings.get("model.lora_rank")) else ""),
         ("data", "; ".join(filter(None, [data, count if math.isfinite(rows) else "", digest]))),
         ("reward" if kind_of(config) == "online" else "evaluated by", ", ".join(f"`{name}`" for name in rewards)),
-        ("held-out metric", f"`{_named(metric)}`" if metric else ""),
-        ("finished", moment(number(next((e.get("time") for e in reversed(run.events) if e.get("kind") == "finished"), None)))),
-        ("took", when.get("Took", "")),
-        ("on", when.get("On", "")),
-        ("with", when.get("With", "")),
+        ("held-out metric", f"`{_name_reward(metric)}`" if metric else ""),
+        ("finished", format_time(number(end.get("time")))),
+        ("took", around.get("Took", "")),
+        ("on", around.get("On", "")),
+        ("with", around.get("With", "")),
     ]
     return [(name, text) for name, text in found if text]
 
 
-def _named(reward: Any) -> str:
+def _name_reward(reward: Any) -> str:
     if isinstance(reward, Mapping):
         rest = ", ".join(f"{key}={value}" for key, value in reward.items() if key != "reward")
         return f"{reward.get('reward', '')}({rest})"
@@ -244,7 +247,7 @@ def _version(run: RunData) -> str:
 def _pins(run: RunData) -> Mapping[str, Any]:
     """What the newest checkpoint says that the run stands on."""
     newest = max(run.path.glob("checkpoints/step-*/manifest.json"), default=None)
-    return (parsed(newest.read_bytes()) if newest is not None else None) or {}
+    return (parse_row(newest.read_bytes()) if newest is not None else None) or {}
 
 
 def _publish(card: str, run: RunData) -> str:
