@@ -127,7 +127,7 @@ def check(arguments: list[str]) -> int:
 
     checks = check.run(config)
     print(check.report(checks, as_json="--json" in arguments))
-    return 0 if check.passed(checks) else 1
+    return 0 if check.all_pass(checks) else 1
 
 
 def plan(arguments: list[str]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +20,27 @@ from psigrad.importing import imported_callable
 from psigrad.language.models.native.kernels import kernels
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
+from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
-from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
+from psigrad.runs.state import RunState
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
+CHANGEABLE = ("learning_rate", "max_grad_norm", "target_kl")
+LESS_MEMORY = "Begin again with fewer n_envs or n_steps, or for DQN a smaller buffer_size."
+
+
+@dataclass(frozen=True)
+class LineState(RunState):
+    """A run of control: `step` counts steps of the environments, `turns` lines of figures. All else is the trainer's."""
+
+    lines: int = 0
+
+    @property
+    def turns(self) -> int:
+        """Lines of figures so far."""
+        return self.lines
 
 
 def run(config: ControlConfig) -> Result:
@@ -33,8 +50,6 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
-    if config.run.callbacks:
-        raise UserError("run.callbacks are of language models; in control an agent's learn() takes callback=.")
     trainer = builder.build(config)
     envs = evaluation_environments(config) if config.eval_episodes else None
     try:
@@ -45,12 +60,8 @@ def run(config: ControlConfig) -> Result:
         with session.open_run(config, "control") as journal:
             if (done := session.finished(config, journal)) is not None:
                 return done
-            found = session.newest_checkpoint(journal)
-            if found is not None:
-                session.check_pins(config.run, journal, checkpoint.verify(found), pinned(config))
-                trainer.restore(found)
-            session.note_start(config.run, journal, found, trainer.timesteps)
-            train(trainer, envs, journal)
+            state = begin(trainer, journal)
+            train(trainer, state, envs, journal)
             model = journal.folder.save_model(lambda folder: builder.save_policy(folder, trainer))
             if config.video:
                 video.record(trainer, journal.folder.path / run_folder.VIDEO)
@@ -65,38 +76,71 @@ def run(config: ControlConfig) -> Result:
             envs.close()
 
 
-def train(trainer: Trainer, envs: Environments | None, journal: Journal) -> None:
-    """From where the trainer stands to the last step, with evaluations on `envs`.
+def begin(trainer: Trainer, journal: Journal) -> LineState:
+    """Where the run begins, or goes on from its newest checkpoint, which is read into the trainer."""
+    config, path = trainer.config.run, session.newest_checkpoint(journal)
+    journal.callbacks.know(trainer.network)
+    trainer.collector.resumable = True
+    if path is None:
+        session.note_start(config, journal, None, 0)
+        trainer.restart()
+        return LineState(evaluated=True)
+    session.check_pins(config, journal, checkpoint.verify(path), pinned(trainer.config))
+    numbers = trainer.restore(path)
+    session.note_start(config, journal, path, trainer.timesteps)
+    with journal.clock()("time/replay"):
+        replayed = trainer.go_on(path, numbers)
+    if replayed is None:
+        journal.tell("episodes_restarted", "The environments could not be brought back to where they stood: new episodes begin.")
+    else:
+        journal.folder.event("replayed", steps=replayed)
+    return LineState(
+        step=trainer.timesteps,
+        lines=trainer.lines,
+        evaluated=True,
+        changes=numbers.get("changes", {}),
+        callbacks=numbers.get("callbacks", {}),
+        ended=numbers.get("ended", False) and not config.extend,
+    )
 
-    Everything of a line is in the run folder before a checkpoint of it is; a stop that was asked for is served between lines.
-    """
-    config, total = trainer.config, trainer.config.total_timesteps
-    trainer.restart()
-    with bar("steps", total, shown=config.run.progress, done=trainer.timesteps) as advance:
-        while trainer.timesteps < total:
-            if journal.stop_requested():
-                save(trainer, journal)
-                journal.stopped(trainer.timesteps)
-            before, clock = trainer.timesteps, journal.clock()
-            with clock("time/update"):
-                figures = trainer.train_interval()
-            journal.metrics(trainer.timesteps, figures)
-            journal.timings(trainer.timesteps, clock, trainer.timesteps - before)
-            advance(trainer.timesteps - before, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}")
-            last = trainer.timesteps >= total
-            if envs is not None and (last or (config.eval_steps and trainer.lines % config.eval_steps == 0)):
+
+def train(trainer: Trainer, state: LineState, envs: Environments | None, journal: Journal) -> LineState:
+    """From `state` to the last step, with evaluations on `envs`. A step of the cycle is a line of figures."""
+    config = trainer.config
+    meta = {"kind": "control", **versions(), **pinned(config)}
+
+    def step(state: LineState) -> tuple[LineState, str]:
+        _adopt(trainer, state.changes)
+        before, clock = trainer.timesteps, journal.clock()
+        with clock("time/update"):
+            figures = trainer.train_interval()
+        journal.metrics(trainer.timesteps, figures)
+        journal.timings(trainer.timesteps, clock, trainer.timesteps - before)
+        if trainer.timesteps >= config.total_timesteps or (config.run.save_steps and trainer.lines % config.run.save_steps == 0):
+            trainer.restart()
+        after = replace(state, step=trainer.timesteps, lines=trainer.lines)
+        return after, f"return {figures.get('rollout/ep_rew_mean', float('nan')):.1f}"
+
+    def save(state: LineState) -> None:
+        held = {"changes": state.changes, "callbacks": state.callbacks, "ended": state.ended}
+        session.save_checkpoint(journal, trainer.begun.timesteps, lambda folder: trainer.save(folder, **held), config.run, meta)
+
+    def judge(state: LineState) -> None:
+        if envs is not None:
+            with journal.clock()("time/eval"):
                 evaluate(trainer, envs, journal)
-            if last or (config.run.save_steps and trainer.lines % config.run.save_steps == 0):
-                save(trainer, journal)
-                if not last:  # what an environment holds in memory cannot be saved, so neither run goes on with it
-                    trainer.restart()
+
+    eval_steps = config.eval_steps if envs is not None else 0
+    moved = lambda: trainer.moves - trainer.begun.moves  # noqa: E731
+    return cycle("steps", state, config.total_timesteps, step, judge, save, config.run, eval_steps, journal, moved, LESS_MEMORY)
 
 
-def save(trainer: Trainer, journal: Journal) -> None:
-    """A checkpoint of everything that changes; old ones go."""
-    root = journal.folder.checkpoints
-    checkpoint.save(root, trainer.timesteps, trainer.save, meta={"kind": "control", **versions(), **pinned(trainer.config)})
-    checkpoint.prune(root, trainer.config.run.save_total_limit)
+def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
+    """The settings that callbacks have changed."""
+    own = {name: value for name, value in changes.items() if name in CHANGEABLE}
+    if own:
+        trainer.config = replace(trainer.config, **own)
+        trainer.optimizer.max_grad_norm = trainer.config.max_grad_norm
 
 
 def pinned(config: ControlConfig) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from psigrad.config.fields import LENGTH, MAIN, STEPS
+from psigrad.config.fields import LENGTH, LIVE, MAIN, STEPS
 from psigrad.config.sections import Count, CountOrZero, Positive, PositiveOrZero, Run, Share
 
 Discount = Annotated[float, Ge(0), Le(1)]
@@ -120,9 +120,9 @@ class ControlConfig:
     """Weight of the mean entropy; null: the preset's."""
     vf_coef: PositiveOrZero | None = None
     """Weight of the critic's mean squared error; null: the preset's."""
-    target_kl: Positive | None = None
+    target_kl: Annotated[Positive | None, LIVE] = None
     """Stop the passes over a rollout once a minibatch's KL(old‖new) is above 1.5 times this."""
-    learning_rate: Annotated[PositiveOrZero, MAIN] = 3e-4
+    learning_rate: Annotated[PositiveOrZero, MAIN, LIVE] = 3e-4
     """First learning rate."""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """linear: falls to 0 over the run."""
@@ -130,7 +130,7 @@ class ControlConfig:
     """Adam, or RMSprop as in A3C (smoothing 0.99)."""
     adam_epsilon: Positive = 1e-5
     """Added to the root of the second moment, in either optimiser."""
-    max_grad_norm: PositiveOrZero = 0.5
+    max_grad_norm: Annotated[PositiveOrZero, LIVE] = 0.5
     """Clip the gradient's norm to this; 0: never."""
     network: Network = field(default_factory=Network)
     dqn: Dqn = field(default_factory=Dqn)
@@ -143,7 +143,7 @@ class ControlConfig:
     """Rollouts (for DQN: train_freq collections) per line of metrics.jsonl; checkpoints and evaluations fall between lines."""
     eval_episodes: Annotated[CountOrZero, MAIN] = 100
     """Episodes of an evaluation; 0: none."""
-    eval_steps: Annotated[CountOrZero, STEPS] = 0
+    eval_steps: Annotated[CountOrZero, STEPS, LIVE] = 0
     """Evaluate every this many lines of metrics; 0: at the end."""
     eval_max_steps: CountOrZero = 0
     """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 where the environment declares no limit."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from psigrad.config.load import flat_names
+from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World

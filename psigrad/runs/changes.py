@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from psigrad.config.fields import LIVE, marked, settings_of
-from psigrad.config.load import expected, flat_names
+from psigrad.config.load import expected
+from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 
 R = TypeVar("R")
@@ -59,7 +60,7 @@ def changed(run: R, changes: Mapping[str, Any]) -> R:
     return same
 
 
-def in_force(run: R, changes: Mapping[str, Any]) -> R:
+def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
     """As `changed`, the optimisers with it."""
     if not changes:
         return run

@@ -31,9 +31,11 @@ def cycle(
     eval_steps: int,
     journal: Journal,
     updates: Callable[[], int],
+    less_memory: str = "",
 ) -> S:
     """From `state` to step `total`. `step` returns the next state and a note for the progress bar; `updates` counts the updates
     of the weights, and of whatever else a state does not hold. `eval_steps` and `save_steps` count turns of the cycle.
+    `less_memory` says what to do about a step that ran out of it.
 
     The journal's callbacks are told, and what they ask for is done. Everything of step s is in the run folder before checkpoint
     s is, so a resumed run repeats nothing and lacks nothing. A stop that was asked for is served between steps: the state is
@@ -45,7 +47,7 @@ def cycle(
     if state.step == 0 and not state.evaluated:
         evaluate(state)
         state = hooks.evaluated(replace(state, evaluated=True))
-    saves = _Saves(state, save, settings, journal, updates)
+    saves = _Saves(state, save, settings, journal, updates, less_memory)
     with bar(name, total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue():
         while state.step < total and not state.ended:
             if journal.stop_requested():
@@ -67,8 +69,16 @@ def cycle(
 class _Saves(Generic[S]):
     """When a run is saved, and what is saved where it fails."""
 
-    def __init__(self, state: S, save: Callable[[S], None], settings: Run, journal: Journal, updates: Callable[[], int]) -> None:
-        self.save, self.settings, self.journal, self.updates = save, settings, journal, updates
+    def __init__(
+        self,
+        state: S,
+        save: Callable[[S], None],
+        settings: Run,
+        journal: Journal,
+        updates: Callable[[], int],
+        less_memory: str,
+    ) -> None:
+        self.save, self.settings, self.journal, self.updates, self.less_memory = save, settings, journal, updates, less_memory
         self.good, self.moved, self.saved, self.saved_at = state, updates(), state.step, time.monotonic()
 
     def due(self, state: S) -> bool:
@@ -105,7 +115,10 @@ class _Saves(Generic[S]):
             if rescued and not self.journal.world.lockstep:  # all would have to write, and one has failed
                 self._rescue()
             if _out_of_memory(error):
-                raise UserError(_memory_advice(state.step + 1, self.good.step if rescued else self.saved)) from error
+                at = self.good.step if rescued else self.saved
+                raise UserError(
+                    f"Step {state.step + 1} ran out of memory; the run is saved at step {at}. {self.less_memory}"
+                ) from error
             raise
         if after.nonfinite == 0:
             self.good, self.moved = after, self.updates()
@@ -134,11 +147,3 @@ def _now(state: RunState, setting: str, given: Any) -> Any:
 def _out_of_memory(error: BaseException) -> bool:
     """PyTorch's CPU allocator has no exception of its own."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _memory_advice(step: int, saved: int) -> str:
-    return (
-        f"Step {step} ran out of memory; the run is saved at step {saved}. Go on with a smaller micro_batch_tokens, "
-        "keep_activations_gb or sampling.max_decode_batch, or with model.gradient_checkpointing=true: a run may change these. "
-        "`psigrad plan` shows where memory goes."
-    )

@@ -20,15 +20,15 @@ class Advance(Protocol):
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
     """Prints "name 10/100 note, 1.2 s a step"."""
-    at, printed, since = done, done, time.monotonic()
+    at, calls, printed, since = done, 0, done, time.monotonic()
 
     def advance(count: float = 1, note: str = "") -> None:
-        nonlocal at, printed, since
-        at += count
-        if every and (at - printed >= every or at == total):
+        nonlocal at, calls, printed, since
+        at, calls = at + count, calls + 1
+        if every and (calls >= every or at >= total):
             now = time.monotonic()
             print(f"{description} {at:g}/{total:g}  {note}  {(now - since) / (at - printed):.3g} s a {unit}", flush=True)
-            printed, since = at, now
+            calls, printed, since = 0, at, now
 
     return advance
 
@@ -70,7 +70,7 @@ def bar(
     """A bar from `done` to `total`, gone from the terminal's cursor when the block ends; nothing is drawn when not `shown`.
 
     In a notebook the bar stands below its cell. Where standard output is no terminal (a log file, a cluster's queue), a line is
-    printed every `every` steps instead.
+    printed every `every` moves instead.
     """
     if not shown:
         yield lambda count=1, note="": None

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,15 @@ def newest_checkpoint(journal: Journal) -> Path | None:
         journal.folder.event("checkpoint_ignored", reason=line)
     journal.folder.rewind(found.step if found.path is not None else -1)
     return found.path
+
+
+def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
+    """A checkpoint of what `write` puts into its folder; old ones go. The rows of the run are on the disk before it."""
+    journal.folder.flush()
+    path = checkpoint.save(journal.folder.checkpoints, step, write, meta=meta)
+    checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
+    journal.folder.checkpoint_bytes = checkpoint.size_of(path)
+    journal.folder.event("saved", step=step)
 
 
 def note_start(run: Run, journal: Journal, found: Path | None, step: int, **noted: Any) -> None:

@@ -17,7 +17,6 @@ import psigrad
 from psigrad.cli import flags
 from psigrad.config import OnlineConfig, Run, SFTConfig
 from psigrad.config.load import load
-from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
 from psigrad.runs import callbacks
@@ -300,13 +299,6 @@ def test_settings_name_callbacks_by_their_class():
     given = ("mine:Stop", {"callback": "mine:Stop", "after": 3}, Idle(), Idle)
     name = f"{Idle.__module__}:Idle"
     assert to_dict(Run(callbacks=given))["callbacks"] == [*given[:2], name, name]
-
-
-def test_control_says_that_it_has_callbacks_of_its_own(tmp_path):
-    from psigrad.control import run as control
-
-    with pytest.raises(UserError, match="in control an agent's learn"):
-        control.run(ControlConfig(run=Run(output_dir=str(tmp_path / "r"), callbacks=(Idle(),)), total_timesteps=64))
 
 
 def test_a_change_of_nothing_is_the_run_itself(job, tmp_path):

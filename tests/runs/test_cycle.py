@@ -17,7 +17,7 @@ from psigrad.config import Run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.rewards import RewardError
-from psigrad.language.training.learners import State
+from psigrad.language.training.learners import LESS_MEMORY, State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.update import NonFiniteError
 from psigrad.processes.parallel.world import ALONE
@@ -178,6 +178,7 @@ def failing(error, at, moves=None):
             0,
             Quiet(),
             count,
+            LESS_MEMORY,
         )
     return found, raised.value
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from psigrad.control.environments.normalizer import Normalizer
 from psigrad.control.environments.vector import MOST_STEPS, Environments, VectorStep
-from psigrad.control.networks.distributions import Array
+from psigrad.control.networks.distributions import Array, Normal
 from psigrad.errors import UserError
 
 _GIVE_A_LIMIT = (
@@ -107,11 +107,50 @@ class EpisodeStatistics:
         """What must survive a stop."""
         return {"returns": list(self.returns), "lengths": list(self.lengths), "episodes": [self.episodes]}
 
+    def begun(self) -> dict[str, Any]:
+        """The return and the length so far of the episodes that go on, of each environment."""
+        return {"return": self._return.tolist(), "length": self._length.tolist()}
+
+    def go_on(self, begun: Mapping[str, Any]) -> None:
+        """The inverse of `begun`."""
+        self._return[:], self._length[:] = begun["return"], begun["length"]
+
     def restore(self, numbers: Mapping[str, list[float]]) -> None:
         """The inverse of `numbers`."""
         self.returns.extend(numbers["returns"])
         self.lengths.extend(int(n) for n in numbers["lengths"])
         self.episodes = int(numbers["episodes"][0])
+
+
+class ActionLog:
+    """The actions since all episodes began anew from a seed. Replayed, they bring environments back to where they stood, which
+    is how a run goes on in the middle of an episode: what an environment holds in memory cannot be saved.
+    """
+
+    MOST = 1 << 26
+    """Bytes that are kept. Beyond them the log is given up, and a run that goes on begins new episodes."""
+
+    def __init__(self, seed: int, dtype: np.typing.DTypeLike) -> None:
+        self.seed, self.dtype, self.given_up = seed, np.dtype(dtype), False
+        self._bytes, self._shape = bytearray(), (0,)
+
+    def __len__(self) -> int:
+        """Bytes so far."""
+        return len(self._bytes)
+
+    def add(self, actions: Array) -> None:
+        """Actions [T, E] or [T, E, A] of a rollout."""
+        if not self.given_up:
+            self._shape = actions.shape[1:]
+            self._bytes += actions.astype(self.dtype).tobytes()
+        if len(self._bytes) > self.MOST:
+            self.given_up, self._bytes = True, bytearray()
+
+    def actions(self, size: int) -> Array:
+        """Those of the first `size` bytes, one step behind the other: [T, E] or [T, E, A]."""
+        if not size:
+            return np.zeros(0, self.dtype)
+        return np.frombuffer(bytes(self._bytes[:size]), self.dtype).reshape(-1, *self._shape)
 
 
 class Collector:
@@ -120,12 +159,27 @@ class Collector:
     def __init__(self, envs: Environments, normalizer: Normalizer) -> None:
         self.envs, self.normalizer, self.statistics = envs, normalizer, EpisodeStatistics(envs.count)
         self.observation: Array = np.zeros((envs.count, envs.size), envs.dtype)
+        self.resumable = False
+        """Whether actions are logged, so that a run can go on in the middle of an episode."""
+        self._played: type = np.float32 if isinstance(envs.distribution, Normal) else np.int64
+        # a byte for each choice of few
+        self._logged: type = np.uint8 if self._played is np.int64 and envs.distribution.outputs <= 256 else self._played
+        self.log = ActionLog(0, self._logged)
 
     def restart(self, seed: int) -> None:
         """New episodes everywhere, drawn from `seed`."""
+        self.log = ActionLog(seed, self._logged)
         self.observation = self.envs.reset(seed)
         self.statistics.restart()
         self.normalizer.restart()
+
+    def replay(self, seed: int, actions: Array) -> None:
+        """The environments after logged `actions` [T, E, …] of episodes that began from `seed`."""
+        self.restart(seed)
+        for action in actions.astype(self._played):
+            self.observation = self.envs.step(action).observation
+        if len(actions):
+            self.log.add(actions)
 
     def steps(self, act: Callable[[Array], Array], count: int) -> Rollout:
         """`count` steps of every environment, going on where the last rollout ended."""
@@ -171,8 +225,11 @@ class Collector:
                     )
             self.observation = step.observation
             t += 1
+        played = np.array(actions)
+        if self.resumable:
+            self.log.add(played)
         # np.array of equal arrays stacks them in a third of np.stack's time
-        return self._cut(np.array([*seen, self.observation]), np.array(actions), np.array(rewards), np.array(chosen), ends, lasts)
+        return self._cut(np.array([*seen, self.observation]), played, np.array(rewards), np.array(chosen), ends, lasts)
 
     def _cut(
         self,

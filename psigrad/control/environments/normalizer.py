@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,7 +22,8 @@ class Normalizer:
     def __init__(self, size: int, count: int, gamma: float, observations: bool, rewards: bool) -> None:
         self.observations, self.rewards, self.gamma = observations, rewards, gamma
         self.observation_moments, self.return_moments = RunningMoments(size), RunningMoments(1)
-        self._running = np.zeros(count)
+        self.running: Array = np.zeros(count)
+        """[E] the discounted return of the episodes that go on."""
 
     def see(self, observation: Array) -> Array:
         """Observations [..., D] as the network is shown them."""
@@ -50,14 +52,20 @@ class Normalizer:
             return
         returns = np.empty(reward.shape)
         for t in range(len(reward)):
-            self._running = self.gamma * self._running + reward[t]
-            returns[t] = self._running
-            self._running = np.where(ended[t], 0.0, self._running)
+            self.running = self.gamma * self.running + reward[t]
+            returns[t] = self.running
+            self.running = np.where(ended[t], 0.0, self.running)
         self.return_moments.add(returns.reshape(-1, 1))
 
     def restart(self) -> None:
         """New episodes have begun everywhere."""
-        self._running[:] = 0
+        self.running = np.zeros(len(self.running))
+
+    def copy(self) -> Normalizer:
+        """The same, which learns no more when this one does."""
+        made = copy.copy(self)
+        made.observation_moments, made.return_moments = copy.copy(self.observation_moments), copy.copy(self.return_moments)
+        return made
 
     def state(self) -> dict[str, list[float]]:
         """What must survive a stop."""

@@ -30,11 +30,20 @@ class DQNTrainer(Trainer):
     """
 
     def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: FlatOptimizer, collector: Collector) -> None:
-        super().__init__(config, network, optimizer, collector)
-        _check(config, network)
         self.updates = self.since_target = 0
         self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size, collector.observation.dtype)
         self.target = network.flat.detach().clone()
+        super().__init__(config, network, optimizer, collector)
+        _check(config, network)
+
+    @property
+    def moves(self) -> int:
+        """Transitions that have taken the place of others count too."""
+        return super().moves + self.replay.added
+
+    def counters(self) -> dict[str, int]:
+        """Of the target network's schedule."""
+        return {"updates": self.updates, "since_target": self.since_target}
 
     @property
     def epsilon(self) -> float:
@@ -125,7 +134,7 @@ class DQNTrainer(Trainer):
 
     def save(self, folder: Path, **more: Any) -> None:
         """With the replay buffer and the target network."""
-        super().save(folder, updates=self.updates, since_target=self.since_target, **more)
+        super().save(folder, **more)
         checkpoint.save_tensors(folder / REPLAY, {**self.replay.tensors(), "target": self.target})
 
     def restore(self, folder: Path) -> dict[str, Any]:
@@ -134,7 +143,6 @@ class DQNTrainer(Trainer):
         stored = checkpoint.load_tensors(folder / REPLAY)
         self.target.copy_(stored.pop("target"))
         self.replay.load(stored)
-        self.updates, self.since_target = numbers["updates"], numbers["since_target"]
         return numbers
 
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from psigrad import seeds
-from psigrad.control.environments.collector import Collector
+from psigrad.control.environments.collector import ActionLog, Collector
 from psigrad.control.environments.normalizer import Normalizer
 from psigrad.control.environments.vector import Environments
 from psigrad.control.methods.optimizers import FlatOptimizer
 from psigrad.control.networks.actor_critic import ActorCritic
+from psigrad.control.networks.distributions import Array
 from psigrad.control.settings import ControlConfig
 from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
+from psigrad.runs.state import NonFiniteError
 
-OPTIMIZER, NUMBERS = "optimizer.safetensors", "state.json"
+OPTIMIZER, NUMBERS, EPISODES = "optimizer.safetensors", "state.json", "episodes.safetensors"
 # What the figures of a policy gradient are called in control, after Stable-Baselines3.
 _NAMES = {
     "policy/approxkl_avg": "train/approx_kl",
@@ -36,13 +40,28 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """What changes from iteration to iteration besides weights, moments and transitions, kept so that it can be saved later."""
+
+    moves: int
+    """`Trainer.moves` at this moment: it can be saved as long as that is the same."""
+    timesteps: int
+    numbers: dict[str, Any]
+    normalizer: Normalizer
+    observation: Array
+    log: ActionLog
+    logged: int
+
+
 class Trainer(ABC):
     """A policy that learns on its environments, with all that changes while it learns."""
 
     def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: FlatOptimizer, collector: Collector) -> None:
         self.config, self.network, self.optimizer, self.collector = config, network, optimizer, collector
-        self.timesteps = self.iterations = self.lines = 0
+        self.timesteps = self.iterations = self.lines = self._in_line = 0
         self.state: dict[str, float] = {}
+        self.begun = self._moment()
 
     @abstractmethod
     def iterate(self, metrics: bool = True) -> dict[str, float]:
@@ -52,6 +71,11 @@ class Trainer(ABC):
     @abstractmethod
     def most_steps(self) -> float:
         """The most steps that one iteration can take."""
+
+    @property
+    def moves(self) -> int:
+        """Counts what no `Moment` holds: the updates of weights, and whatever else cannot be taken back."""
+        return self.optimizer.steps
 
     @property
     def progress(self) -> float:
@@ -68,10 +92,29 @@ class Trainer(ABC):
         return generator(seeds.derive(self.config.run.seed, purpose, self.iterations))
 
     def restart(self) -> None:
-        """New episodes everywhere: at the start, and after every checkpoint, since what an environment holds in memory cannot be
-        saved.
-        """
+        """New episodes everywhere."""
         self.collector.restart(seeds.derive(self.config.run.seed, "environments", self.iterations))
+        self.begun = self._moment()
+
+    def _moment(self) -> Moment:
+        collector = self.collector
+        numbers = {
+            "line": self.lines,
+            "in_line": self._in_line,
+            "timesteps": self.timesteps,
+            "iterations": self.iterations,
+            "state": self.state,
+            "nonfinite": self.optimizer.nonfinite,
+            "figures": collector.statistics.numbers(),
+            "begun": collector.statistics.begun(),
+            **self.counters(),
+        }
+        normalizer, log = collector.normalizer.copy(), collector.log
+        return Moment(self.moves, self.timesteps, numbers, normalizer, collector.observation, log, len(log))
+
+    def counters(self) -> dict[str, int]:
+        """Further numbers that a checkpoint holds, which are attributes of the trainer."""
+        return {}
 
     def set_environments(self, envs: Environments, named: Any) -> None:
         """Go on in other environments; what the normaliser has learned of observations and rewards stays."""
@@ -84,43 +127,76 @@ class Trainer(ABC):
     def train_interval(self) -> dict[str, float]:
         """`log_interval` iterations; the figures of the last one, and of the episodes that ended last."""
         figures: dict[str, float] = {}
-        for i in range(self.config.log_interval):
+        while True:
             # what may be the last rollout of the run is measured too
             last = self.timesteps + self.most_steps >= self.config.total_timesteps
-            figures = self.iterate(last or i == self.config.log_interval - 1)
-            if self.timesteps >= self.config.total_timesteps:
+            figures = self.iterate(last or self._in_line == self.config.log_interval - 1)
+            self._in_line += 1
+            if self._in_line == self.config.log_interval or self.timesteps >= self.config.total_timesteps:
                 break
-        self.lines += 1
+            if self.collector.resumable:
+                self.begun = self._moment()
+        self.lines, self._in_line = self.lines + 1, 0
+        if self.collector.resumable:
+            self.begun = self._moment()
         named = {_NAMES.get(name, name): value for name, value in figures.items() if name in _NAMES or "/" in name}
         return {**self.collector.statistics.summary(), **named}
 
     def save(self, folder: Path, **more: Any) -> None:
-        """Weights, optimiser and numbers, as files of a folder."""
+        """Weights, optimiser and numbers as they were when the last iteration began, as files of a folder; `more` numbers beside
+        them.
+
+        Raises `NonFiniteError` for weights that are not finite.
+        """
+        if not bool(torch.isfinite(self.network.flat).all()):
+            raise NonFiniteError(
+                f"The weights are not finite after {self.timesteps} steps, so no checkpoint was made of them; the last one is "
+                "sound. Lower learning_rate."
+            )
+        begun = self.begun
         self.network.save(folder)
         checkpoint.save_tensors(folder / OPTIMIZER, self.optimizer.tensors())
-        numbers = {
-            "line": self.lines,
-            "timesteps": self.timesteps,
-            "iterations": self.iterations,
-            "state": self.state,
-            "nonfinite": self.optimizer.nonfinite,
-            "normalizer": self.collector.normalizer.state(),
-            "figures": self.collector.statistics.numbers(),
-            **more,
-        }
+        running = begun.normalizer.running.tolist()
+        numbers = {**begun.numbers, "normalizer": begun.normalizer.state(), "seed": begun.log.seed, "running": running, **more}
         (folder / NUMBERS).write_bytes(to_line(numbers))
+        if not begun.log.given_up:
+            played = {"actions": torch.from_numpy(begun.log.actions(begun.logged).copy())}
+            checkpoint.save_tensors(folder / EPISODES, {**played, "observation": torch.from_numpy(begun.observation.copy())})
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """The inverse of `save`, with the same settings; the numbers that were saved."""
+        """The inverse of `save`, with the same settings, but for the environments (see `go_on`); the numbers that were saved."""
         numbers: dict[str, Any] = json.loads((folder / NUMBERS).read_text())
         self.network.load(folder)
         self.optimizer.load(checkpoint.load_tensors(folder / OPTIMIZER))
         self.optimizer.nonfinite = numbers["nonfinite"]
         self.lines, self.timesteps, self.iterations = numbers["line"], numbers["timesteps"], numbers["iterations"]
+        self._in_line = numbers.get("in_line", 0)  # older checkpoints end with their line
         self.state = dict(numbers["state"])
         self.collector.normalizer.restore(numbers["normalizer"])
         self.collector.statistics.restore(numbers["figures"])
+        for name in self.counters():
+            setattr(self, name, numbers[name])
         return numbers
+
+    def go_on(self, folder: Path, numbers: Mapping[str, Any]) -> int | None:
+        """Bring the environments back to where they stood when `folder` was saved, by their actions since their last restart.
+
+        Returns the number of steps. Where they do not lead there (the environments follow no seed, or the actions are too many
+        to be kept) new episodes begin, and it returns None.
+        """
+        played = checkpoint.load_tensors(folder / EPISODES) if (folder / EPISODES).exists() else {}
+        if not played:
+            self.restart()
+            return None
+        actions = played["actions"].numpy()
+        self.collector.replay(numbers["seed"], actions)
+        if not np.array_equal(self.collector.observation, played["observation"].numpy()):
+            self.restart()
+            return None
+        self.collector.statistics.go_on(numbers["begun"])
+        self.collector.normalizer.running = np.array(numbers["running"])
+        self.begun = self._moment()
+        return len(actions) * self.collector.envs.count
 
 
 def generator(seed: int) -> np.random.Generator:

@@ -19,9 +19,15 @@ class TRPOTrainer(OnPolicyTrainer):
     """
 
     def __init__(self, *given: Any) -> None:
+        self._taken = 0
         super().__init__(*given)
         if self.network.shared:
             raise UserError("TRPO's critic needs layers of its own: fitting it would move the policy; set critic to separate.")
+
+    @property
+    def moves(self) -> int:
+        """The policy's steps, which no optimiser takes, count too."""
+        return super().moves + self._taken
 
     def _once(self, minibatches: int) -> bool:
         return False
@@ -68,6 +74,7 @@ class TRPOTrainer(OnPolicyTrainer):
         )
         with torch.no_grad():
             start.add_(taken.shift)
+        self._taken += 1
         return taken
 
     def _fit_critic(self, algorithm: PolicyGradient, whole: Minibatch, minibatches: int, rate: float) -> float:

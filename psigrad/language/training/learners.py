@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from psigrad.config.load import to_dict
-from psigrad.language.training.online.collected import Collected, Pending
+from psigrad.language.rollout.types import Collected, Pending
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World, agree
@@ -22,6 +22,11 @@ from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
 from psigrad.runs.state import NonFiniteError, RunState
 
+# What to do about a step that ran out of memory.
+LESS_MEMORY = (
+    "Go on with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
+    "model.gradient_checkpointing=true: a run may change these. `psigrad plan` shows where memory goes."
+)
 OPTIMIZER, PENDING = "optimizer.safetensors", "pending.jsonl"
 
 
@@ -31,7 +36,7 @@ class State(RunState):
 
     `cursor` counts the prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs; `algorithm` is the
     `PolicyGradient`'s own state (moving-average baseline, adaptive KL coefficient); `ledger` says what became of the prompts
-    (online; see `language/training/online/ledger.py`).
+    (online; see `language/training/online/collect.py`).
     """
 
     cursor: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,13 +15,18 @@ from psigrad.language.data.batches import batch_at
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.learners import State
-from psigrad.language.training.offline.task import Share, Task
+from psigrad.language.training.learners import LESS_MEMORY, State
 from psigrad.language.training.update import Optimizer, learning_rate
-from psigrad.processes.parallel.world import shard, sum_figures
-from psigrad.runs.changes import changed, in_force
+from psigrad.objective import Loss
+from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
+from psigrad.runs.changes import apply_changes, changed
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
+
+__all__ = [
+    "Share",
+    "Task",
+]
 
 
 class Settings(Protocol):
@@ -74,10 +79,12 @@ def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     often = run.config.evaluation.eval_steps
     run.journal.callbacks.trial = partial(changed, run)
-    turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
-    evaluate = lambda state: _evaluate(in_force(run, state.changes), state)  # noqa: E731
+    turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
+    evaluate = lambda state: _evaluate(apply_changes(run, state.changes), state)  # noqa: E731
     updates = lambda: run.optimizer.updates  # noqa: E731
-    return cycle(run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates)
+    return cycle(
+        run.task.name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, updates, LESS_MEMORY
+    )
 
 
 def step(run: Offline, state: State) -> tuple[State, str]:
@@ -89,7 +96,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     with clock("time/update"):
         world = run.journal.world
         shares = shard(world, run.task.shares(rows, config.micro_batch_tokens, world.size))
-        norm = run.optimizer.step([partial(_counted, share, weight, figures) for share, weight in shares], lr)
+        norm = run.optimizer.step([partial(_count, share, weight, figures) for share, weight in shares], lr)
         figures = sum_figures(world, figures)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
@@ -108,7 +115,7 @@ def step(run: Offline, state: State) -> tuple[State, str]:
     return after, f"loss {figures['loss']:.3f}"
 
 
-def _counted(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
+def _count(share: Share, weight: float, figures: dict[str, float]) -> Tensor:
     """The loss of one share, its terms added to `figures`; with weight 0 a loss of 0 that counts nowhere."""
     loss = share()
     if not weight:
@@ -127,3 +134,37 @@ def _evaluate(run: Offline, state: State) -> None:
         run.journal.timings(state.step, clock, run.held_out.tokens(range(len(run.held_out))))
     if run.generated is not None:
         run.generated.evaluator.record(run.generated.model, run.generated.sampler, state.step, run.journal)
+
+
+Share = Callable[[], Loss]
+
+
+class Task(Protocol):
+    """Rows to learn from, and how any of them become a loss."""
+
+    @property
+    def name(self) -> str:
+        """What the progress bar says."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens in these rows."""
+        ...
+
+    def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
+        """The loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
+
+        For several `ranks`, which take turns in taking one, there are about as many tokens in each. Values, gradients and terms
+        of all of them add up to those of the step, however it is split.
+        """
+        ...
+
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+        """Figures over all rows, to be called without gradient. Each process of the world computes its share of the passes, and
+        all of them get the whole.
+        """
+        ...
