@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from psigrad.cli.common import asks_for_help
+from psigrad.cli.flags import asks_for_help
 from psigrad.errors import UserError
 
 _USAGE = "psigrad from-trl SCRIPT.py|CONFIG.yaml [--trainer grpo] [--output FILE.yaml]"
@@ -22,7 +22,7 @@ def from_trl(arguments: list[str]) -> int:
         return 0
     from psigrad.cli import flags
 
-    paths, given, rest = flags.listed(arguments, "--trainer", "--output")
+    paths, given, rest = flags.parse_lists(arguments, "--trainer", "--output")
     if len(paths) != 1 or rest:
         raise UserError(f"from-trl takes one script or file; the usage is {_USAGE}.")
     from psigrad.compat import from_trl, trl_script
@@ -47,7 +47,7 @@ def from_trl(arguments: list[str]) -> int:
 
 def command(method: str, settings: dict[str, Any]) -> str:
     """The command line of these settings."""
-    from psigrad.cli.flags import flag_of
+    from psigrad.config.fields import flag_of
 
     words = ["psigrad", method]
     for name, value in settings.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from psigrad.cli.common import flag_of
 from psigrad.compat import other_names
+from psigrad.config.fields import flag_of
 from psigrad.config.load import read_value
 from psigrad.errors import UserError
 

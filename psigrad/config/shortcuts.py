@@ -102,6 +102,8 @@ class Shortcut(NamedTuple):
     """Method, place, value given -> value of that setting."""
     switch: bool = False
     """Whether it is yes or no."""
+    main: bool = False
+    """Whether the short help shows it."""
 
 
 def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
@@ -276,6 +278,7 @@ SHORTCUTS = {
         "KL term",
         "weight of the KL term to the reference, 0: none; in a preference loss how far the policy may go from it",
         _either(_may_have("kl", "coefficient"), _preference("beta")),
+        main=True,
     ),
     "kl_estimator": Shortcut(
         "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", _parameter("estimator", "KL")
@@ -288,6 +291,7 @@ SHORTCUTS = {
         "clip of the ratio",
         "how far the ratio may go from 1 on both sides",
         _either(_parameter("low", *_CLIPS), _parameter("high", *_CLIPS)),
+        main=True,
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",

@@ -1,42 +1,37 @@
-"""`psigrad init`: projects to start from, each a folder of `templates/`. `.in` is taken off the names of its Python files."""
+"""Commands to begin with. `init` writes a project of `templates/`, taking `.in` off the names of its Python files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from psigrad.cli.common import asks_for_help
+from psigrad.cli import flags
 from psigrad.errors import UserError, nearest
 
 _TEMPLATES = Path(__file__).parent / "templates"
+# kind of project -> what it shows, and the command that trains it
 KINDS = {
-    "verifiable": "online RL on answers that a function can check (GRPO)",
-    "preferences": "learning from comparisons (DPO)",
-    "tools": "online RL on conversations in which the model calls tools (GRPO)",
-    "control": "a Gymnasium environment of your own (PPO)",
-}
-_BEGIN = {
-    "verifiable": "psigrad grpo --config grpo.yaml",
-    "preferences": "psigrad dpo --config dpo.yaml",
-    "tools": "psigrad grpo --config grpo.yaml",
-    "control": "psigrad control ppo --config ppo.yaml",
+    "verifiable": ("online RL on answers that a function can check (GRPO)", "psigrad grpo --config grpo.yaml"),
+    "preferences": ("learning from comparisons (DPO)", "psigrad dpo --config dpo.yaml"),
+    "tools": ("online RL on conversations in which the model calls tools (GRPO)", "psigrad grpo --config grpo.yaml"),
+    "control": ("a Gymnasium environment of your own (PPO)", "psigrad control ppo --config ppo.yaml"),
 }
 
 
 def init(arguments: list[str]) -> int:
     """Write a project: data, a reward with its test, settings, a README."""
-    listed = "\n".join(f"  {kind:<12} {what}" for kind, what in KINDS.items())
-    if asks_for_help(arguments):
+    if flags.asks_for_help(arguments):
+        listed = "\n".join(f"  {kind:<12} {what}" for kind, (what, _) in KINDS.items())
         usage = f"psigrad init {'|'.join(KINDS)} [FOLDER]"
         print(f"{usage}\n\nA working project: data, a reward with its test, settings, a README.\n\n{listed}")
         return 0
     names = [text for text in arguments if not text.startswith("-")]
     if not 1 <= len(names) <= 2 or len(names) < len(arguments):
         raise UserError(f"init takes a kind ({', '.join(KINDS)}) and a folder; for example: psigrad init verifiable my-project.")
-    kind, folder = names[0], Path(names[1] if len(names) == 2 else names[0])
+    kind, folder = names[0], Path(names[-1])
     if kind not in KINDS:
         raise UserError(f"There is no kind of project {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
-    written = write(kind, folder)
-    print(f"{folder}: {', '.join(written)}\n\n  cd {folder}\n  python -m pytest      # the project's own tests\n  {_BEGIN[kind]}")
+    files = ", ".join(write(kind, folder))
+    print(f"{folder}: {files}\n\n  cd {folder}\n  python -m pytest      # the project's own tests\n  {KINDS[kind][1]}")
     return 0
 
 
@@ -50,3 +45,15 @@ def write(kind: str, folder: Path) -> list[str]:
     for name, path in files.items():
         (folder / name).write_bytes(path.read_bytes())
     return list(files)
+
+
+def doctor(arguments: list[str]) -> int:
+    """Print what the machine offers."""
+    if flags.asks_for_help(arguments):
+        print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
+        return 0
+    given = flags.plain("doctor", arguments, {"json": False})
+    from psigrad.preflight import doctor
+
+    print(doctor.report(as_json=given["json"]))
+    return 0
