@@ -145,7 +145,7 @@ def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
 def pinned(config: ControlConfig) -> dict[str, str]:
     """What a run of control pins: the user's code of the environment and the algorithm, and the machine."""
     algorithm = builder.resolve(config)
-    parts = [] if isinstance(algorithm, str) else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
+    parts = [] if algorithm is None else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     around = [imported_callable(name, "wrapper") for name in config.wrappers]
     found = {"environment": pins.hash_code(vector.source(config.env), *around), "algorithm": pins.hash_code(*parts)}
     return {**{name: digest for name, digest in found.items() if digest is not None}, **pins_of(config.run, kernels())}

@@ -18,7 +18,7 @@ from torch import Tensor
 from psigrad.errors import UserError
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import LESS_MEMORY, State
+from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
 from psigrad.language.training.online import ledger
 from psigrad.language.training.online.best_and_worst import learn_preferences
 from psigrad.language.training.online.collate import MicroBatch, micro_batches, minibatches, to_batch
@@ -36,7 +36,6 @@ from psigrad.objective.parts.surrogate import adapt, kl_penalty, measure_kl
 from psigrad.objective.preferences.online_preference import OnlinePreference
 from psigrad.processes.parallel.world import shard
 from psigrad.records.rows import rollout_row
-from psigrad.runs.changes import changed, in_force
 from psigrad.runs.cycle import cycle
 
 # Where training reuses what sampling computed, in every so many steps one completion of so many runs forward again.
@@ -54,8 +53,8 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 
     often = run.config.evaluation.eval_steps
     name = run.algorithm.name or "policy gradient"
-    run.journal.callbacks.trial = partial(changed, run)
-    turn = lambda state: step(in_force(run, state.changes), state)  # noqa: E731
+    run.journal.callbacks.trial = partial(with_changes, run)
+    turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
     return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates, LESS_MEMORY)
 
 
