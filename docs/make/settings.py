@@ -5,14 +5,14 @@ python docs/make/settings.py
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
-from psigrad.cli import flags
 from psigrad.compat.table import TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.fields import Mark, Setting, flag_of, help_of, settings_of
 from psigrad.config.methods import declared
 from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.control.settings import ControlConfig
@@ -45,8 +45,20 @@ every online preset, "preference" every loss of the preference family.
 
 A setting that does not exist is refused with the nearest name that does. A value of the wrong type or out of range is refused
 with what was expected.
+
+**May change** says when a setting may have another value than the run began with: *on resume*, where it changes nothing that is
+computed; *on resume, recorded*, where it changes results by rounding at most, which the run's events record; *to grow*, where it
+says how long the run is; *by a callback*, during the run. All others are pinned: a run that goes on with another value
+is refused, unless `--allow` names the setting.
 """
 
+# What the page says of a mark.
+CHANGES = {
+    Mark.FREE: "on resume",
+    Mark.RECORDED: "on resume, recorded",
+    Mark.LENGTH: "to grow, with --extend",
+    Mark.LIVE: "by a callback",
+}
 PARTS = """## Parts of the method
 
 Every part of a method can be set by its place in `algorithm` or `loss`; `psigrad explain NAME` shows them. The usual ones have
@@ -71,20 +83,17 @@ refused with the arithmetic.
 
 def page() -> str:
     """The text of the page."""
-    found: dict[str, dict[str, tuple[Any, Any]]] = {}
+    found: dict[str, dict[str, Setting]] = {}
     for recipe, cls in RECIPES.items():
-        ranges = _with_ranges(cls)
-        for name, _, default in flags._fields(cls):
-            found.setdefault(name, {})[recipe] = (ranges[name], default)
+        for name, setting in settings_of(cls).items():
+            found.setdefault(name, {})[recipe] = setting
     sections: dict[str, list[str]] = {}
     for name, uses in found.items():
         sections.setdefault(name.rpartition(".")[0], []).append(_row(name, uses))
     parts = [HEAD]
     for section, rows in sections.items():
         title = f"`{section}.…`" if section else "Settings of one command"
-        parts.append(
-            "\n".join([f"## {title}", "", "| setting | flag | type | default | meaning |", "|---|---|---|---|---|", *rows, ""])
-        )
+        parts.append("\n".join([f"## {title}", "", *_table("setting", "flag | type | default | may change | meaning", rows)]))
     return "\n".join([*parts, _others()])
 
 
@@ -137,27 +146,17 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else "[]" if value == () else value
 
 
-def _row(name: str, uses: dict[str, tuple[Any, Any]]) -> str:
+def _row(name: str, uses: dict[str, Setting]) -> str:
     """One line of a table. A setting that only some commands have names them."""
-    hint, first = next(iter(uses.values()))
-    recipe = next(iter(uses))
-    same = all(default == first for _, default in uses.values())
-    shown = _default(first) if same else ", ".join(f"{_default(d)} ({r})" for r, (_, d) in uses.items())
+    recipe, first = next(iter(uses.items()))
+    same = all(one.default == first.default for one in uses.values())
+    default = _default(first.default) if same else ", ".join(f"{_default(one.default)} ({r})" for r, one in uses.items())
     only = "" if len(uses) == len(RECIPES) else f" Only {' and '.join(uses)}."
-    flag = flags.flag_of(name)
-    flag = f"`{flag}`, `--no-{flag[2:]}`" if hint is bool else f"`{flag}`"
-    return f"| `{name}` | {flag} | {_kind(hint)} | {shown} | {flags._help(RECIPES[recipe], name).replace('<', '&lt;')}{only} |"
-
-
-def _with_ranges(cls: type[Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> type with its range."""
-    made: dict[str, Any] = {}
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
-            made |= _with_ranges(hint, f"{name}.")
-        else:
-            made[prefix + name] = hint
-    return made
+    flag = flag_of(name)
+    flag = f"`{flag}`, `--no-{flag[2:]}`" if first.type is bool else f"`{flag}`"
+    changes = "; ".join(words for mark, words in CHANGES.items() if mark in first.marks) or "–"
+    about = help_of(RECIPES[recipe], name).replace("<", "&lt;")
+    return f"| `{name}` | {flag} | {_kind(first.annotated)} | {default} | {changes} | {about}{only} |"
 
 
 def _kind(hint: Any) -> str:
@@ -166,8 +165,9 @@ def _kind(hint: Any) -> str:
         return "text or mapping"
     if hasattr(hint, "__metadata__"):
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        bounds = [(signs[k], v) for m in hint.__metadata__ for k, v in asdict(m).items() if v != float("inf")]
-        return " ".join([_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)])
+        ranges = [one for one in hint.__metadata__ if is_dataclass(one)]
+        bounds = [(signs[k], v) for one in ranges for k, v in asdict(one).items() if v != float("inf")]
+        return " ".join(filter(None, [_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)]))
     if get_origin(hint) is tuple:
         return f"several: {_kind(get_args(hint)[0])}"
     values = get_args(hint)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from psigrad import __version__
+from psigrad.cli import begin, run_folders
 from psigrad.cli import language_models as language
-from psigrad.cli import projects, worlds
+from psigrad.cli import mathematics as maths
 from psigrad.cli.completion import completion
+from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import declared
 from psigrad.errors import UserError, nearest
-
-
-class Command(NamedTuple):
-    """What a command does, in a line, and the function that does it: arguments -> exit status."""
-
-    purpose: str
-    run: Callable[[list[str]], int]
 
 
 def _training(settings: type[Any]) -> dict[str, Command]:
@@ -29,14 +24,14 @@ def _training(settings: type[Any]) -> dict[str, Command]:
 
 GROUPS = {
     "begin": {
-        "init": Command("write a project to start from: verifiable reward, preferences, tools or control", projects.init),
+        "init": Command("write a project to start from: verifiable reward, preferences, tools or control", begin.init),
         "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", language.demo),
-        "doctor": Command("what this machine offers, and what is missing", worlds.doctor),
+        "doctor": Command("what this machine offers, and what is missing", begin.doctor),
         "completion": Command(
             "what makes your shell (bash, zsh, fish) complete commands and flags",
             lambda arguments: completion(arguments, COMMANDS),
         ),
-        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", language.from_trl),
+        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", begin.from_trl),
         "check": Command("whether a model, its data and its settings will train rightly, before they do", language.check),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),
@@ -49,21 +44,21 @@ GROUPS = {
     "make data, measure, plan": {
         "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", language.sample),
         "pairs": Command("pairs out of rankings or ratings, ties left out and counted", language.pairs),
-        "tasks": Command("names of the procedural tasks of reasoning-gym", worlds.tasks),
+        "tasks": Command("names of the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
         "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", language.lm_eval),
         "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", language.plan),
         "bench": Command("training steps of a model, timed by phase; in a source checkout beside TRL", language.bench),
         "compare": Command("several methods from one checkpoint, over seeds, with equal samples", language.compare),
-        "report": Command("draw report.html of a run again, or compare several runs", worlds.report),
-        "push": Command("upload a finished run's model with its model card to the Hugging Face hub", language.push),
-        "studio": Command("the web application: grid world, runs, labelling desk, chat", worlds.studio),
+        "report": Command("draw report.html of a run again, or compare several runs", run_folders.report),
+        "push": Command("upload a finished run's model with its model card to the Hugging Face hub", run_folders.push),
+        "studio": Command("the web application: grid world, runs, labelling desk, chat", run_folders.studio),
     },
     "the same mathematics, small": {
-        "explain": Command("the formula a method optimises, term by term, or how two differ", worlds.explain),
-        "grid": Command("a grid world solved sweep by sweep, in the terminal", worlds.grid),
-        "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", worlds.control),
-        "experiment": Command("claims about policy gradients, shown on problems whose exact answer is known", worlds.experiment),
+        "explain": Command("the formula a method optimises, term by term, or how two differ", maths.explain),
+        "grid": Command("a grid world solved sweep by sweep, in the terminal", maths.grid),
+        "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
+        "experiment": Command("claims about policy gradients, shown on problems whose exact answer is known", maths.experiment),
     },
 }
 COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -55,7 +55,7 @@ def run(settings: GridSettings, console: Console | None = None) -> Sweep:
     try:
         sweeps = SOLVERS[settings.method](grid.mdp(outcomes=False))
         few = itertools.islice(sweeps, MOST_SWEEPS)
-        last = _played(grid, few, settings.play, console) if settings.play else _printed(grid, few, settings.every, console)
+        last = _play(grid, few, settings.play, console) if settings.play else _print(grid, few, settings.every, console)
         if next(sweeps, None) is not None:
             console.print(f"Not finished after {MOST_SWEEPS:,} sweeps{_why(settings)}.")
     except ValueError as error:
@@ -82,21 +82,21 @@ def grid_of(settings: GridSettings) -> GridWorld:
         raise UserError(str(error)) from error
 
 
-def _printed(grid: GridWorld, sweeps: Iterator[Sweep], every: int, console: Console) -> Sweep:
+def _print(grid: GridWorld, sweeps: Iterator[Sweep], every: int, console: Console) -> Sweep:
     """The first sweep, every so many, and the last, which is returned."""
-    last, shown = None, None
+    last, last_shown = None, None
     for sweep in sweeps:
         if last is None or (every and sweep.iteration % every == 0):
-            console.print(*([] if shown is None else [""]), picture(grid, sweep))
-            shown = sweep
+            console.print(*([] if last_shown is None else [""]), picture(grid, sweep))
+            last_shown = sweep
         last = sweep
     assert last is not None
-    if shown is not last:
+    if last_shown is not last:
         console.print("", picture(grid, last))
     return last
 
 
-def _played(grid: GridWorld, sweeps: Iterator[Sweep], seconds: float, console: Console) -> Sweep:
+def _play(grid: GridWorld, sweeps: Iterator[Sweep], seconds: float, console: Console) -> Sweep:
     last: Sweep | None = None
     with Live(console=console, auto_refresh=False) as live:
         for sweep in sweeps:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
+from psigrad.config.fields import LIVE, MAIN, RECORDED
 from psigrad.config.sections import (
     Count,
     CountOrZero,
@@ -48,22 +49,31 @@ else:
 
 
 @dataclass(frozen=True)
+class PackingSettings:
+    """How much goes into a forward pass."""
+
+    micro_batch_tokens: Annotated[Count, RECORDED, MAIN] = 4096
+    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
+    activations stay near the processor. A GPU with room wants more."""
+
+
+@dataclass(frozen=True)
 class RewardSettings:
     """Who scores completions."""
 
-    reward: tuple[Reward, ...] = ()
+    reward: Annotated[tuple[Reward, ...], MAIN] = ()
     """Reward functions: built-in names or module:function, with TRL's signature."""
-    reward_model: tuple[str, ...] = ()
+    reward_model: Annotated[tuple[str, ...], MAIN] = ()
     """Folders or hub names of reward models, whose scores are added to the reward functions'."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function, then one per reward model; empty: all 1."""
-    reward_timeout: Positive = 10.0
+    reward_timeout: Annotated[Positive, RECORDED] = 10.0
     """Wall-clock seconds one completion's scoring may take before its worker is killed."""
-    reward_workers: Count = 1
+    reward_workers: Annotated[Count, RECORDED] = 1
     """Processes that score."""
-    worker_memory_gb: PositiveOrZero = 16.0
+    worker_memory_gb: Annotated[PositiveOrZero, RECORDED] = 16.0
     """Memory that each process with your rewards, environments or tools may take, in 1e9 bytes; 0: no limit."""
-    worker_env: tuple[str, ...] = ()
+    worker_env: Annotated[tuple[str, ...], RECORDED] = ()
     """Environment variables that these processes get besides the usual ones, as API keys. They get no secrets by default."""
 
 
@@ -71,15 +81,15 @@ class RewardSettings:
 class EpisodeSettings:
     """Who answers the policy, in episodes of several turns."""
 
-    environment: str | Callable[..., Any] = ""
+    environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text)."""
-    tools: tuple[str | Callable[..., Any], ...] = ()
+    tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Typed Python functions, as module:function, that the policy may call; offered through the chat template."""
-    environment_timeout: Positive = 10.0
+    environment_timeout: Annotated[Positive, RECORDED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
-    environment_workers: Count = 1
+    environment_workers: Annotated[Count, RECORDED] = 1
     """Processes that environments and tools run in."""
-    environment_sandbox: bool = False
+    environment_sandbox: Annotated[bool, RECORDED] = False
     """Run them in bubblewrap too: no network, nothing to write to but a temporary folder."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is cut."""
@@ -89,7 +99,7 @@ class EpisodeSettings:
 class ServerSettings:
     """An OpenAI-compatible server that samples in place of a model here."""
 
-    server: str = ""
+    server: Annotated[str, MAIN] = ""
     """Address of an OpenAI-compatible server that samples, such as http://localhost:8000/v1; `model` is then the name of the
     model there, which may be left out where it serves only one."""
     server_key_variable: str = "OPENAI_API_KEY"
@@ -103,7 +113,7 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
-class SFTConfig(RewardSettings):
+class SFTConfig(PackingSettings, RewardSettings):
     """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages).
 
     Rewards only evaluate generated completions; without one, held-out loss alone.
@@ -117,17 +127,14 @@ class SFTConfig(RewardSettings):
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
-    batch_size: Count = 16
+    batch_size: Annotated[Count, MAIN] = 16
     """Rows per optimiser step."""
-    max_length: Count = 1024
+    max_length: Annotated[Count, MAIN] = 1024
     """Rows with more tokens than this are cut at the end."""
-    micro_batch_tokens: Count = 4096
-    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
-    activations stay near the processor. A GPU with room wants more."""
 
 
 @dataclass(frozen=True)
-class OnlineConfig(EpisodeSettings, RewardSettings):
+class OnlineConfig(PackingSettings, EpisodeSettings, RewardSettings):
     """Online reinforcement learning with a `PolicyGradient`: GRPO, RLOO, DAPO, REINFORCE and the rest of the catalog."""
 
     model: Model = field(default_factory=Model)
@@ -158,44 +165,41 @@ class OnlineConfig(EpisodeSettings, RewardSettings):
     critic_shared: bool = False
     """A value head on the policy's own backbone in place of a critic of its own: less memory, and value gradients in the
     policy."""
-    critic_learning_rate: PositiveOrZero = 0.0
+    critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
     """Peak learning rate of a critic of its own; 0: the policy's."""
     critic_warmup_steps: CountOrZero = 0
     """Steps at the start in which a critic of its own learns and the policy stays as it is."""
-    missing_eos_penalty: PositiveOrZero = 0.0
+    missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
     """Taken from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
     """Share of completions in one step that may stay unscored before the run stops."""
-    prompts_per_step: Count = 16
+    prompts_per_step: Annotated[Count, MAIN] = 16
     """Prompts collected per step."""
-    num_generations: Count = 8
+    num_generations: Annotated[Count, MAIN] = 8
     """Completions per prompt (the group size G)."""
-    num_iterations: Count = 1
+    num_iterations: Annotated[Count, LIVE] = 1
     """Passes over each collected batch."""
-    num_minibatches: Count = 1
+    num_minibatches: Annotated[Count, LIVE] = 1
     """Optimiser steps per pass; each takes an equal share of the groups."""
-    micro_batch_tokens: Count = 4096
-    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
-    activations stay near the processor. A GPU with room wants more."""
     lag: CountOrZero = 0
     """Train each step on completions that the weights of so many steps ago drew, so that sampling and training can go on at the
     same time; needs a correction (algorithm.correction). 0: on its own."""
-    max_refills: CountOrZero = 4
+    max_refills: Annotated[CountOrZero, LIVE] = 4
     """With dynamic sampling: extra collections per step before going on with the groups that have signal."""
     filter_metric: str = ""
     """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
     sum of all but soft_overlong's."""
-    keep_activations_gb: PositiveOrZero = 1.0
+    keep_activations_gb: Annotated[PositiveOrZero, RECORDED] = 1.0
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
     checkpointing). With 0, or when they need more, training runs its own forward pass."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop when sampler and trainer log-probs differ by more than this in the mean; 0: 1e-3 in float32, 0.1 in bfloat16."""
-    record_tokens: CountOrZero = 4
+    record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
     """Prompts of each step whose completions are written to rollouts.jsonl token by token: log-probs, entropy, advantage."""
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(PackingSettings):
     """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
 
     model: Model = field(default_factory=Model)
@@ -205,7 +209,7 @@ class RewardConfig:
     run: Run = field(default_factory=Run)
     placement: Placement = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
-    process: bool = False
+    process: Annotated[bool, MAIN] = False
     """Train on stepwise rows (prompt, completions, labels): a score for each step instead of one for the whole text."""
     step_separator: str = "\n"
     """What ends a step, in process reward models."""
@@ -213,17 +217,14 @@ class RewardConfig:
     """Weight of (r_w + r_l)², which pulls the mean reward to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
-    batch_size: Count = 16
+    batch_size: Annotated[Count, MAIN] = 16
     """Pairs per optimiser step."""
-    max_length: CountOrZero = 1024
+    max_length: Annotated[CountOrZero, MAIN] = 1024
     """Pairs with a longer text than this are left out and counted; 0: none."""
-    micro_batch_tokens: Count = 4096
-    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
-    activations stay near the processor. A GPU with room wants more."""
 
 
 @dataclass(frozen=True)
-class PreferenceConfig(RewardSettings):
+class PreferenceConfig(PackingSettings, RewardSettings):
     """Direct preference optimisation and its relatives, on recorded comparisons.
 
     Rewards only evaluate generated completions; without one, held-out comparisons alone.
@@ -239,21 +240,18 @@ class PreferenceConfig(RewardSettings):
     hub: Hub = field(default_factory=Hub)
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
-    reference: str = ""
+    reference: Annotated[str, MAIN] = ""
     """Folder or hub name of the reference policy; empty: the model that training starts from."""
     cache_reference: bool = True
     """Keep the reference's log-probs on disk, by content, for the next run on the same model and data."""
-    batch_size: Count = 16
+    batch_size: Annotated[Count, MAIN] = 16
     """Pairs (KTO: completions) per optimiser step."""
-    max_length: CountOrZero = 1024
+    max_length: Annotated[CountOrZero, MAIN] = 1024
     """Pairs with a longer text than this are left out and counted; 0: none."""
-    micro_batch_tokens: Count = 4096
-    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest: their
-    activations stay near the processor. A GPU with room wants more."""
 
 
 @dataclass(frozen=True)
-class EvalConfig(ServerSettings, EpisodeSettings, RewardSettings):
+class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
     """Sample held-out prompts from a model and score them."""
 
     model: Model = field(default_factory=Model)
@@ -261,14 +259,12 @@ class EvalConfig(ServerSettings, EpisodeSettings, RewardSettings):
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0))
     run: Run = field(default_factory=Run)
-    micro_batch_tokens: Count = 4096
-    """Tokens per forward pass."""
-    best_of: Count = 1
+    best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
 
 
 @dataclass(frozen=True)
-class SampleConfig(ServerSettings, EpisodeSettings, RewardSettings):
+class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
     """Sample completions from a model and write them as a dataset."""
 
     model: Model = field(default_factory=Model)
@@ -276,14 +272,12 @@ class SampleConfig(ServerSettings, EpisodeSettings, RewardSettings):
     sampling: Sampling = field(default_factory=Sampling)
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8))
     run: Run = field(default_factory=Run)
-    micro_batch_tokens: Count = 4096
-    """Tokens per forward pass."""
-    keep: Literal["all", "best", "pairs"] = "all"
+    keep: Annotated[Literal["all", "best", "pairs"], MAIN] = "all"
     """What is written: every completion, the best of each prompt, or the best against the worst."""
     bradley_terry: PositiveOrZero = 0.0
     """With keep=pairs: compare two completions of each prompt and draw the winner with probability σ(this · difference of
     rewards), like a noisy human judge; 0: the best against the worst, without noise."""
-    output: str = ""
+    output: Annotated[str, MAIN] = ""
     """JSONL file that the rows go to."""
 
 
@@ -294,7 +288,7 @@ Played = OnlineConfig | EvalConfig | SampleConfig
 
 
 @dataclass(frozen=True)
-class LmEvalConfig:
+class LmEvalConfig(PackingSettings):
     """Tasks of EleutherAI's lm-eval on a model, computed by psigrad's packed forward pass and its sampler; with a baseline also
     the difference of both, paired by document.
     """
@@ -316,8 +310,6 @@ class LmEvalConfig:
     """Ask in the form of a conversation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and of the forward pass."""
-    micro_batch_tokens: Count = 4096
-    """Tokens per forward pass."""
     max_decode_batch: Count = 256
     """Sequences decoded at once."""
     seed: int = 0

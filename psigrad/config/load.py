@@ -19,6 +19,7 @@ from psigrad.compat.conversion import convert_object as convert_object
 from psigrad.compat.entrances import open_zoo_file, split_file
 from psigrad.compat.entrances import split_flags as split_flags
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
+from psigrad.config.fields import STEPS, settings_of
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value
@@ -125,7 +126,8 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         where = f"{source}: " if source and place not in beside else ""
         words = re.findall(r"'([^']+)'", first["msg"]) if first["type"] == "literal_error" else []
         near = nearest(str(first["input"]), words) or "."
-        if place.rpartition(".")[2] in _IN_STEPS and isinstance(first["input"], float) and 0 < first["input"] < 1:
+        setting = settings_of(cls).get(place)
+        if setting and STEPS in setting.marks and isinstance(first["input"], float) and 0 < first["input"] < 1:
             near = ", since steps are counted, not shares of a run."
         what = _MODELS if place in ("reference", "critic", "model.path") else expected(first["msg"])
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
@@ -189,8 +191,6 @@ _WORDS = {
     "Input should be": "expected",
 }
 _MODELS = "expected the folder or hub name of a model"
-# Counts of steps, where TRL takes a share of the run too.
-_IN_STEPS = ("save_steps", "eval_steps", "logging_steps", "warmup_steps")
 
 
 def expected(message: str) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 
+from psigrad.config.fields import settings_of
 from psigrad.errors import UserError, kind_of
 
 
@@ -41,19 +41,14 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's own stays as it is
 
 
-def flat_names(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(leaf, dotted name) of every field: ("learning_rate", "optim.learning_rate")."""
-    for name, _ in field_types(cls, prefix):
-        yield name.rpartition(".")[2], name
+def flat_names(cls: type[Any]) -> Iterator[tuple[str, str]]:
+    """(leaf, dotted name) of every setting: ("learning_rate", "optim.learning_rate")."""
+    return ((name.rpartition(".")[2], name) for name in settings_of(cls))
 
 
-def field_types(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, type) of every field."""
-    for name, hint in get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from field_types(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", hint
+def field_types(cls: type[Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, type) of every setting."""
+    return ((name, setting.type) for name, setting in settings_of(cls).items())
 
 
 class _Loader(yaml.SafeLoader):

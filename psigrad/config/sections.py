@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS
+
 # Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
@@ -24,18 +26,18 @@ Reward = str | dict[str, Any] | Callable[..., Any]
 class Model:
     """Which model, in which precision, and which of its weights learn."""
 
-    path: str = ""
+    path: Annotated[str, MAIN] = ""
     """Folder or hub name of any Hugging Face causal language model, or of an adapter of peft; or a GGUF file."""
     revision: str = ""
     """Branch, tag or commit of a hub model; empty: its newest."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your rights. Set it only for models whose code you have read."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], MAIN] = "float32"
     """Precision of the weights and of the forward pass."""
     adapter: Literal["continue", "merge"] = "continue"
     """What becomes of an adapter that is given as the model: it is trained on, or merged into its base, all of whose weights
     then learn. With lora_rank it is merged, and a new adapter put on top."""
-    lora_rank: CountOrZero = 0
+    lora_rank: Annotated[CountOrZero, MAIN] = 0
     """Rank of a fresh LoRA adapter (peft); 0 trains every weight, or the adapter that the model is."""
     lora_alpha: Positive = 16.0
     """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
@@ -55,7 +57,7 @@ class Model:
     attention: Literal["sdpa", "flex"] = "sdpa"
     """How packed sequences attend where the fused decoder does not compute: scaled_dot_product_attention, or on a GPU compiled
     FlexAttention."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, RECORDED] = False
     """Recompute activations in the backward pass, and a large float32 head's gradient where it is needed: less memory, a third
     more time, with a vocabulary of 150,000 before a small model nearly twice."""
 
@@ -64,12 +66,12 @@ class Model:
 class Data:
     """Where the rows come from."""
 
-    dataset: str | Any = ""
+    dataset: Annotated[str | Any, SEVERAL, MAIN] = ""
     """JSONL, JSON, Parquet or CSV file, folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
     split: str = "train"
     """Split to train on, for hub datasets."""
-    eval_dataset: str | Any = ""
+    eval_dataset: Annotated[str | Any, SEVERAL] = ""
     """Held-out rows for evaluation; empty: the last `eval_prompts` rows of `dataset` are held out."""
     eval_split: str = "test"
     """Split to evaluate on, for hub datasets."""
@@ -85,9 +87,9 @@ class Data:
 class Optim:
     """AdamW and its schedule."""
 
-    learning_rate: PositiveOrZero = 1e-6
+    learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
-    weight_decay: PositiveOrZero = 0.0
+    weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0
     """Decoupled weight decay, on matrices only."""
     adam_beta1: BelowOne = 0.9
     """Decay of the first moment."""
@@ -95,13 +97,13 @@ class Optim:
     """Decay of the second moment."""
     adam_epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
-    max_grad_norm: PositiveOrZero = 1.0
+    max_grad_norm: Annotated[PositiveOrZero, LIVE] = 1.0
     """Clip the global gradient norm to this; 0: never."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the decay after warm-up."""
-    warmup_steps: CountOrZero = 0
+    warmup_steps: Annotated[CountOrZero, STEPS] = 0
     """Steps of linear warm-up."""
-    rehearse: bool = False
+    rehearse: Annotated[bool, RECORDED] = False
     """Run one forward and backward pass over the longest samples before the first step, and discard its gradients: a lack of
     memory shows at once."""
 
@@ -110,28 +112,28 @@ class Optim:
 class Sampling:
     """How completions are drawn."""
 
-    max_completion_length: Count = 256
+    max_completion_length: Annotated[Count, MAIN] = 256
     """Most tokens in one completion, EOS included."""
-    temperature: PositiveOrZero = 1.0
+    temperature: Annotated[PositiveOrZero, LIVE, MAIN] = 1.0
     """Softmax temperature; 0 is greedy (evaluation only)."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1), LIVE] = 1.0
     """Nucleus: smallest set of tokens whose probability reaches this."""
-    top_k: CountOrZero = 0
+    top_k: Annotated[CountOrZero, LIVE] = 0
     """Keep the k most probable tokens; 0: all."""
-    min_p: Share = 0.0
+    min_p: Annotated[Share, LIVE] = 0.0
     """Keep tokens with at least this share of the most probable token's probability."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, besides the model's EOS."""
-    sampler: str = "embedded"
+    sampler: Annotated[str, MAIN] = "embedded"
     """Who samples: embedded (psigrad's own), transformers (its generate), vllm (its engine, in a process of its own), or
     module:Class of your own."""
-    vllm_memory: Annotated[float, Gt(0), Lt(1)] = 0.4
+    vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED] = 0.4
     """With sampler=vllm: share of the GPU's memory that vLLM may take for its weights and cache."""
-    vllm_sleep: bool = False
+    vllm_sleep: Annotated[bool, RECORDED] = False
     """With sampler=vllm on the GPU that trains: vLLM leaves its memory while the run trains (sleep level 1)."""
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: devices that each engine divides the model among."""
-    max_decode_batch: Count = 256
+    max_decode_batch: Annotated[Count, RECORDED] = 256
     """Sequences decoded at once; more wait and enter as others finish."""
     cuda_graphs: bool = False
     """With sampler=embedded on a GPU: record a decoding step once for each size of the batch and replay it."""
@@ -141,11 +143,11 @@ class Sampling:
 class Evaluation:
     """Held-out evaluation during and after the run."""
 
-    eval_steps: CountOrZero = 0
+    eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: only at the end."""
     eval_prompts: CountOrZero = 64
     """Held-out prompts; 0: none, or in `eval` all."""
-    num_generations_eval: Count = 1
+    num_generations_eval: Annotated[Count, MAIN] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: PositiveOrZero = 1.0
     """Temperature of evaluation samples; 0 is greedy."""
@@ -159,34 +161,34 @@ class Evaluation:
 class Placement:
     """On which processes a run computes. It changes results by rounding at most."""
 
-    processes: Count = 1
+    processes: Annotated[Count, RECORDED, MAIN] = 1
     """Processes of this machine that train together, each on its share of every step. On several machines start them by torchrun
     or SLURM and leave this at 1."""
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Annotated[Literal["ddp", "fsdp"], RECORDED] = "ddp"
     """What each process holds: the whole model (ddp), or a shard of its weights, gradients and optimiser (fsdp, PyTorch's
     fully_shard)."""
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """A process that waits longer than this for another ends."""
-    cluster: str = ""
+    cluster: Annotated[str, RECORDED] = ""
     """Sample on a Ray cluster: its address, or auto for the one that is running or else this machine alone; empty: the processes
     that train sample too."""
-    samplers: CountOrZero = 0
+    samplers: Annotated[CountOrZero, RECORDED] = 0
     """With a cluster: how many processes sample; 0: as many as it has room for, and more when it grows."""
-    sampler_cpus: Count = 1
+    sampler_cpus: Annotated[Count, RECORDED] = 1
     """With a cluster: CPU cores of each of them."""
-    sampler_gpus: PositiveOrZero = 0.0
+    sampler_gpus: Annotated[PositiveOrZero, RECORDED] = 0.0
     """With a cluster: GPUs of each of them; below 1 they share one."""
-    parcel_prompts: Count = 2
+    parcel_prompts: Annotated[Count, RECORDED] = 2
     """With a cluster: prompts that go to a process together. Their completions are decoded in one batch."""
-    scorers: CountOrZero = 0
+    scorers: Annotated[CountOrZero, RECORDED] = 0
     """With a cluster: processes on it that run the reward functions, each with `reward_workers` of its own; 0: the trainer's
     machine runs them."""
-    scorer_cpus: Count = 1
+    scorer_cpus: Annotated[Count, RECORDED] = 1
     """With a cluster: CPU cores of each of those."""
-    environment_actors: CountOrZero = 0
+    environment_actors: Annotated[CountOrZero, RECORDED] = 0
     """With a cluster: processes on it that play the environment or run the tools, each with `environment_workers` of its own; 0:
     the trainer's machine does."""
-    environment_cpus: Count = 1
+    environment_cpus: Annotated[Count, RECORDED] = 1
     """With a cluster: CPU cores of each of those."""
 
 
@@ -194,13 +196,13 @@ class Placement:
 class Hub:
     """Whether and where the finished model is uploaded. Names are those of transformers' TrainingArguments."""
 
-    push_to_hub: bool = False
+    push_to_hub: Annotated[bool, FREE] = False
     """Upload the model with its card when the run is finished, with the token in HF_TOKEN or of `hf auth login`."""
-    hub_model_id: str = ""
+    hub_model_id: Annotated[str, FREE] = ""
     """Repository to upload to: user/name, or a name alone, which is then yours; empty: the name of the run's folder."""
-    hub_private_repo: bool = False
+    hub_private_repo: Annotated[bool, FREE] = False
     """Make a new repository private; one that is there and public is refused."""
-    hub_revision: str = ""
+    hub_revision: Annotated[str, FREE] = ""
     """Branch to upload to, made where it is missing; empty: main."""
 
 
@@ -208,43 +210,43 @@ class Hub:
 class Run:
     """Where the run lives and how long it goes on."""
 
-    output_dir: str = ""
+    output_dir: Annotated[str, FREE, MAIN] = ""
     """Run folder; empty: runs/<recipe>-<time>."""
-    max_steps: CountOrZero = 0
+    max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
     """Optimiser steps (SFT) or collect-and-update steps (online); 0: num_train_epochs decides."""
-    num_train_epochs: Positive = 1.0
+    num_train_epochs: Annotated[Positive, LENGTH, MAIN] = 1.0
     """Passes over the data, where max_steps is 0; half a pass is 0.5."""
-    seed: int = 0
+    seed: Annotated[int, MAIN] = 0
     """The one seed; every other is derived from it."""
-    save_steps: CountOrZero = 0
+    save_steps: Annotated[CountOrZero, RECORDED, LIVE, STEPS] = 0
     """Checkpoint every this many steps; 0: by time alone (save_minutes)."""
-    save_minutes: PositiveOrZero = 10.0
+    save_minutes: Annotated[PositiveOrZero, RECORDED, LIVE] = 10.0
     """Checkpoint too when this many minutes have passed since the last one; 0: never by time."""
-    logging_steps: CountOrZero = 10
+    logging_steps: Annotated[CountOrZero, RECORDED, STEPS] = 10
     """Where the output is no terminal: print a line of figures every this many steps; 0: none."""
-    watchdog_minutes: PositiveOrZero = 30.0
+    watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
-    save_total_limit: Count = 2
+    save_total_limit: Annotated[Count, RECORDED] = 2
     """Checkpoints kept; the newest that verifies is never deleted."""
-    resume: Literal["auto", "never", "must"] = "auto"
+    resume: Annotated[Literal["auto", "never", "must"], FREE] = "auto"
     """auto: go on from the newest checkpoint if there is one; never: refuse a folder with one; must: refuse a folder without."""
-    extend: bool = False
+    extend: Annotated[bool, FREE] = False
     """Go on beyond the end of a run to a larger max_steps (control: total_timesteps). The schedule bends to the new end."""
-    allow: tuple[str, ...] = ()
+    allow: Annotated[tuple[str, ...], FREE] = ()
     """What may have changed since the run was started, by name: a setting, or dataset, model, reward, threads and so on. It is
     recorded."""
-    callbacks: tuple[str | Any, ...] = ()
+    callbacks: Annotated[tuple[str | Any, ...], RECORDED] = ()
     """Callbacks of the shape of transformers' TrainerCallback: module:Class or file.py:Class, {callback: module:Class, parameter:
     value}; from Python also objects."""
-    report_to: tuple[str, ...] = ()
+    report_to: Annotated[tuple[str, ...], RECORDED, MAIN] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio."""
-    threads: CountOrZero = 0
+    threads: Annotated[CountOrZero, MACHINE] = 0
     """CPU threads for torch; 0: OMP_NUM_THREADS where it is set, else one per core."""
-    device: str = "auto"
+    device: Annotated[str, MACHINE] = "auto"
     """auto: cuda where there is one, else cpu."""
-    progress: bool = True
+    progress: Annotated[bool, FREE] = True
     """Show progress bars and tables."""
-    report: bool = True
+    report: Annotated[bool, FREE] = True
     """Draw report.html at the end."""
 
     def steps(self, rows: int, per_step: int) -> int:

@@ -102,6 +102,8 @@ class Shortcut(NamedTuple):
     """Method, place, value given -> value of that setting."""
     switch: bool = False
     """Whether it is yes or no."""
+    main: bool = False
+    """Whether the short help shows it."""
 
 
 def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
@@ -311,6 +313,7 @@ SHORTCUTS = {
         "weight of the odds; in distillation 0 is forward KL, 1 reverse KL, and between them a mixture",
         _either(_kl_weight, _preference_weight),
         _write_kl_weight,
+        main=True,
     ),
     "kl_estimator": Shortcut(
         "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js", find_parameter("estimator", "KL")
@@ -323,6 +326,7 @@ SHORTCUTS = {
         "clip of the ratio",
         "how far the ratio may go from 1 on both sides",
         _either(find_parameter("low", *_CLIPS), find_parameter("high", *_CLIPS)),
+        main=True,
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",

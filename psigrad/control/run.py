@@ -148,7 +148,7 @@ def pinned(config: ControlConfig) -> dict[str, str]:
     algorithm = builder.resolve(config)
     parts = [] if isinstance(algorithm, str) else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     around = [imported_callable(name, "wrapper") for name in config.wrappers]
-    found = {"environment": pins.code_of(vector.source(config.env), *around), "algorithm": pins.code_of(*parts)}
+    found = {"environment": pins.hash_code(vector.source(config.env), *around), "algorithm": pins.hash_code(*parts)}
     return {**{name: digest for name, digest in found.items() if digest is not None}, **pins_of(config.run, kernels())}
 
 

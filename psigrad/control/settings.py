@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
+from psigrad.config.fields import LENGTH, LIVE, MAIN, STEPS
 from psigrad.config.sections import Count, CountOrZero, Positive, PositiveOrZero, Run, Share
 
 Discount = Annotated[float, Ge(0), Le(1)]
@@ -16,7 +17,7 @@ Discount = Annotated[float, Ge(0), Le(1)]
 class Network:
     """The small network that acts, and its critics."""
 
-    net_arch: tuple[int, ...] = (64, 64)
+    net_arch: Annotated[tuple[int, ...], MAIN] = (64, 64)
     """Widths of the hidden layers, of the policy and of each critic."""
     activation: Literal["tanh", "relu"] = "tanh"
     """Between the layers."""
@@ -80,9 +81,9 @@ class Trpo:
 class ControlConfig:
     """Reinforcement learning on a Gymnasium environment by a `PolicyGradient`, TRPO or DQN."""
 
-    algorithm: Any = "ppo"
+    algorithm: Annotated[Any, MAIN] = "ppo"
     """Preset name, {preset: ppo, part: value, …}, a PolicyGradient, "trpo" or "dqn"."""
-    env: Any = "CartPole-v1"
+    env: Annotated[Any, MAIN] = "CartPole-v1"
     """Id of a Gymnasium environment, or module:Class or file.py:Class of your own; from Python also a function that makes one, or
     a vector environment."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -93,35 +94,35 @@ class ControlConfig:
     """How copies are stepped: a plain loop, or one of Gymnasium's ways; auto: the environment's own vector form from 8 copies
     on.
     """
-    total_timesteps: Count = 100_000
+    total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the policy, over all copies."""
-    n_envs: Count = 8
+    n_envs: Annotated[Count, MAIN] = 8
     """Copies of the environment."""
-    n_steps: CountOrZero = 32
+    n_steps: Annotated[CountOrZero, MAIN] = 32
     """Steps of each copy per rollout; 0: whole episodes."""
     n_episodes: Count = 1
     """With n_steps 0: episodes of each copy per rollout."""
-    batch_size: CountOrZero = 0
+    batch_size: Annotated[CountOrZero, MAIN] = 0
     """Steps per minibatch (transitions for DQN); 0: the whole rollout."""
-    n_epochs: Count = 1
+    n_epochs: Annotated[Count, MAIN] = 1
     """Passes over a rollout."""
-    gamma: Discount = 0.99
+    gamma: Annotated[Discount, MAIN] = 0.99
     """Discount per step; psi's gamma."""
     gae_lambda: Discount | None = None
     """λ of generalised advantage estimation, psi's lam where it has one; null: the preset's."""
     normalize_advantage: bool | None = None
     """Whiten advantages over the rollout; null: as the preset has it."""
-    clip_range: PositiveOrZero | None = None
+    clip_range: Annotated[PositiveOrZero | None, MAIN] = None
     """PPO's ε; null: the preset's."""
     clip_range_schedule: Literal["constant", "linear"] = "constant"
     """linear: ε falls to 0 over the run."""
-    ent_coef: PositiveOrZero | None = None
+    ent_coef: Annotated[PositiveOrZero | None, MAIN] = None
     """Weight of the mean entropy; null: the preset's."""
     vf_coef: PositiveOrZero | None = None
     """Weight of the critic's mean squared error; null: the preset's."""
-    target_kl: Positive | None = None
+    target_kl: Annotated[Positive | None, LIVE] = None
     """Stop the passes over a rollout once a minibatch's KL(old‖new) is above 1.5 times this."""
-    learning_rate: PositiveOrZero = 3e-4
+    learning_rate: Annotated[PositiveOrZero, MAIN, LIVE] = 3e-4
     """First learning rate."""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """linear: falls to 0 over the run."""
@@ -129,27 +130,27 @@ class ControlConfig:
     """Adam, or RMSprop as in A3C (smoothing 0.99)."""
     adam_epsilon: Positive = 1e-5
     """Added to the root of the second moment, in either optimiser."""
-    max_grad_norm: PositiveOrZero = 0.5
+    max_grad_norm: Annotated[PositiveOrZero, LIVE] = 0.5
     """Clip the gradient's norm to this; 0: never."""
     network: Network = field(default_factory=Network)
     dqn: Dqn = field(default_factory=Dqn)
     trpo: Trpo = field(default_factory=Trpo)
-    normalize_observations: bool = False
+    normalize_observations: Annotated[bool, MAIN] = False
     """Show the network observations with running mean 0 and deviation 1."""
-    normalize_rewards: bool = False
+    normalize_rewards: Annotated[bool, MAIN] = False
     """Divide rewards by the running deviation of the discounted return."""
     log_interval: Count = 1
     """Rollouts (for DQN: train_freq collections) per line of metrics.jsonl; checkpoints and evaluations fall between lines."""
-    eval_episodes: CountOrZero = 100
+    eval_episodes: Annotated[CountOrZero, MAIN] = 100
     """Episodes of an evaluation; 0: none."""
-    eval_steps: CountOrZero = 0
+    eval_steps: Annotated[CountOrZero, STEPS, LIVE] = 0
     """Evaluate every this many lines of metrics; 0: at the end."""
     eval_max_steps: CountOrZero = 0
     """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 where the environment declares no limit."""
     deterministic_eval: bool = True
     """Evaluate the likeliest actions; false: drawn ones."""
-    video: bool = False
+    video: Annotated[bool, MAIN] = False
     """Draw an episode of the trained policy as episode.gif."""
-    tuned: bool = True
+    tuned: Annotated[bool, MAIN] = True
     """Start from tuned settings for this algorithm on this environment, if there are any."""
     run: Run = field(default_factory=lambda: Run(threads=1))

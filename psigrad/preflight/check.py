@@ -28,7 +28,7 @@ from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.language.recipes.conversation import offered
+from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
@@ -121,7 +121,9 @@ def load_subject(config: OnlineConfig) -> Subject:
     """The model, and completions that it samples with the run's own settings, shortened."""
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
-    dataset = [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offered(config, _rows(config)))]
+    dataset = [
+        Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(offer_tools(config, _rows(config)))
+    ]
     room = model.max_length - short.max_completion_length
     prompts = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))[:PROMPTS]
     if len(prompts) < 2:

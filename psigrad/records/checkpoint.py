@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from psigrad.errors import UserError
-from psigrad.records import disk
 from psigrad.records.pins import check_format
 from psigrad.records.rows import FORMAT
 
@@ -38,7 +37,7 @@ class CheckpointError(UserError):
 
 
 @dataclass(frozen=True)
-class Found:
+class Latest:
     """The newest checkpoint that verifies (or None), its step, and a line for each newer one that was passed over."""
 
     path: Path | None
@@ -59,19 +58,19 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[
         write(beside)
         files = {str(path.relative_to(beside)): _seal(path) for path in sorted(beside.rglob("*")) if path.is_file()}
         _write_manifest(beside / MANIFEST, {**meta, "format": FORMAT, "step": step, "files": files})
-        disk.sync_tree(beside)
+        sync_tree(beside)
         if final.exists():
             os.rename(final, root / f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
         os.rename(beside, final)
-        disk.sync(root)
+        sync(root)
     except Exception as error:
-        written = disk.size_of(beside)
+        written = size_of(beside)
         shutil.rmtree(beside, ignore_errors=True)
-        if not disk.is_trouble(error):
+        if not is_disk_trouble(error):
             raise
         raise CheckpointError(
             f"The checkpoint of step {step} could not be written to {root}: {error}; {written} bytes were written and "
-            f"{disk.free_bytes(root)} bytes are free{_needed(root)}. The older checkpoints are intact: make room and start "
+            f"{free_bytes(root)} bytes are free{_needed(root)}. The older checkpoints are intact: make room and start "
             "again, the run goes on from the newest."
         ) from error
     for path in root.glob(f"{final.name}.replaced-*"):
@@ -80,7 +79,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, meta: Mapping[
 
 
 def _needed(root: Path) -> str:
-    before = max((disk.size_of(path) for path in _steps(root)), default=0)
+    before = max((size_of(path) for path in _steps(root)), default=0)
     return f"; the last one takes {before}" if before else ""
 
 
@@ -96,7 +95,7 @@ def _discard(path: Path) -> None:
 
 
 def _seal(path: Path) -> dict[str, Any]:
-    disk.sync(path)
+    sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
@@ -184,7 +183,7 @@ def _steps(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def latest(root: Path) -> Found:
+def latest(root: Path) -> Latest:
     """The newest checkpoint under `root` that verifies; the lines in `ignored` say why newer ones do not."""
     ignored = []
     for path in _steps(root):
@@ -193,8 +192,8 @@ def latest(root: Path) -> Found:
         except CheckpointError as error:
             ignored.append(str(error))
             continue
-        return Found(path, step_of(path) or 0, ignored)
-    return Found(None, 0, ignored)
+        return Latest(path, step_of(path) or 0, ignored)
+    return Latest(None, 0, ignored)
 
 
 def prune(root: Path, keep: int) -> None:
@@ -224,3 +223,37 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a safetensors file ({error}).") from error
+
+
+def sync(path: Path) -> None:
+    """Everything in a file, or the names in a folder, is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` of every file below a folder, then of the folders."""
+    below = sorted(folder.rglob("*"))
+    for path in [*(p for p in below if p.is_file()), *(p for p in below if p.is_dir()), folder]:
+        sync(path)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free where `path` is or would be."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def size_of(folder: Path) -> int:
+    """Bytes in the files below a folder; 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+
+
+def is_disk_trouble(error: BaseException) -> bool:
+    """Whether an exception tells of the disk: the Rust code of safetensors and tokenizers has no OSError and says it in words."""
+    return isinstance(error, OSError) or "(os error " in str(error)

@@ -1,7 +1,7 @@
 """What a run must find unchanged when it goes on: its settings, data, models, code and machine.
 
-A continuation that finds something changed is refused by name. `run.allow` takes a change deliberately; it is then recorded among
-the run's events.
+Which settings may change is marked on their fields (config/fields.py). A continuation that finds something else changed is
+refused by name. `run.allow` takes a change deliberately; it is then recorded among the run's events.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from psigrad.config.fields import FREE, LENGTH, RECORDED, defaults_of, marked
 from psigrad.errors import UserError, nearest
 from psigrad.records.rows import FORMAT
 
@@ -33,29 +34,6 @@ PINS = (
 )
 # Names in checkpoints of format 0.
 _OLD_NAMES = {"held-out dataset": "eval_dataset", "chat template": "chat_template"}
-# Settings that change nothing that is computed.
-_FREE = frozenset(f"run.{name}" for name in ("output_dir", "progress", "report", "resume", "allow", "extend")) | {"format"}
-_FREE |= {f"hub.{name}" for name in ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")}
-# Settings that change results by rounding at most. A change is recorded.
-MAY_CHANGE = frozenset(
-    (
-        *("run.save_steps", "run.save_minutes", "run.save_total_limit"),
-        *("run.logging_steps", "run.report_to", "run.callbacks", "run.watchdog_minutes"),
-        *("reward_timeout", "reward_workers", "worker_memory_gb", "worker_env"),
-        *("environment_timeout", "environment_workers", "environment_sandbox"),
-        *("record_tokens", "optim.rehearse"),
-        *("micro_batch_tokens", "keep_activations_gb", "model.gradient_checkpointing"),
-        *("sampling.max_decode_batch", "sampling.vllm_memory", "sampling.vllm_sleep", "sampling.tensor_parallel_size"),
-        *(f"placement.{name}" for name in ("processes", "strategy", "timeout_minutes", "cluster")),
-        *(
-            f"placement.{name}"
-            for name in ("samplers", "sampler_cpus", "sampler_gpus", "parcel_prompts", "scorers", "scorer_cpus")
-        ),
-        *("placement.environment_actors", "placement.environment_cpus"),
-    )
-)
-# Settings that say how long a run is. `run.extend` lets them grow.
-LENGTH = ("run.max_steps", "run.num_train_epochs", "total_timesteps")
 
 
 @dataclass(frozen=True)
@@ -65,6 +43,8 @@ class Change:
     name: str
     before: Any
     now: Any
+    is_length: bool = False
+    """Whether it says how long the run is."""
 
     def __str__(self) -> str:
         return f"{self.name} was {self.before!r} and is {self.now!r}"
@@ -72,34 +52,37 @@ class Change:
 
 def check_format(place: Path, held: Mapping[str, Any]) -> None:
     """Refuse what a newer psigrad wrote. Without a number it is format 0, from before there were numbers, and readable."""
-    found = held.get("format", 0)
-    if not isinstance(found, int) or found > FORMAT:
+    form = held.get("format", 0)
+    if not isinstance(form, int) or form > FORMAT:
         raise UserError(
-            f"{place} has format {found!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
+            f"{place} has format {form!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
             "update psigrad to read it or to go on with the run."
         )
 
 
 def check_settings(
-    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], usual: Mapping[str, Any] | None = None
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
     """The settings that differ between a run and its continuation, all of which may.
 
-    A setting that an older psigrad did not have counts as having its `usual` value. Raises `UserError` naming the settings that
-    must not differ.
+    The marks on the fields of the class `settings` say which may; without a class none. A setting that an older psigrad did not
+    have counts as having its default. Raises `UserError` naming the settings that must not differ.
     """
-    old, new, default = (with_one_name(dict(_leaves(settings))) for settings in (before, now, usual or {}))
+    old, new, default = (
+        name_preset_once(dict(_leaves(one))) for one in (before, now, {} if settings is None else defaults_of(settings))
+    )
+    free, recorded, length = ([] if settings is None else marked(settings, mark) for mark in (FREE, RECORDED, LENGTH))
     old = {name: default[name] for name in new.keys() & default.keys()} | old
-    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in _FREE]
-    changes = [Change(name, old.get(name), new.get(name)) for name in names]
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in (*free, "format")]
+    changes = [Change(name, old.get(name), new.get(name), name in length) for name in names]
     allowed = _allowed(now, new)
-    refused = [c for c in changes if c.name not in MAY_CHANGE and not {c.name, c.name.rpartition(".")[2]} & allowed]
-    longer = [c for c in refused if c.name in LENGTH]
+    refused = [c for c in changes if c.name not in recorded and not {c.name, c.name.rpartition(".")[2]} & allowed]
+    longer = [c for c in refused if c.is_length]
     if now.get("run", {}).get("extend"):
         for change in longer:
             if change.before and (change.now or 0) < change.before:
                 raise UserError(f"{change}; run.extend goes on beyond the end, so give more than {change.before}.")
-        refused = [c for c in refused if c.name not in LENGTH]
+        refused = [c for c in refused if not c.is_length]
     if refused:
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
         advice = "set them back to go on with it, or choose another output_dir"
@@ -121,7 +104,7 @@ def _allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def with_one_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name, where an algorithm as it was named, "grpo", and one with a part changed are both `algorithm`."""
     return {"algorithm" if name == "algorithm.preset" else name: value for name, value in settings.items()}
 
@@ -134,7 +117,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def hashes(parts: Mapping[str, Any]) -> dict[str, str]:
+def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
     """The SHA-256 of each part's JSON form, by name."""
     return {
         name: hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest() for name, part in parts.items()
@@ -161,7 +144,7 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
     return changes
 
 
-def model_of(path: str, revision: str = "") -> str | None:
+def identify_model(path: str, revision: str = "") -> str | None:
     """What identifies the model at `path`: a hub model's commit, or the SHA-256 of a folder's files. None if it is not here."""
     if Path(path).is_dir():
         return _folder_hash(Path(path))
@@ -184,7 +167,7 @@ def _folder_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def code_of(*objects: Any) -> str | None:
+def hash_code(*objects: Any) -> str | None:
     """The SHA-256 of the user's code behind functions, classes and objects; None where all of it is psigrad's or a library's.
 
     It covers the files that define them, and the user's own modules that those files import. What a script or notebook defines is

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.records.pins import check_format, with_one_name
-from psigrad.records.rows import number, parsed, rollout_figures, stepped
+from psigrad.records.pins import check_format, name_preset_once
+from psigrad.records.rows import number, parse_row, parse_step, rollout_figures
 
 TEXT_LIMIT = 600
 
@@ -62,7 +62,7 @@ class RunData:
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration with dotted names: {"optim.learning_rate": 1e-6, …}."""
-        return with_one_name(flat(self.config))
+        return name_preset_once(flatten(self.config))
 
     @property
     def held_out_metric(self) -> str:
@@ -97,14 +97,14 @@ def kind_of(config: Mapping[str, Any]) -> str:
     return "preference" if "cache_reference" in config else "online"
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one with dotted names."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value} if prefix else {}
-    return {k: v for name, inner in value.items() for k, v in flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {k: v for name, inner in value.items() for k, v in flatten(inner, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
-def shown(value: Any) -> str:
+def show_number(value: Any) -> str:
     """A number for people: whole up to a million, else four significant digits; a dash for what is no number."""
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
@@ -117,7 +117,7 @@ def shown(value: Any) -> str:
 def interval(row: Mapping[str, Any], stem: str = "") -> str:
     """`low to high` of a row that has both, else an empty string."""
     low, high = number(row.get(f"{stem}low")), number(row.get(f"{stem}high"))
-    return "" if math.isnan(low) or math.isnan(high) else f"{shown(low)} to {shown(high)}"
+    return "" if math.isnan(low) or math.isnan(high) else f"{show_number(low)} to {show_number(high)}"
 
 
 def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
@@ -126,7 +126,7 @@ def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
 
 
-def visible(text: str) -> str:
+def escape(text: str) -> str:
     """Control characters, bidirectional overrides and lone surrogates spelt out; line ends and tabs as they are."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
@@ -163,9 +163,9 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
             name=path.resolve().name,
             path=path,
             config=config,
-            metrics=[row for line in _lines(path / "metrics.jsonl") if (row := stepped(line)) is not None],
-            timings=[row for line in _lines(path / "timings.jsonl") if (row := stepped(line)) is not None],
-            events=[row for line in _lines(path / "events.jsonl") if (row := parsed(line)) is not None],
+            metrics=[row for line in _lines(path / "metrics.jsonl") if (row := parse_step(line)) is not None],
+            timings=[row for line in _lines(path / "timings.jsonl") if (row := parse_step(line)) is not None],
+            events=[row for line in _lines(path / "events.jsonl") if (row := parse_row(line)) is not None],
             summary=[row for row in summary if isinstance(row, dict) and {"name", "value"} <= row.keys()],
             rewards=rewards,
             troubles=troubles,
@@ -212,7 +212,7 @@ def _samples(path: Path, offsets: Sequence[int]) -> dict[str, Sample]:
     with path.open("rb") as stream:
         for offset in offsets:
             stream.seek(offset)
-            row = parsed(stream.readline())
+            row = parse_row(stream.readline())
             if row is not None:
                 prompt, completion = row.get("prompt", ""), clip(row.get("completion", ""))
                 said = tuple((role, clip(text)) for role, text in messages(prompt))
@@ -253,4 +253,4 @@ def _arguments(given: Any) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return (parsed(path.read_bytes()) if path.is_file() else None) or {}
+    return (parse_row(path.read_bytes()) if path.is_file() else None) or {}

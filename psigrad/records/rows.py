@@ -32,7 +32,7 @@ class Headline(NamedTuple):
     high: float | None
 
 
-def apart(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The first and the last evaluation of a run, to stand side by side; one of them where there was only one."""
     return [after] if before == after else [before, after]
 
@@ -160,7 +160,7 @@ class RolloutFigures:
     """Whether the length limit ended it."""
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """A line as an object; None where it is none."""
     try:
         row = json.loads(line)
@@ -169,9 +169,9 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def stepped(line: bytes) -> dict[str, Any] | None:
+def parse_step(line: bytes) -> dict[str, Any] | None:
     """A line as a row with a valid "step" (a whole number from 0), as those of metrics, timings and rollouts; else None."""
-    row = parsed(line)
+    row = parse_row(line)
     step = None if row is None else row.get("step")
     return row if type(step) is int and 0 <= step < 2**53 else None
 
@@ -181,7 +181,7 @@ def rollout_figures(line: bytes) -> RolloutFigures | None:
 
     About 100,000 lines of 1 kB a second: lists of numbers, half of a line's time, are emptied before it is parsed.
     """
-    row = stepped(_NUMBERS.sub(b"[]", line))
+    row = parse_step(_NUMBERS.sub(b"[]", line))
     if row is None:
         return None
     get = row.get

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from psigrad.errors import UserError
-from psigrad.records import checkpoint, disk, pins
+from psigrad.records import checkpoint, pins
 from psigrad.records.rows import FORMAT
 
 ROWS = ("metrics", "timings", "rollouts", "events")
@@ -60,9 +60,10 @@ class RunFolder:
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", usual: Mapping[str, Any] | None = None
+        cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", settings: type[Any] | None = None
     ) -> Iterator[RunFolder]:
-        """The folder at `path`, made or gone on with, locked for the length of the block. `usual` are the settings' defaults.
+        """The folder at `path`, made or gone on with, locked for the length of the block. `settings` is the class of the
+        settings, whose marks say what may change when a run goes on.
 
         Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting
         that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
@@ -80,18 +81,18 @@ class RunFolder:
             for name in (".lock", ".config.json.tmp", "config.json", "checkpoints", *(f"{rows}.jsonl" for rows in ROWS)):
                 if (path / name).is_symlink():
                     raise RunFolderError(f"{path / name} is a link; a run folder holds its own files, so remove the link.")
-            lock = _locked(path)
+            lock = _lock(path)
         try:
             folder = cls(path, lock)
             with _errors_of(path):
-                folder._begin({"format": FORMAT, **config}, resume, usual or {})
+                folder._begin({"format": FORMAT, **config}, resume, settings)
             yield folder
         finally:
             for stream in folder._files.values():
                 stream.close()
             lock.close()
 
-    def _begin(self, config: Mapping[str, Any], resume: str, usual: Mapping[str, Any]) -> None:
+    def _begin(self, config: Mapping[str, Any], resume: str, settings: type[Any] | None) -> None:
         if resume == "never" and any(self.checkpoints.glob("step-*")):
             raise RunFolderError(
                 f"{self.path} has checkpoints and resume is never; choose another output_dir or set resume to auto."
@@ -107,7 +108,7 @@ class RunFolder:
             before = _settings(file)
             pins.check_format(self.path, before)
         if file.exists() and self._has_begun():
-            changes = pins.check_settings(self.path, before, now, json.loads(to_line(usual)))
+            changes = pins.check_settings(self.path, before, now, settings)
         _replace(file, (json.dumps(now, indent=1) + "\n").encode())
         self.checkpoints.mkdir(exist_ok=True)
         self._settle_model()
@@ -115,7 +116,7 @@ class RunFolder:
             rows = self.path / f"{name}.jsonl"
             self._files[name] = rows.open("ab", buffering=0)
             _truncate(rows, _end_of_lines(rows))
-        longer = any(change.name in pins.LENGTH for change in changes)
+        longer = any(change.is_length for change in changes)
         self.finished = not longer and (self.path / "model").is_dir() and _last_kind(self.path / "events.jsonl") == "finished"
         if changes:
             self.event("settings_changed", changes={c.name: [c.before, c.now] for c in changes})
@@ -173,7 +174,7 @@ class RunFolder:
 
     def disk_low(self) -> str:
         """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
-        free, needed = disk.free_bytes(self.path), self.checkpoint_bytes
+        free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes
         if free >= 1.5 * needed:
             return ""
         return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
@@ -184,11 +185,11 @@ class RunFolder:
         with _errors_of(self.path):
             shutil.rmtree(beside, ignore_errors=True)
             write(beside)
-            disk.sync_tree(beside)
+            checkpoint.sync_tree(beside)
             if final.exists():
                 os.rename(final, aside)
             os.rename(beside, final)
-            disk.sync(self.path)
+            checkpoint.sync(self.path)
         shutil.rmtree(aside, ignore_errors=True)
         return final
 
@@ -204,7 +205,7 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-class Bystander(RunFolder):
+class NullRunFolder(RunFolder):
     """The run folder as the other processes of a run see it: they know where it is, and write nothing."""
 
     def __init__(self, path: Path, finished: bool) -> None:
@@ -282,7 +283,7 @@ def _replace(file: Path, content: bytes) -> None:
     os.replace(beside, file)
 
 
-def _locked(path: Path) -> BinaryIO:
+def _lock(path: Path) -> BinaryIO:
     """The lock of the folder. The kernel lets go of it when its holder dies, so a lock is never stale."""
     stream = (path / ".lock").open("a+b")
     try:
@@ -305,11 +306,11 @@ def _errors_of(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not disk.is_trouble(error):
+        if not checkpoint.is_disk_trouble(error):
             raise
         what, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
         raise RunFolderError(
-            f"{what} cannot be written: {why} ({disk.free_bytes(path)} bytes are free); what was saved before is intact. "
+            f"{what} cannot be written: {why} ({checkpoint.free_bytes(path)} bytes are free); what was saved before is intact. "
             "Fix that and start again: the run continues from its newest checkpoint."
         ) from error
 

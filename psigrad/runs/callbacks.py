@@ -19,7 +19,7 @@ from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.records.rows import headline, stepped
+from psigrad.records.rows import headline, parse_step
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.changes import check
 from psigrad.runs.state import RunState
@@ -159,7 +159,7 @@ class Callbacks:
         self.told.max_steps = total
         if self.folder is not None and self.world.rank == 0:
             lines = (self.folder.path / "metrics.jsonl").read_bytes().splitlines()
-            self._take_history([row for line in lines if (row := stepped(line)) is not None])
+            self._take_history([row for line in lines if (row := parse_step(line)) is not None])
         self.held = dict(state.changes)
 
         def restore() -> None:

@@ -1,26 +1,22 @@
-"""Settings that a callback may change while a run goes on, and the run with them."""
+"""Settings that a callback may change while a run goes on, and the run with them.
+
+Those are marked `LIVE`: what a step reads when it begins. What was loaded or made before the first step is not among them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from psigrad.config.fields import LIVE, marked, settings_of
 from psigrad.config.load import expected
 from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 
 R = TypeVar("R")
-# Settings that a step reads when it begins; what was loaded or made before the first step is not among them.
-CHANGEABLE = (
-    *("optim.learning_rate", "optim.weight_decay", "optim.max_grad_norm", "critic_learning_rate"),
-    *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p"),
-    *("evaluation.eval_steps", "run.save_steps", "run.save_minutes"),
-    *("learning_rate", "max_grad_norm", "target_kl", "eval_steps"),  # control's
-    *("num_iterations", "num_minibatches", "missing_eos_penalty", "max_refills", "record_tokens"),
-)
 _PARTS = ("algorithm", "loss")
 
 
@@ -32,7 +28,7 @@ def check(config: Any, name: str, value: Any) -> tuple[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{dotted} is changed to {value!r}; expected a number.")
         return dotted, value
-    known = [own for own in CHANGEABLE if own in leaves.values()]
+    known = marked(type(config), LIVE)
     if dotted not in known:
         parts = " and ".join(f"numbers in {part}" for part in _PARTS if hasattr(config, part))
         raise UserError(
@@ -41,14 +37,8 @@ def check(config: Any, name: str, value: Any) -> tuple[str, Any]:
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):
         raise UserError(f"{name} cannot be changed in a run with a lag: completions of the steps to come are drawn already.")
-    owner: Any = config
-    leaf = dotted
-    if "." in dotted:
-        section, leaf = dotted.split(".")
-        owner = getattr(config, section)
-    hint = get_type_hints(type(owner), include_extras=True)[leaf]
     try:
-        return dotted, TypeAdapter(hint).validate_python(value)
+        return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{name} is changed to {value!r}; {expected(error.errors()[0]['msg'])}.") from error
 

@@ -59,7 +59,7 @@ class Announcer:
         if not self._begun:
             self._begun = True
             for line in (self._folder.path / "metrics.jsonl").read_bytes().splitlines():
-                if (before := rows.stepped(line)) is not None:
+                if (before := rows.parse_step(line)) is not None:
                     self._judge(before["step"], before)
         for alert in self._judge(step, row):
             rule = BY_NAME[alert.rule]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
-from psigrad.records.rows import apart, headline, stepped
+from psigrad.records.rows import first_and_last, headline, parse_step
 
 if TYPE_CHECKING:
     import pandas
@@ -62,7 +62,7 @@ class Result:
     def history(self) -> MetricsHistory:
         """Every row of metrics.jsonl, as it stands now."""
         lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
-        return MetricsHistory(row for line in lines if (row := stepped(line)) is not None)
+        return MetricsHistory(row for line in lines if (row := parse_step(line)) is not None)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Result:
     def _repr_html_(self) -> str:
         """What a notebook shows: the held-out figures before and after, and where everything is."""
         names = [name for name in self.after if name.startswith("eval/") and not name.endswith(("/low", "/high"))]
-        ends = apart(self.before, self.after)
+        ends = first_and_last(self.before, self.after)
         lines = [
             [name.removeprefix("eval/"), *(_shown(figures.get(name)) for figures in ends), _interval(self.after, name)]
             for name in names

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from psigrad.config import Run
+from psigrad.config.fields import LENGTH, marked
 from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
-from psigrad.processes.parallel.world import ALONE, World, joined
-from psigrad.records import checkpoint, disk, pins
-from psigrad.records.run_folder import Bystander, RunFolder
+from psigrad.processes.parallel.world import ALONE, World, join_world
+from psigrad.records import checkpoint, pins
+from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.journal import Announcer, Journal, Stopped
@@ -41,7 +42,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
         if hasattr(config, "placement"):
             launch.check(config.placement.processes)
             lockstep, minutes = config.placement.strategy == "fsdp", config.placement.timeout_minutes
-            world = stack.enter_context(joined(device=device(config.run), lockstep=lockstep, minutes=minutes))
+            world = stack.enter_context(join_world(device=device(config.run), lockstep=lockstep, minutes=minutes))
         path = world.broadcast(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
         yield stack.enter_context(_open_as(world, path, config, recipe))
 
@@ -49,13 +50,12 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
 @contextlib.contextmanager
 def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
-    usual = to_dict(type(config)())
     if world.rank:
         with StopSignal() as stop:
-            bystander = Bystander(path, world.broadcast(False))
-            yield Journal(bystander, signal=stop, world=world, callbacks=_callbacks(config, bystander, world))
+            null_folder = NullRunFolder(path, world.broadcast(False))
+            yield Journal(null_folder, signal=stop, world=world, callbacks=_callbacks(config, null_folder, world))
         return
-    with RunFolder.open(path, settings, config.run.resume, usual) as folder, StopSignal() as stop:
+    with RunFolder.open(path, settings, config.run.resume, type(config)) as folder, StopSignal() as stop:
         world.broadcast(folder.finished)
         trackers = [] if folder.finished else open_trackers(config.run.report_to, folder.path, settings)
         watchdog = Watchdog(
@@ -101,7 +101,7 @@ def finished(config: Any, journal: Journal) -> Result | None:
     if not journal.folder.finished:
         return None
     if journal.world.rank == 0:
-        length = "total_timesteps" if hasattr(config, "total_timesteps") else "max_steps"
+        length = marked(type(config), LENGTH)[0].rpartition(".")[2]
         print(f"{folder} is finished; nothing was done. To train on, give a larger {length} with --extend.", file=sys.stderr)
     before, after = evaluations(folder)
     report = folder / "report.html"
@@ -111,7 +111,7 @@ def finished(config: Any, journal: Journal) -> Result | None:
 def newest_checkpoint(journal: Journal) -> Path | None:
     """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
     world = journal.world
-    found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Found(None))
+    found = world.broadcast(checkpoint.latest(journal.folder.checkpoints) if world.rank == 0 else checkpoint.Latest(None))
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
     journal.folder.rewind(found.step if found.path is not None else -1)
@@ -123,7 +123,7 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta=meta)
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
-    journal.folder.checkpoint_bytes = disk.size_of(path)
+    journal.folder.checkpoint_bytes = checkpoint.size_of(path)
     journal.folder.event("saved", step=step)
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from psigrad import seeds
-from psigrad.records.read import visible
+from psigrad.records.read import escape
 from psigrad_studio.labels import completion_groups, people
 from psigrad_studio.labels.completion_groups import PromptGroup
 from psigrad_studio.labels.database import Database, now, reads, writes
@@ -257,8 +257,8 @@ def _parts(keys: Iterable[Any], size: int = 1000) -> Iterator[list[Any]]:
 def _origin(about: Mapping[str, Any]) -> dict[str, Any]:
     step = about.get("step")
     return {
-        "sampler": visible(str(about["sampler"])) if "sampler" in about else None,
-        "run": visible(str(about["run"])) if "run" in about else None,
+        "sampler": escape(str(about["sampler"])) if "sampler" in about else None,
+        "run": escape(str(about["run"])) if "run" in about else None,
         "step": step if type(step) is int and abs(step) < 2**63 else None,
         "about": dict(about),
     }

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psigrad.records.read import shown as _shown
-from psigrad.records.read import visible
+from psigrad.records.read import escape
+from psigrad.records.read import show_number as _shown
 from psigrad.records.rows import number
 
 Row = Mapping[str, Any]
@@ -25,7 +25,7 @@ def explained(row: Row, group: Sequence[Row]) -> str:
     if row.get("kind") != "train":
         return ""
     if row.get("status") == "unscored":
-        reason = visible(str(row.get("reason") or ""))[:300]
+        reason = escape(str(row.get("reason") or ""))[:300]
         return f"It has no reward, so it is left out{f': {reason}' if reason else ''}."
     if row.get("completion_ids") == []:
         return "It is empty: there is no token whose probability could change."

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.rows import figures, number, parsed, stepped
+from psigrad.records.rows import figures, number, parse_row, parse_step
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import Alert, Watch
 from psigrad_studio.runs.files import Tail, content
@@ -64,13 +64,13 @@ class History:
                 self._clear()
             before = self._metrics.offset + self._timings.offset + self._events.offset
             for _, line in self._events.lines(most):
-                if (event := parsed(line)) is not None:
+                if (event := parse_row(line)) is not None:
                     self.events = [*self.events[-199:], event]
             for _, line in self._timings.lines(most):
-                if (row := stepped(line)) is not None:
+                if (row := parse_step(line)) is not None:
                     self._timed(row)
             for _, line in self._metrics.lines(most):
-                if (row := stepped(line)) is not None:
+                if (row := parse_step(line)) is not None:
                     self._measured(row["step"], figures(row))
             taken = self._metrics.offset + self._timings.offset + self._events.offset - before
             self.version += taken > 0

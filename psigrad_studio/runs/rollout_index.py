@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psigrad.records.rows import RolloutFigures, parsed, rollout_figures
+from psigrad.records.rows import RolloutFigures, parse_row, rollout_figures
 from psigrad_studio.runs.files import LONGEST_LINE, Tail, opened
 
 KINDS = ("train", "eval", "episode", "other")
@@ -119,7 +119,7 @@ class RolloutIndex:
 
     def rows(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         """Rows by number. Rows that cannot be read any more are left out."""
-        found = ((n, parsed(line)) for n, line in self._lines([n for n in numbers if 0 <= n < len(self)]))
+        found = ((n, parse_row(line)) for n, line in self._lines([n for n in numbers if 0 <= n < len(self)]))
         return [(n, row) for n, row in found if row is not None and row.get("step") == self._step[n]]
 
     def group_of(self, n: int) -> list[int]:
@@ -204,7 +204,7 @@ def _filtered(index: RolloutIndex, wanted: RolloutQuery) -> NDArray[np.int64]:
 
 def _speaks(line: bytes, needle: str) -> bool:
     """Whether prompt or completion of a line contain a text, ignoring case."""
-    row = parsed(line) or {}
+    row = parse_row(line) or {}
     return any(needle in _text(row.get(name)).casefold() for name in ("prompt", "completion"))
 
 

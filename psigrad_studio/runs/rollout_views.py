@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.records.read import visible
+from psigrad.records.read import escape
 from psigrad.records.rows import number
 from psigrad_studio.labels.completion_groups import ROLLOUT
 from psigrad_studio.runs.advantage_notes import explained, group_said
@@ -61,7 +61,7 @@ def dead_said(index: RolloutIndex, step: float) -> str:
 
 
 def _beginning(text: str) -> str:
-    return visible(" ".join(text[: 4 * BEGINNING].split()))[:BEGINNING]
+    return escape(" ".join(text[: 4 * BEGINNING].split()))[:BEGINNING]
 
 
 def _length(row: Mapping[str, Any]) -> float | None:
@@ -105,14 +105,14 @@ def _member(row: Mapping[str, Any], story: Sequence[Mapping[str, Any]]) -> dict[
         "k": row.get("k", row.get("episode")),
         "reward": finite(number(row.get("reward"))),
         "advantage": finite(number(row.get("advantage"))),
-        "parts": {visible(str(k))[:80]: finite(number(v)) for k, v in parts.items()} if isinstance(parts, Mapping) else {},
+        "parts": {escape(str(k))[:80]: finite(number(v)) for k, v in parts.items()} if isinstance(parts, Mapping) else {},
         "status": str(row.get("status", "")),
-        "reason": visible(str(row.get("reason") or ""))[:600],
+        "reason": escape(str(row.get("reason") or ""))[:600],
         "finish": str(row.get("finish_reason", "")),
         "turns": row.get("turns"),
         "length": _length(row),
         "why": explained(row, story),
-        "completion": visible(completion[:LONGEST]),
+        "completion": escape(completion[:LONGEST]),
         "left_out": max(0, len(completion) - LONGEST),
     }
 
@@ -126,9 +126,9 @@ def _tokens(row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 def _messages(prompt: Any) -> list[dict[str, str]]:
     """A prompt as messages; a plain text has no role."""
     if not isinstance(prompt, list):
-        return [{"role": "", "content": visible(str(prompt or ""))[:LONGEST]}]
+        return [{"role": "", "content": escape(str(prompt or ""))[:LONGEST]}]
     return [
-        {"role": visible(str(m.get("role", "")))[:40], "content": visible(str(m.get("content") or ""))[:LONGEST]}
+        {"role": escape(str(m.get("role", "")))[:40], "content": escape(str(m.get("content") or ""))[:LONGEST]}
         for m in prompt
         if isinstance(m, Mapping)
     ]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.records import run_folder
-from psigrad.records.read import flat, kind_of
+from psigrad.records.read import flatten, kind_of
 from psigrad.records.warnings import BY_NAME, Alert
 from psigrad_studio.runs.files import opened
 from psigrad_studio.runs.history import History
@@ -160,7 +160,7 @@ def alert_of(alert: Alert) -> dict[str, Any]:
 
 def described(config: Mapping[str, Any]) -> dict[str, Any]:
     """Method, model, seed, and a key of the settings that runs with other seeds share."""
-    kind, given = kind_of(config), flat(config)
+    kind, given = kind_of(config), flatten(config)
     name: Any = {"sft": "sft", "reward": "reward model", "preference": config.get("loss")}.get(kind, config.get("algorithm"))
     if isinstance(name, Mapping):
         name = name.get("name") or name.get("preset") or "own method"

@@ -15,7 +15,7 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from psigrad.errors import UserError
-from psigrad.records.read import flat
+from psigrad.records.read import flatten
 from psigrad.records.signals import SIGNALS
 from psigrad.records.warnings import BY_NAME, RULES
 from psigrad_studio.json_api import RequestForm, json_response
@@ -204,7 +204,7 @@ def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
     return {
         **cache.entry(run),
         "alerts": found,
-        "settings": {key: str(value)[:300] for key, value in flat(config_of(place.path)).items()},
+        "settings": {key: str(value)[:300] for key, value in flatten(config_of(place.path)).items()},
         "events": [{str(k)[:60]: str(v)[:300] for k, v in event.items()} for event in history.events[-40:]],
         "picture": cache.picture(run) is not None,
         "rollouts": len(index),

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import visible
-from psigrad.records.rows import number, parsed
+from psigrad.records.read import escape
+from psigrad.records.rows import number, parse_row
 from psigrad_studio.runs.files import content
 
 MOST_TOKENS = 2000
@@ -77,7 +77,7 @@ def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
     ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and 0 <= i < 2**31][:MOST_TOKENS]
     if tokenizer is None:
         return [f"#{i}" for i in ids]
-    return [visible(text) for text in _pieces(tokenizer, ids)]
+    return [escape(text) for text in _pieces(tokenizer, ids)]
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -134,4 +134,4 @@ def _loaded(said: bytes) -> Any:
 
 def config_of(run: Path) -> dict[str, Any]:
     """A run's settings; empty where there are none."""
-    return parsed(content(run / "config.json")) or {}
+    return parse_row(content(run / "config.json")) or {}

@@ -23,6 +23,7 @@ from psigrad import cli
 from psigrad.cli import flags
 from psigrad.cli import language_models as language
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.fields import flag_of, help_of, settings_of
 from psigrad.config.load import load, resolve_names, to_dict
 from psigrad.errors import UserError
 
@@ -59,13 +60,33 @@ def test_nothing_heavy_is_imported_before_it_is_needed(code):
 
 
 def test_help_of_a_command_needs_no_torch_and_shows_every_setting():
-    command = "from psigrad.cli import main\ntry: main(['grpo', '--help'])\nexcept SystemExit: pass"
+    command = "from psigrad.cli import main\ntry: main(['grpo', '--help-all'])\nexcept SystemExit: pass"
     out = python(
         f"import sys\n{command}\nprint([m for m in ('torch', 'transformers', 'datasets', 'matplotlib') if m in sys.modules])"
     )
     assert out.splitlines()[-1] == "[]"
-    for name, _, _ in flags._fields(OnlineConfig):
-        assert flags.flag_of(name) in out
+    for name in settings_of(OnlineConfig):
+        assert flag_of(name) in out
+
+
+@pytest.mark.parametrize("command", [["grpo"], ["sft"], ["dpo"], ["reward"], ["plan", "grpo"], ["control"], ["eval"]])
+def test_short_help_shows_what_matters_and_its_last_line_says_how_to_see_all(command, capsys):
+    text = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main([*command, flag])
+        text[flag] = capsys.readouterr().out
+    flags_of = {flag: set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE)) for flag, shown in text.items()}
+    assert 12 <= len(flags_of["--help"]) <= 36 and flags_of["--help"] < flags_of["--help-all"]
+    last = text["--help"].splitlines()[-1]
+    assert f"`psigrad {' '.join(command)} --help-all` shows all" in last and last not in text["--help-all"]
+
+
+def test_help_shows_the_defaults_of_the_method(capsys):
+    for method, passes in (("ppo", 4), ("grpo", 1)):
+        with pytest.raises(SystemExit):
+            cli.main([method, "--help-all"])
+        assert f"Passes over each collected batch. (default {passes})" in capsys.readouterr().out
 
 
 def test_negative_control_something_heavy_is_noticed():
@@ -74,21 +95,21 @@ def test_negative_control_something_heavy_is_noticed():
 
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_setting_has_a_help_text(cls):
-    for name, _, _ in flags._fields(cls):
-        assert flags._help(cls, name), name
+    for name in settings_of(cls):
+        assert help_of(cls, name), name
 
 
 def test_help_lists_the_words_that_a_setting_may_be(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for text in ("(grpo, rloo, ppo, dpo, reward, sft; default grpo)", "Completions per prompt. (default 8)", "installed. --json"):
+    for text in ("(grpo, rloo, ppo, dpo, reward, sft; default grpo)", "Completions per prompt. (default 8)", "checkout. --json"):
         assert text in shown
 
 
 def test_the_leaf_names_of_settings_are_unique():
     for cls in CONFIGS:
-        leaves = [name.rpartition(".")[2] for name, _, _ in flags._fields(cls)]
+        leaves = [name.rpartition(".")[2] for name in settings_of(cls)]
         assert len(leaves) == len(set(leaves))
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from psigrad import cli
-from psigrad.cli.completion import Flag, _described, shown
+from psigrad.cli.completion import Flag, _described, offer
 from psigrad.errors import UserError
 
 
@@ -67,14 +67,14 @@ def test_flags_are_read_off_argparse_help():
 
 
 def test_words_are_read_off_the_usage():
-    words = {name: set(shown(name, cli.COMMANDS[name]).words) for name in ("experiment", "init", "control")}
+    words = {name: set(offer(name, cli.COMMANDS[name]).words) for name in ("experiment", "init", "control")}
     assert {"psi", "bias", "clip"} <= words["experiment"]
     assert words["init"] == {"verifiable", "preferences", "tools", "control"}
     assert {"ppo", "reinforce", "trpo", "dqn"} <= words["control"]
 
 
 def test_the_methods_of_a_grid_are_values_of_its_flag():
-    (method,) = (flag for flag in shown("grid", cli.COMMANDS["grid"]).flags if flag.name == "--method")
+    (method,) = (flag for flag in offer("grid", cli.COMMANDS["grid"]).flags if flag.name == "--method")
     assert method.values == ("value_iteration", "policy_iteration", "modified_policy_iteration", "prioritised_sweeping")
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from psigrad import cli
-from psigrad.cli.projects import _BEGIN, KINDS
+from psigrad.cli.begin import KINDS
 from psigrad.language.models import tiny
 
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def project(request, tmp_path, monkeypatch, capsys):
     assert cli.main(["init", request.param, str(tmp_path / "mine")]) == 0
-    assert _BEGIN[request.param] in capsys.readouterr().out
+    assert KINDS[request.param][1] in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / "mine")
     return request.param
 
@@ -48,7 +48,7 @@ SMALL = {
 def test_a_project_passes_its_own_tests_and_takes_two_steps(project, model, tmp_path):
     tested = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], capture_output=True, text=True)
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout + tested.stderr
-    begin = _BEGIN[project].split()[1:]
+    begin = KINDS[project][1].split()[1:]
     steps = [] if project == "control" else ["--model", str(model), "--max-steps", "2", "--eval-steps", "0"]
     assert (
         cli.main([*begin, *steps, *SMALL[project], "--threads", "1", "--no-report", "--output-dir", str(tmp_path / "run")]) == 0
@@ -100,5 +100,5 @@ def test_every_template_is_in_the_wheel():
     root = Path(__file__).parents[2]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["psigrad.cli"]
     found = {path for pattern in patterns for path in (root / "psigrad" / "cli").glob(pattern)}
-    kept = {path for path in (root / "psigrad" / "cli" / "projects" / "templates").rglob("*") if path.is_file()}
+    kept = {path for path in (root / "psigrad" / "cli" / "templates").rglob("*") if path.is_file()}
     assert found == kept

@@ -168,6 +168,6 @@ def test_an_object_is_changed_by_itself():
 def test_help_shows_what_a_method_has(capsys):
     for name, shown, hidden in (("ppo", "--gae-lambda", "--margin"), ("grpo", "--scale-rewards", "--gae-lambda")):
         with pytest.raises(SystemExit):
-            cli.main([name, "--help"])
+            cli.main([name, "--help-all"])
         text = capsys.readouterr().out
         assert shown in text and hidden not in text

@@ -345,12 +345,11 @@ def test_flags_of_rl_zoo3_are_answered(arguments, said, tmp_path, capsys):
 def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
-    from psigrad.cli import worlds
     from psigrad.control import run
 
     seen = []
     monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
-    monkeypatch.setattr(worlds, "finished", lambda result: 0)
+    monkeypatch.setattr("psigrad.records.report.terminal.print_result", lambda result: None)
     theirs = ["--algo", "dqn", "--env", "CartPole-v1", "--n-timesteps", "99", "--policy", "CnnPolicy", "--n-eval-episodes", "7"]
     assert cli.main(["control", *theirs, "--env-kwargs", "{sutton_barto_reward: true}"]) == 0
     (found,) = seen

@@ -354,6 +354,22 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
     assert command.warning(settings(folder, algorithm="nonsense")) == ""
 
 
+def test_a_model_whose_own_code_fails_is_no_reason_to_stop_a_run_and_a_bug_of_the_planner_shows(folder, monkeypatch):
+    from psigrad.preflight.plan import shape
+
+    def fails(*given, **named):
+        raise TypeError("unsupported operand")
+
+    shape.shape_of.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(shape, "model_of", fails)
+        patched.setattr(shape.weights_only, "describes", lambda config: False)
+        assert command.warning(settings(folder)) == ""
+    monkeypatch.setattr(command, "predict", fails)
+    with pytest.raises(TypeError):
+        command.warning(settings(folder))
+
+
 def test_without_a_network_a_hub_name_is_refused_at_once(tmp_path, monkeypatch, capsys):
     def nobody(*given):
         raise OSError("Name or service not known")

@@ -12,7 +12,7 @@ from run_folders import TOKENS, make_run, rollout
 
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.records.read import load
-from psigrad.records.rows import RolloutFigures, RolloutRow, figures, rollout_figures, rollout_row, stepped
+from psigrad.records.rows import RolloutFigures, RolloutRow, figures, parse_step, rollout_figures, rollout_row
 from psigrad.records.run_folder import to_line
 
 NAN = math.nan
@@ -65,7 +65,7 @@ def test_what_is_no_row_is_none():
     torn = b'{"step": 1, "kind": "train", "completion_ids": [1, 2'
     steps = (b'{"step": -1}\n', b'{"step": "1"}\n', b'{"step": true}\n', b'{"step": 1.0}')
     wrong = (b"\n", b"[]\n", b"\xff", b"[" * 100_000, torn, *steps)
-    assert [rollout_figures(line) for line in wrong] == [stepped(line) for line in wrong] == [None] * len(wrong)
+    assert [rollout_figures(line) for line in wrong] == [parse_step(line) for line in wrong] == [None] * len(wrong)
 
 
 def test_figures_are_the_numbers_of_a_row():

@@ -10,13 +10,17 @@ import resource
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from tiny_jobs import forked
 
+from psigrad.config import OnlineConfig
+from psigrad.config.fields import RECORDED
 from psigrad.errors import UserError
-from psigrad.records import checkpoint, pins, read
+from psigrad.records import checkpoint, read
 from psigrad.records.rows import FORMAT
 from psigrad.records.run_folder import RunFolder, RunFolderError, to_line
 
@@ -134,30 +138,33 @@ def test_a_run_that_was_refused_before_it_began_leaves_a_folder_that_takes_other
 @pytest.mark.parametrize(("name", "value"), [("run.output_dir", "b"), ("reward_timeout", 1.0)])
 def test_settings_that_change_no_figure_may_change_and_are_recorded(name, value, tmp_path):
     for config in (CONFIG, changed(name, value)):
-        with RunFolder.open(tmp_path / "run", config):
-            pass
+        with RunFolder.open(tmp_path / "run", config, settings=OnlineConfig) as folder:
+            folder.event("started", step=0)
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"format": FORMAT, **changed(name, value)}
+    found = [row["changes"] for row in rows(tmp_path / "run", "events") if row["kind"] == "settings_changed"]
+    assert found == ([] if name == "run.output_dir" else [{name: [10.0, value]}])
 
 
-def test_what_may_change_are_settings_that_exist():
-    from psigrad.config import Model, OnlineConfig, Optim, Placement, Run, Sampling
+@dataclass(frozen=True)
+class NewOptim:
+    fused: bool = False
 
-    fields = {f"run.{name}" for name in Run.__dataclass_fields__} | set(OnlineConfig.__dataclass_fields__)
-    for section, kind in (("optim", Optim), ("model", Model), ("sampling", Sampling), ("placement", Placement)):
-        fields |= {f"{section}.{name}" for name in kind.__dataclass_fields__}
-    assert fields | {"format"} >= pins.MAY_CHANGE
+
+@dataclass(frozen=True)
+class NewSettings:
+    optim: NewOptim = NewOptim()
+    reward_timeout: Annotated[float, RECORDED] = 10.0
 
 
 def test_a_setting_that_an_older_psigrad_did_not_have_is_as_it_is_by_default(tmp_path):
     old = {name: value for name, value in CONFIG.items() if name != "reward_timeout"}
-    usual = {"optim": {"fused": False}, "run": {"seed": 0}}
     for given, refused in ((False, False), (True, True)):
         path = tmp_path / str(given)
-        with RunFolder.open(path, old, usual=usual) as folder:
+        with RunFolder.open(path, old, settings=NewSettings) as folder:
             folder.event("started", step=0)
         now = {**old, "optim": {**old["optim"], "fused": given}}
         expected = pytest.raises(UserError, match=r"optim\.fused was False and is True") if refused else contextlib.nullcontext()
-        with expected, RunFolder.open(path, now, usual=usual):
+        with expected, RunFolder.open(path, now, settings=NewSettings):
             pass
 
 

@@ -227,7 +227,7 @@ def test_memory_that_does_not_suffice_in_a_real_run_leaves_a_checkpoint(job, tmp
 def test_a_disk_that_gets_full_stops_the_run_while_a_checkpoint_still_fits(job, tmp_path, monkeypatch):
     config = online_config(job, tmp_path / "run", max_steps=6, save_steps=2)
     free = iter([1 << 40] * 2 + [1000] * 9)
-    monkeypatch.setattr("psigrad.records.run_folder.disk.free_bytes", lambda path: next(free))
+    monkeypatch.setattr("psigrad.records.run_folder.checkpoint.free_bytes", lambda path: next(free))
     with pytest.raises(UserError, match=r"has 1000 bytes free, and a checkpoint takes \d+\. The run is saved at step 5"):
         online.run(config)
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").step == 5

@@ -75,14 +75,14 @@ def test_what_a_reward_imports_is_pinned_too(copied, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "scales.py").write_text("FACTOR = 1.0\n")
     (tmp_path / "mine.py").write_text(HELPER)
-    first = pins.code_of(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward"))
-    assert first == pins.code_of(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward"))
+    first = pins.hash_code(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward"))
+    assert first == pins.hash_code(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward"))
     (tmp_path / "scales.py").write_text("FACTOR = 2.0\n")
-    assert pins.code_of(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward")) != first
+    assert pins.hash_code(importing.imported(f"{tmp_path / 'mine.py'}:mine", "reward")) != first
 
 
 def test_a_librarys_code_and_psigrads_are_not_pinned():
-    assert pins.code_of(json.dumps, torch.nn.Linear, sft.run) is None
+    assert pins.hash_code(json.dumps, torch.nn.Linear, sft.run) is None
 
 
 @pytest.mark.parametrize("made", ["online", "sft"])

@@ -13,9 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from psigrad import cli
-from psigrad.cli import flags
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.algorithms import resolve, resolve_loss
+from psigrad.config.fields import flag_of
 from psigrad.config.methods import declared
 from psigrad.config.nested import flat_names
 from psigrad.control.settings import ControlConfig
@@ -45,7 +45,7 @@ def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():
     assert page == script("settings").page(), "run: python docs/make/settings.py"
     for cls in (SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig, ControlConfig):
         for _, name in flat_names(cls):
-            assert f"| `{name}` | `{flags.flag_of(name)}`" in page
+            assert f"| `{name}` | `{flag_of(name)}`" in page
     # not from the maker: one line read by a person
     assert "| `sampling.top_p` | `--top-p` | number > 0, ≤ 1 | `1.0` |" in page
 
@@ -140,7 +140,7 @@ def test_every_command_of_the_readme_exists_with_its_flags():
     for name, rest in commands:
         assert name in cli.COMMANDS, name
         method = declared().get(name)
-        known = {flags.flag_of(n) for _, n in flat_names(method.settings)} if method else None
+        known = {flag_of(n) for _, n in flat_names(method.settings)} if method else None
         for flag in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]):
             assert known is None or flag in known, f"psigrad {name} {flag}"
 

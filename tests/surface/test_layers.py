@@ -26,7 +26,7 @@ for room in ("cli", "experiments"):
 # Whoever reads run folders reads files, and nothing else of the library.
 ALLOWED |= {
     "records.report": {"records.report", "records", "config", *LEAVES},
-    "records": {"records", "language.rollout", *LEAVES},
+    "records": {"records", "config", "language.rollout", *LEAVES},
     # the life of a run, whatever it trains
     "runs": {"runs", "records.report", "records", "processes.parallel", "config", *LEAVES},
     "config": {"config", "objective", *LEAVES},
@@ -47,7 +47,7 @@ ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "
 MODULES, STUDIO_MODULES = sorted(PACKAGE.rglob("*.py")), sorted(STUDIO.rglob("*.py"))
 STUDIES = sorted((ROOT / "studies").rglob("*.py"))
 # The command that starts the studio: nothing else of the library may import it.
-STARTS_STUDIO = "cli/worlds.py"
+STARTS_STUDIO = "cli/run_folders.py"
 
 
 def room_of(path: Path) -> str:

@@ -79,7 +79,7 @@ def rows_for(config: OnlineConfig, episodes: Episodes | None) -> tuple[list[Row]
         train, held = read_rows(config.data, "prompt-only", config.evaluation.eval_prompts, config.run.seed)
     else:
         held, train = own[: config.evaluation.eval_prompts], own[config.evaluation.eval_prompts :]
-    return offered(config, train), offered(config, held)
+    return offer_tools(config, train), offer_tools(config, held)
 
 
 def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
@@ -90,7 +90,7 @@ def own_rows(config: Played, episodes: Episodes | None) -> list[Row] | None:
     return None if made is None else from_rows(made, "prompt-only", "environment").rows
 
 
-def offered(config: Played, rows: Sequence[Row]) -> list[Row]:
+def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     """The rows with the tools' schemas, which the chat template shows to the model."""
     if not config.tools:
         return list(rows)

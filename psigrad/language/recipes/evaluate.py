@@ -13,7 +13,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import read_dataset
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes.conversation import episodes_for, offered, own_rows
+from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
 from psigrad.language.rewards.reward_pool import explain_unscored
@@ -182,4 +182,4 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Episodes | None) -> list[
     """The rows of the dataset, or those that the environment brings along."""
     own = own_rows(config, episodes)
     rows = read_dataset(config.data, "prompt-only", config.data.dataset, config.data.split).rows if own is None else own
-    return offered(config, rows[: config.evaluation.eval_prompts or len(rows)])
+    return offer_tools(config, rows[: config.evaluation.eval_prompts or len(rows)])

@@ -14,7 +14,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.recipes.pinned import pinned
+from psigrad.language.recipes.pinned import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.learners import Learner, State, begin
 from psigrad.language.training.memory_check import check_offline
@@ -51,7 +51,7 @@ def train_on_rows(
     `rows` are those of training and those that are held out. `judges` are the reward and the held-out metric.
     """
     learner = Learner(model, optimizer_of(model, config, journal.world))
-    pins, counted = pinned(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
+    pins, counted = collect_pins(config, model.tokenizer, *rows, judges), (len(rows[0]), len(rows[1]))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
     job = offline.Offline(config, task, held_out, learner.optimizer, steps, journal, generated)

@@ -14,7 +14,7 @@ from psigrad.language.recipes import row_limits
 from psigrad.language.recipes.conversation import episodes_for, rows_for
 from psigrad.language.recipes.finish import finish, optimizer_of
 from psigrad.language.recipes.online_settings import check, check_following, correct, method
-from psigrad.language.recipes.pinned import pinned
+from psigrad.language.recipes.pinned import collect_pins
 from psigrad.language.recipes.placement import collector_of, count_tasks, sampler_of
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.samplers.samplers import sampling_params
@@ -63,7 +63,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
         if reference is not None and config.ref_model_sync_steps:
             learners.append(Follower(reference, "reference"))
         fresh, counted = State(algorithm=algorithm.initial_state()), (len(rows), len(held_out))
-        pins = pinned(config, model.tokenizer, rows, held_out, (rewards, metric))
+        pins = collect_pins(config, model.tokenizer, rows, held_out, (rewards, metric))
         begun = begin(config, journal, learners, pins, checkpoint, fresh, counted)
         job = Online(
             config=config,

@@ -21,7 +21,7 @@ from psigrad.runs.machine import pins_of
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
-def pinned(
+def collect_pins(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
@@ -40,7 +40,7 @@ def pinned(
         "tokenizer": tokenizer.get_vocab(),
         "chat_template": tokenizer.chat_template,
     }
-    return {**pins.hashes(content), **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
+    return {**pins.hash_parts(content), **_models(config), **_code(config, functions), **pins_of(config.run, kernels())}
 
 
 def _models(config: Config) -> dict[str, str]:
@@ -51,8 +51,8 @@ def _models(config: Config) -> dict[str, str]:
         named["critic"] = [config.critic]
     if not isinstance(config, RewardConfig):
         named["reward_model"] = list(config.reward_model)
-    found = {name: [pins.model_of(path) for path in paths if path] for name, paths in named.items()}
-    found["model"] = [pins.model_of(config.model.path, config.model.revision)]
+    found = {name: [pins.identify_model(path) for path in paths if path] for name, paths in named.items()}
+    found["model"] = [pins.identify_model(config.model.path, config.model.revision)]
     return {name: " ".join(filter(None, ids)) for name, ids in found.items() if any(ids)}
 
 
@@ -67,5 +67,5 @@ def _code(config: Config, functions: Sequence[Callable[..., Any]]) -> dict[str, 
         users["algorithm"] = [resolve_loss(config.loss)]
     if not isinstance(config, RewardConfig) and ":" in config.sampling.sampler:
         users["sampler"] = [imported_callable(config.sampling.sampler, "sampler")]
-    found = {name: pins.code_of(*objects) for name, objects in users.items()}
+    found = {name: pins.hash_code(*objects) for name, objects in users.items()}
     return {name: digest for name, digest in found.items() if digest is not None}

@@ -201,7 +201,7 @@ class Verl:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """One score per completion, from verl's columns."""
-        compute = _wrapped("verl", self.function)
+        compute = _import_wrapped("verl", self.function)
         count = len(completions)
         sources, extras = (columns.get(name) or [None] * count for name in ("data_source", "extra_info"))
         models = columns.get("reward_model") or [{"ground_truth": g} for g in columns.get("ground_truth") or [None] * count]
@@ -223,7 +223,7 @@ class Verifiers:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """One score per completion."""
-        rubric = _wrapped("verifiers", self.function)
+        rubric = _import_wrapped("verifiers", self.function)
         wanted = inspect.signature(rubric).parameters
         scores: list[float | None] = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -242,7 +242,7 @@ def _run(coroutine: Any) -> float | None:
 
 
 @cache
-def _wrapped(kind: str, function: str) -> Callable[..., Any]:
+def _import_wrapped(kind: str, function: str) -> Callable[..., Any]:
     """The function that an adapter wraps."""
     if not function:
         raise UserError(f"The reward {kind!r} wraps a function; write it as {{reward: {kind}, function: module:name}}.")

@@ -17,7 +17,7 @@ from psigrad.language.rollout.types import Collected, Pending
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World, agree
-from psigrad.records import checkpoint, disk
+from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.journal import Journal
 from psigrad.runs.state import NonFiniteError, RunState
@@ -205,7 +205,7 @@ def begin(
         journal.folder.flush()  # the rows are on the disk before the checkpoint that vouches for them
         path = save(journal.folder.checkpoints, now, learners, keep=config.run.save_total_limit, meta=pinned, world=world)
         if path is not None:
-            journal.folder.checkpoint_bytes = disk.size_of(path)
+            journal.folder.checkpoint_bytes = checkpoint.size_of(path)
         journal.folder.event("saved", step=now.step)
 
     return Begun(first, keep)

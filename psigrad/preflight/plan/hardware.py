@@ -63,7 +63,10 @@ def machine(device: str, dtype: str, threads: int = 0, memory: str = "", tflops:
     elif device == "cpu":
         size = installed_memory()
     else:
-        size = int(torch.cuda.get_device_properties(device).total_memory)
+        try:
+            size = int(torch.cuda.get_device_properties(device).total_memory)
+        except (RuntimeError, AssertionError) as error:  # cuda:7 where there are two
+            raise UserError(f"device is {device!r} and this machine has {torch.cuda.device_count()} CUDA devices.") from error
     if not measure:
         return Machine(device, size)
     peak, bandwidth = _speed(device, dtype, threads) if here else (0.0, 0.0)

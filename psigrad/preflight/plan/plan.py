@@ -44,8 +44,8 @@ def warning(config: Config) -> str:
             return ""
         made = predict(config, lengths, here)
         return "" if made.fits else _sentence(made)
-    except (ValueError, TypeError, AttributeError, RuntimeError, OSError):
-        return ""  # the run itself refuses wrong settings, with a better sentence
+    except ValueError:
+        return ""  # wrong settings: the run itself refuses them, with a better sentence
 
 
 def warn(config: Config) -> None:

@@ -95,13 +95,12 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
 
 def count_shape(config: PreTrainedConfig) -> Shape:
     """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
-    try:
-        with torch.device("meta"):
-            model: Any = WeightsOnly(config, None) if weights_only.describes(config) else model_of(config)
-    except ValueError as error:
-        raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
+    with torch.device("meta"):
+        model: Any = WeightsOnly(config, None) if weights_only.describes(config) else _built(config)
     text = config.get_text_config()
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or table is None:
+        raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.")
     tied = head.weight is table.weight
     looked_up = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     body = [p for name, p in model.named_parameters() if p.dim() > 1 and p is not head.weight]
@@ -123,6 +122,13 @@ def count_shape(config: PreTrainedConfig) -> Shape:
         vocabulary=int(text.vocab_size),
         linears=linears,
     )
+
+
+def _built(config: PreTrainedConfig) -> Any:
+    try:
+        return model_of(config)
+    except Exception as error:  # an architecture's own code, which may raise anything at sizes that it does not expect
+        raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.") from error
 
 
 def model_of(config: PreTrainedConfig, **options: Any) -> Any:

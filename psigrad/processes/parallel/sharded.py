@@ -139,7 +139,7 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
                 twin.lm_head.weight = twin.model.embed_tokens.weight
             write(twin, model.tokenizer, folder)
         else:
-            write(_Saved(twin, merged(model, state)), model.tokenizer, folder)
+            write(_Saved(twin, merge(model, state)), model.tokenizer, folder)
 
 
 def _write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
@@ -169,7 +169,7 @@ class _Saved:
         self.network.save_pretrained(folder, state_dict=self.state, safe_serialization=safe_serialization)
 
 
-def merged(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state with the adapters' products added to the matrices, under the names that the model had without them."""
     found = {}
     for name, weight in state.items():

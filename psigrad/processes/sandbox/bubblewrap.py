@@ -140,7 +140,7 @@ class Bubblewrap:
 
     def _in_a_sandbox(self, program: Program, limits: Limits, user: int) -> ProgramOutcome:
         # bwrap, its init and setpriv's successor are processes of the tree too
-        with cgroup.limited(limits.processes + 4, (limits.memory_mb + limits.files_mb) << 20) as group:
+        with cgroup.limit_group(limits.processes + 4, (limits.memory_mb + limits.files_mb) << 20) as group:
             task = memory_file(json.dumps({"source": program.source, "expressions": program.expressions}).encode())
             driver, rules = memory_file(DRIVER.encode()), None if self._filter is None else memory_file(self._filter)
             (answers, say), (told, info) = os.pipe(), os.pipe()

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import metadata_load, try_to_load_from_cache
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from psigrad import __version__
+from psigrad.config.fields import FREE, MACHINE, marked
 from psigrad.config.nested import put
-from psigrad.records.read import RunData, kind_of, load, shown
-from psigrad.records.report.facts import chosen, facts, method, moment
+from psigrad.records.read import RunData, kind_of, load, show_number
+from psigrad.records.report.facts import describe_method, facts, format_time, overrides, settings_class
 from psigrad.records.report.verdict import verdict
-from psigrad.records.rows import number, parsed
+from psigrad.records.rows import number, parse_row
 
 # A name on the hub: user/name, or one of the few without a user.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".gguf")
 _COMMIT = 40  # characters of a commit, by which a hub model is pinned; a folder is by 64
-# What is of the machine alone, and not of what the model became.
-_OF_THE_MACHINE = ("run.output_dir", "run.resume", "run.progress", "run.report", "run.threads", "run.device")
 
 
 class ModelOrigin(NamedTuple):
@@ -43,19 +43,36 @@ def text(folder: str | Path, repository: str = "") -> str:
     """
     run = load(folder, rollouts=False)
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
-    parts = [
-        f"---\n{yaml.safe_dump(_front(run, base, name), sort_keys=False, allow_unicode=True)}---",
-        f"# {name}",
-        f"{_sentence(run, base)} by [psigrad](https://pypi.org/project/psigrad/) {_version(run)}.",
-        f"**{verdict(run)}**",
-        _figures(run),
-        _use(run, repository),
-        "## Training",
-        "\n".join(f"- {what}: {said}" for what, said in _told(run, base, pins)),
-        _again(run),
-    ]
-    card = "\n\n".join(filter(None, parts)) + "\n"
-    return _published(card, run) if repository else card
+    command = str(_start(run).get("command") or "")
+    last = (run.evaluations or [{}])[-1]
+    environment = Environment(
+        loader=PackageLoader("psigrad.records.report"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    card = environment.get_template("card.md").render(
+        front=_yaml(_front(run, base, name)),
+        name=name,
+        trained=_trained(run, base),
+        version=_version(run),
+        verdict=verdict(run),
+        held_out=_held_out_table(run),
+        prompts=show_number(last["eval/prompts"]) if "eval/prompts" in last else "",
+        auto="AutoModelForSequenceClassification" if kind_of(run.config) == "reward" else "AutoModelForCausalLM",
+        place=repository or f"{run.settings.get('run.output_dir') or run.path.resolve().name}/model",
+        adapter_beside=repository and (run.path / "model" / "adapter").is_dir(),
+        facts=_facts(run, base, pins),
+        command=command if command.startswith(("psigrad ", "python ")) else "",
+        method=method_of(run),
+        settings=_yaml(_settings(run), width=110),
+    )
+    return _publish(card, run) if repository else card
+
+
+def _yaml(value: Any, **layout: Any) -> str:
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, **layout))
 
 
 def method_of(run: RunData) -> str:
@@ -112,101 +129,79 @@ def _held_out(run: RunData) -> Iterator[tuple[str, str]]:
             yield stem.removeprefix("eval/"), key
 
 
-def _figures(run: RunData) -> str:
-    """The held-out figures before and after training, with their 95 % intervals."""
+def _held_out_table(run: RunData) -> list[list[str]]:
+    """The held-out figures before and after training, with their 95 % intervals; the first two lines are the head."""
     rows = run.evaluations
     if not rows:
-        return ""
+        return []
     first, last = rows[0], rows[-1]
-    before = [f"before (step {shown(first['step'])})"] if len(rows) > 1 else []
-    head = ["held-out", *before, f"after (step {shown(last['step'])})"]
-    lines = [
-        [name, *(_with_interval(row, key) for row in ([first, last] if before else [last]))]
-        for name, key in _held_out(run)
-        if key in last
-    ]
-    on = f"On {shown(last['eval/prompts'])} held-out prompts. " if "eval/prompts" in last else ""
-    table = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{on}95 % intervals in brackets, where there are any."
+    ends = [("before", first), ("after", last)] if len(rows) > 1 else [("after", last)]
+    head = ["held-out", *(f"{when} (step {show_number(row['step'])})" for when, row in ends)]
+    lines = [[name, *(_with_interval(row, key) for _, row in ends)] for name, key in _held_out(run) if key in last]
+    return [head, ["---"] * len(head), *lines]
 
 
 def _with_interval(row: Mapping[str, Any], key: str) -> str:
     stem = key.removesuffix("/mean")
     low, high = number(row.get(f"{stem}/low")), number(row.get(f"{stem}/high"))
-    bounds = f" [{shown(low)}, {shown(high)}]" if math.isfinite(low + high) else ""
-    return shown(row.get(key)) + bounds
+    bounds = f" [{show_number(low)}, {show_number(high)}]" if math.isfinite(low + high) else ""
+    return show_number(row.get(key)) + bounds
 
 
-def _sentence(run: RunData, base: ModelOrigin) -> str:
-    said = method(run)
+def _trained(run: RunData, base: ModelOrigin) -> str:
+    size = describe_method(run).rpartition(": ")[2]
     of = f"[{base.name}](https://huggingface.co/{base.on_hub})" if base.on_hub == base.name else f"`{base.name}`"
     name = method_of(run)
     what = {"reward": "A reward model", "sft": "Supervised fine-tuning"}.get(name, f"`{name}`" if name else "Training")
-    return f"{what} on {of} ({said.rpartition(': ')[2]})" if base.name else f"{what} ({said.rpartition(': ')[2]})"
+    return f"{what} on {of} ({size})" if base.name else f"{what} ({size})"
 
 
-def _told(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the model was trained from, on what, against what, when and where."""
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))
-    count = f"{shown(rows)} rows" + (f" and {shown(held)} held out" if (held := number(start.get("eval_rows"))) > 0 else "")
+    count = f"{show_number(rows)} rows" + (
+        f" and {show_number(held)} held out" if (held := number(start.get("eval_rows"))) > 0 else ""
+    )
     digest = f"SHA-256 of the rows {pins['dataset']}" if pins.get("dataset") else ""
     config = run.config
-    rewards = [_named(one) for key in ("reward", "reward_model") for one in config.get(key) or ()]
+    end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") == "finished"), {})
+    rewards = [_name_reward(one) for key in ("reward", "reward_model") for one in config.get(key) or ()]
     metric = run.settings.get("evaluation.metric")
     known = "" if not base.pin else f" (commit {base.pin})" if len(base.pin) == _COMMIT else f" (SHA-256 of its files {base.pin})"
-    when = dict(facts(run))
+    around = dict(facts(run))
     licence = f"{base.license}, that of the base model" if base.license else ""
-    told = [
+    found = [
         ("base model", f"`{base.name}`{known}" if base.name else ""),
         ("licence", licence),
         ("adapter", f"LoRA of rank {rank}" if (rank := run.settings.get("model.lora_rank")) else ""),
         ("data", "; ".join(filter(None, [data, count if math.isfinite(rows) else "", digest]))),
         ("reward" if kind_of(config) == "online" else "evaluated by", ", ".join(f"`{name}`" for name in rewards)),
-        ("held-out metric", f"`{_named(metric)}`" if metric else ""),
-        ("finished", moment(number(next((e.get("time") for e in reversed(run.events) if e.get("kind") == "finished"), None)))),
-        ("took", when.get("Took", "")),
-        ("on", when.get("On", "")),
-        ("with", when.get("With", "")),
+        ("held-out metric", f"`{_name_reward(metric)}`" if metric else ""),
+        ("finished", format_time(number(end.get("time")))),
+        ("took", around.get("Took", "")),
+        ("on", around.get("On", "")),
+        ("with", around.get("With", "")),
     ]
-    return [(what, said) for what, said in told if said]
+    return [(name, text) for name, text in found if text]
 
 
-def _named(reward: Any) -> str:
+def _name_reward(reward: Any) -> str:
     if isinstance(reward, Mapping):
         rest = ", ".join(f"{key}={value}" for key, value in reward.items() if key != "reward")
         return f"{reward.get('reward', '')}({rest})"
     return str(reward)
 
 
-def _again(run: RunData) -> str:
-    """The command of the run, and its settings as a file, which is enough where it was no command."""
-    given: dict[str, Any] = {}
-    for name, value in chosen(run).items():
-        if name not in _OF_THE_MACHINE and not name.startswith("hub."):
-            put(given, name, value, "the run's settings")
-    name = method_of(run)
-    command = str(_start(run).get("command") or "")
-    typed = f"The run was started by\n\n```\n{command}\n```\n\n" if command.startswith(("psigrad ", "python ")) else ""
-    settings = yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=110)
-    return (
-        f"## To train it again\n\n{typed}These are its settings, where they are not the defaults. Save them as `settings.yaml` "
-        f"and run\n\n```\npip install psigrad=={_version(run)}\npsigrad {name or 'METHOD'} --config settings.yaml\n```\n\n"
-        f"```yaml\n{settings}```"
-    )
-
-
-def _use(run: RunData, repository: str) -> str:
-    where = repository or f"{run.settings.get('run.output_dir') or run.path.resolve().name}/model"
-    kind = "AutoModelForSequenceClassification" if kind_of(run.config) == "reward" else "AutoModelForCausalLM"
-    beside = ""
-    if repository and (run.path / "model" / "adapter").is_dir():
-        beside = f'\n\nThe adapter alone is in `adapter/`: `PeftModel.from_pretrained(base, "{where}", subfolder="adapter")`.'
-    return (
-        f"## Use\n\n```python\nfrom transformers import {kind}, AutoTokenizer\n\n"
-        f'model = {kind}.from_pretrained("{where}")\ntokenizer = AutoTokenizer.from_pretrained("{where}")\n```{beside}'
-    )
+def _settings(run: RunData) -> dict[str, Any]:
+    """The settings that are not the defaults, but for those of this start and this machine: enough to train the model again."""
+    cls, found = settings_class(run.config), dict[str, Any]()
+    of_here = {name for mark in (FREE, MACHINE) for name in marked(cls, mark)}
+    for name, value in overrides(run).items():
+        if name not in of_here:
+            put(found, name, value, "the run's settings")
+    return found
 
 
 def _base(run: RunData) -> ModelOrigin:
@@ -252,10 +247,10 @@ def _version(run: RunData) -> str:
 def _pins(run: RunData) -> Mapping[str, Any]:
     """What the newest checkpoint says that the run stands on."""
     newest = max(run.path.glob("checkpoints/step-*/manifest.json"), default=None)
-    return (parsed(newest.read_bytes()) if newest is not None else None) or {}
+    return (parse_row(newest.read_bytes()) if newest is not None else None) or {}
 
 
-def _published(card: str, run: RunData) -> str:
+def _publish(card: str, run: RunData) -> str:
     """Without the folders of this machine, which tell a stranger nothing and the user's name."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):

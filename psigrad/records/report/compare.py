@@ -10,7 +10,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.records.report import plots
-from psigrad.records.report.html import Cell, Figure, Table, rendered, save
+from psigrad.records.report.html import Cell, Figure, Table, render, save
 
 _COLUMNS = (
     ("truth", "held-out metric"),
@@ -58,7 +58,7 @@ def page(found: Mapping[str, Any]) -> str:
         ("Reward against KL", over_kl, _over(runs, names, "kl")),
         ("What was trained on, and the truth", over_proxy, _truth(runs, names)),
     )
-    return rendered(
+    return render(
         "compare.html",
         f"{len(names)} methods compared",
         note=f"{seeds}; mean and 95 % interval over seeds (Student's t); samples are completions seen",

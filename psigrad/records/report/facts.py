@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
-from psigrad.records.read import RunData, clip, flat, kind_of
+from psigrad.config.fields import defaults_of
+from psigrad.records.read import RunData, clip, flatten, kind_of
 from psigrad.records.rows import number
 
 _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceConfig}
@@ -21,7 +21,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     is left out.
     """
     starts = [event for event in run.events if event.get("kind") in ("started", "resumed")]
-    began = moment(number(run.events[0].get("time"))) if run.events else ""
+    began = format_time(number(run.events[0].get("time"))) if run.events else ""
     commands = list(dict.fromkeys(str(event["command"]) for event in starts if event.get("command")))
     machine = next((m for event in reversed(starts) if isinstance(m := event.get("machine"), dict)), {})
     versions = machine.get("versions")
@@ -72,14 +72,14 @@ def _span(seconds: float) -> str:
     )
 
 
-def moment(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """A time since 1970 as a date; empty for what is none."""
     if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def method(run: RunData) -> str:
+def describe_method(run: RunData) -> str:
     """What the run does, in one line."""
     given = run.settings
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
@@ -105,11 +105,15 @@ def method(run: RunData) -> str:
     return f"{algorithm} on {model}{against}: {shape}"
 
 
-def chosen(run: RunData) -> dict[str, Any]:
-    """Settings other than the defaults, by dotted name."""
-    kind = kind_of(run.config)
+def settings_class(config: Mapping[str, Any]) -> Any:
+    """The class of a run's settings."""
+    kind = kind_of(config)
     # control stands beside this library, not in it, and a report needs no more of it than these
-    settings = import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
-    defaults = flat(json.loads(json.dumps(asdict(settings()))))
+    return import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
+
+
+def overrides(run: RunData) -> dict[str, Any]:
+    """Settings other than the defaults, by dotted name."""
+    defaults = flatten(defaults_of(settings_class(run.config)))
     given = {name: value for name, value in run.settings.items() if name not in ("recipe", "format")}
     return {name: value for name, value in given.items() if value != defaults.get(name)}

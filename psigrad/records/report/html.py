@@ -16,9 +16,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from psigrad.errors import UserError
 from psigrad.records import run_folder
-from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, shown, visible
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, escape, interval, load_all, show_number
 from psigrad.records.report import plots
-from psigrad.records.report.facts import chosen, facts, method, moment
+from psigrad.records.report.facts import describe_method, facts, format_time, overrides
 from psigrad.records.report.verdict import Verdict, alerts, verdict
 from psigrad.records.rows import number
 from psigrad.records.signals import BY_NAME, name_of
@@ -87,7 +87,7 @@ class _Parts:
     episode: str = ""
     samples: Table | None = None
     troubles: Table | None = None
-    chosen: Table | None = None
+    overrides: Table | None = None
     events: Table | None = field(default=None)
 
 
@@ -123,11 +123,11 @@ def page(runs: Sequence[RunData]) -> str:
     names = [run.name for run in runs]
     every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
     if len(runs) > 1:
-        parts = _Parts([], None, [], _compared(runs), pictures, names, every, differing=_differing(runs))
-        return rendered("report.html", f"{len(runs)} runs compared", **vars(parts))
+        parts = _Parts([], None, [], _compare(runs), pictures, names, every, differing=_differences(runs))
+        return render("report.html", f"{len(runs)} runs compared", **vars(parts))
     (run,) = runs
     parts = _Parts(
-        [method(run)],
+        [describe_method(run)],
         verdict(run),
         facts(run),
         _headline(run),
@@ -139,13 +139,13 @@ def page(runs: Sequence[RunData]) -> str:
         episode=_episode(run),
         samples=_samples(run),
         troubles=_troubles(run),
-        chosen=_chosen(run),
+        overrides=_overrides(run),
         events=_events(run),
     )
-    return rendered("report.html", run.name, **vars(parts))
+    return render("report.html", run.name, **vars(parts))
 
 
-def rendered(template: str, title: str, **parts: Any) -> str:
+def render(template: str, title: str, **parts: Any) -> str:
     """A page of templates/, in which every text is escaped, cut, and shown with its control characters spelt out."""
     environment = Environment(
         loader=PackageLoader("psigrad.records.report"),
@@ -154,16 +154,16 @@ def rendered(template: str, title: str, **parts: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": _text, "visible": visible}
+    environment.filters |= {"shown": _text, "visible": escape}
     return environment.get_template(template).render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
 
 
 def _text(value: Any, limit: int | None = None) -> str:
-    return visible(clip(value, limit or TEXT_LIMIT))
+    return escape(clip(value, limit or TEXT_LIMIT))
 
 
 def _number(value: Any) -> Cell:
-    return Cell(shown(value), "n")
+    return Cell(show_number(value), "n")
 
 
 def _episode(run: RunData) -> str:
@@ -219,16 +219,16 @@ def _title(key: str) -> str:
     return f"{title[0].upper()}{title[1:]}" + (f", {signal.unit}" if signal.unit else "")
 
 
-def _compared(runs: Sequence[RunData]) -> Table:
+def _compare(runs: Sequence[RunData]) -> Table:
     """Final figures of each run."""
     rows = []
     for i, run in enumerate(runs):
         metric, last = run.held_out_metric, (run.evaluations or [{}])[-1]
-        rewards = plots.smoothed(run.series("reward")[1])
+        rewards = plots.smooth(run.series("reward")[1])
         rows.append(
             [
                 Cell(i, "key", run.name),
-                Cell(clip(method(run), 160), "soft"),
+                Cell(clip(describe_method(run), 160), "soft"),
                 _number(max((row["step"] for row in run.metrics), default=None)),
                 _number(last.get(f"{metric}/mean")),
                 Cell(interval(last, f"{metric}/"), "n"),
@@ -242,7 +242,7 @@ def _compared(runs: Sequence[RunData]) -> Table:
     return Table(("run", "", "steps", held_out, "95 % interval", "reward (smoothed)", "KL", "seconds"), rows)
 
 
-def _differing(runs: Sequence[RunData]) -> Table | None:
+def _differences(runs: Sequence[RunData]) -> Table | None:
     """The settings in which the runs differ."""
     settings = [run.settings for run in runs]
     differ = [
@@ -293,9 +293,9 @@ def _troubles(run: RunData) -> Table | None:
     return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None
 
 
-def _chosen(run: RunData) -> Table | None:
+def _overrides(run: RunData) -> Table | None:
     """Settings other than the defaults."""
-    rows = [[Cell(name), Cell(_value(value), "text")] for name, value in chosen(run).items()]
+    rows = [[Cell(name), Cell(_value(value), "text")] for name, value in overrides(run).items()]
     return Table((), rows[:80]) if rows else None
 
 
@@ -307,6 +307,6 @@ def _events(run: RunData) -> Table | None:
     rows = []
     for event in run.events[-40:]:
         rest = {k: v for k, v in event.items() if k not in _ELSEWHERE and v not in ("", None)}
-        when = moment(number(event.get("time")))
+        when = format_time(number(event.get("time")))
         rows.append([Cell(when, "soft"), Cell(event.get("kind", "")), Cell(_value(rest) if rest else "", "text")])
     return Table((), rows) if rows else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from psigrad.records.read import RunData, kind_of, shown, visible
+from psigrad.records.read import RunData, escape, kind_of, show_number
 from psigrad.records.rows import number
 
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. The page swaps in lighter ones in the dark.
@@ -118,7 +118,7 @@ _TIME = Plot("Time", "seconds per step, by phase", ())
 _SPREAD = Plot("Rewards", "share of completions by reward", ())
 
 
-def smoothed(values: Sequence[float], weight: float = 0.0) -> list[float]:
+def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
     """Exponential moving average without the bias of its start: sum w^i x / sum w^i; by default w grows with the series, from
     0.9 up.
     """
@@ -134,9 +134,9 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
     """(plot, SVG) of everything that these runs have to show; of one run also its rewards and its time."""
     metrics = list(dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric))
     known = [plot for run in runs for plot in _BY_KIND[kind_of(run.config)]] + list(_BOTH)
-    plots = dict.fromkeys(named for plot in known for named in _named(plot, metrics))
+    plots = dict.fromkeys(one for plot in known for one in _expand(plot, metrics))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
-        labels = tuple(visible(key.split("/")[-2]) for key in parts)
+        labels = tuple(escape(key.split("/")[-2]) for key in parts)
         plots[Plot("Reward functions", "mean of each, before weighting", tuple(parts), labels)] = None
     pictures = [
         (plot, picture(plot.title, partial(_lines, plot=plot, runs=runs)))
@@ -155,7 +155,7 @@ def _worth_drawing(values: Sequence[float]) -> bool:
     return len(values) > 1 and any(values)
 
 
-def _named(plot: Plot, metrics: Sequence[str]) -> list[Plot]:
+def _expand(plot: Plot, metrics: Sequence[str]) -> list[Plot]:
     """A plot of the held-out metric, once for each metric that the runs have."""
     if "{metric}" not in plot.title:
         return [plot]
@@ -177,7 +177,7 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
                 axes.plot(steps, values, **line, marker="o", markersize=3 if len(steps) < 50 else 0)
             elif plot.smooth and len(values) > 20:
                 axes.plot(*_thin(steps, values), color=colour, linewidth=0.6, alpha=0.3)
-                values = smoothed(values)
+                values = smooth(values)
                 axes.plot(*_thin(steps, values), **line)
             else:
                 axes.plot(*_thin(steps, values), **line)
@@ -213,7 +213,7 @@ def _spread(axes: Any, run: RunData) -> None:
     low, high, values = min(every), max(every), sorted(set(every))
     width = (high - low) / 5 or 1.0
     if len(values) <= 5:
-        edges, names = values[1:], [shown(value) for value in values]
+        edges, names = values[1:], [show_number(value) for value in values]
     else:
         edges = [low + width * i for i in range(1, 5)]
         names = [f"{_tick(low + width * i, 2)} to {_tick(low + width * (i + 1), 2)}" for i in range(5)]
@@ -245,7 +245,7 @@ def _phase_rows(run: RunData) -> list[dict[str, float]]:
 def _phases(axes: Any, run: RunData) -> None:
     rows = _phase_rows(run)
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "step"]
-    layers = [(name, smoothed([row.get(name, 0.0) for row in rows])) for name in names]
+    layers = [(name, smooth([row.get(name, 0.0) for row in rows])) for name in names]
     stride = -(-len(rows) // _POINTS)
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
     steps = [int(row["step"]) for row in rows][::stride]
@@ -259,7 +259,7 @@ def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths
         top = [b + v for b, v in zip(bottom, values, strict=True)]
         axes.fill_between(steps, bottom, top, color=colour, alpha=strength, linewidth=0)
         if name:
-            ends.append(((bottom[-1] + top[-1]) / 2, visible(name), ink or colour))
+            ends.append(((bottom[-1] + top[-1]) / 2, escape(name), ink or colour))
         bottom = top
     axes.set_ylim(0, max(bottom) * 1.02 or 1)
     _labels(axes, ends)
@@ -302,7 +302,7 @@ def picture(title: str, paint: Callable[[Any], None]) -> str:
     figure, axes = _axes(3.5, 2.0)
     paint(axes)
     _finish(axes)
-    title, stream = visible(title), io.StringIO()
+    title, stream = escape(title), io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"psigrad {title}"}):
         figure.savefig(stream, format="svg", transparent=True)
     text = stream.getvalue()

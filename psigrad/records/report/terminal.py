@@ -11,16 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.records import run_folder
-from psigrad.records.read import RunData, interval, load, prompt_text, shown, visible
+from psigrad.records.read import RunData, escape, interval, load, prompt_text, show_number
 from psigrad.records.report.verdict import verdict
-from psigrad.records.rows import apart
+from psigrad.records.rows import first_and_last
 
 
-def printable(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
+def fit_line(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
     """One line of at most `width` characters that any terminal can show: control characters, lone surrogates and what the
     terminal's encoding lacks are escaped.
     """
-    line = visible(str(text)[: width + 1]).replace("\n", "\\n").replace("\t", "\\t")
+    line = escape(str(text)[: width + 1]).replace("\n", "\\n").replace("\t", "\\t")
     if "→".encode(encoding, "ignore") == b"":
         line = line.replace("→", "->")
     line = line.encode(encoding, "backslashreplace").decode(encoding)
@@ -28,20 +28,20 @@ def printable(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
     return line if len(line) <= width else line[: width - len(dots)] + dots
 
 
-def finished(result: Any) -> None:
+def print_result(result: Any) -> None:
     """The headline table, completions before and after, the verdict, and where everything is."""
     run = load(result.folder)
     if run.summary:
-        final_table(run.summary)
-        samples_table(run)
+        print_summary(run.summary)
+        print_before_and_after(run)
     elif result.after:
-        ends = apart(result.before, result.after)
+        ends = first_and_last(result.before, result.after)
         names = [name for name in result.after if name.startswith("eval/")]
-        cells = [[name.removeprefix("eval/"), *(shown(figures.get(name)) for figures in ends)] for name in names]
+        cells = [[name.removeprefix("eval/"), *(show_number(figures.get(name)) for figures in ends)] for name in names]
         _print(["held-out", *(f"step {figures.get('step', 0)}" for figures in ends)], cells)
     console = Console()
     console.print(
-        "", Text(printable(verdict(run), 10_000, console.encoding), style="bold"), sep="\n", soft_wrap=not console.is_terminal
+        "", Text(fit_line(verdict(run), 10_000, console.encoding), style="bold"), sep="\n", soft_wrap=not console.is_terminal
     )
     film = result.folder / run_folder.VIDEO
     print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
@@ -49,36 +49,36 @@ def finished(result: Any) -> None:
         print(f"video   {film}")
 
 
-def final_table(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
+def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
     """A table of named figures with their intervals and units: {"name", "value"} and where known {"low", "high", "unit"}."""
-    cells = [[row.get("name", ""), shown(row.get("value")), interval(row), row.get("unit", "")] for row in rows]
+    cells = [[row.get("name", ""), show_number(row.get("value")), interval(row), row.get("unit", "")] for row in rows]
     _print(["", "value", "95 % interval", ""], cells, console)
 
 
-def figures(values: Mapping[str, Any]) -> None:
+def print_figures(values: Mapping[str, Any]) -> None:
     """The figures of one evaluation."""
-    _print(["", "value"], [[name.removeprefix("eval/"), shown(value)] for name, value in values.items()])
+    _print(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])
 
 
-def samples(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
+def print_completions(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
     """A few completions with their rewards."""
-    rows = list(zip(map(prompt_text, prompts), completions, map(shown, rewards), strict=True))
+    rows = list(zip(map(prompt_text, prompts), completions, map(show_number, rewards), strict=True))
     _print(["prompt", "completion", "reward"], rows[:most])
 
 
-def samples_table(run: RunData | str | Path, console: Console | None = None, most: int = 6) -> None:
+def print_before_and_after(run: RunData | str | Path, console: Console | None = None, most: int = 6) -> None:
     """Completions of the same held-out prompts at the first and the last evaluation; those whose reward changed first."""
     run = run if isinstance(run, RunData) else load(run)
     rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
     cells = [
-        [row[steps[0]].prompt, *(cell for s in steps for cell in (row[s].completion, shown(row[s].reward)))]
+        [row[steps[0]].prompt, *(cell for s in steps for cell in (row[s].completion, show_number(row[s].reward)))]
         for row in rows[:most]
     ]
     if cells:
         _print(["prompt", *(head for step in steps for head in (f"step {step}", ""))], cells, console)
 
 
-def compared(metrics: Iterable[Any]) -> None:
+def print_tasks(metrics: Iterable[Any]) -> None:
     """Metrics of tasks with 95 % intervals: of a model, and where there is a baseline its own and the difference."""
     found = list(metrics)
     columns = ["model", *(["baseline", "difference"] if any(one.baseline is not None for one in found) else [])]
@@ -95,7 +95,7 @@ def compared(metrics: Iterable[Any]) -> None:
     _print(["task", "metric", "documents", *columns], cells)
 
 
-def methods(folder: Path) -> None:
+def print_methods(folder: Path) -> None:
     """The table of a comparison; the page has more columns."""
     from psigrad.records.report import compare
 
@@ -106,5 +106,5 @@ def _print(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console 
     console = console or Console()
     table = Table(*head)
     for row in rows:
-        table.add_row(*(Text(printable(cell, encoding=console.encoding)) for cell in row))
+        table.add_row(*(Text(fit_line(cell, encoding=console.encoding)) for cell in row))
     console.print(table)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from psigrad.records.read import RunData, kind_of, shown
+from psigrad.records.read import RunData, kind_of, show_number
 from psigrad.records.rows import figures, number
 from psigrad.records.signals import SignalNames
 from psigrad.records.warnings import BY_NAME, Alert, Watch
@@ -37,18 +37,18 @@ def verdict(run: RunData) -> Verdict:
     It learned where the metric rose by more than chance explains: the rise is above the half widths of both intervals, added as
     of independent samples, sqrt(w1^2 + w2^2). Both are of the same prompts, so this asks for more than it need.
     """
-    word, mood, told = _judged(run)
+    word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
-    parts = [*told, *_divergence(run), _warned(alerts(run))]
+    parts = [*figures_said, *_divergence(run), _count_warnings(alerts(run))]
     if end.get("kind") == "failed":
         word, mood = "Failed", "bad"
         parts.insert(0, " ".join(str(end.get("reason") or "no reason was noted").split()))
     elif end.get("kind") == "stopped":
-        parts.append(f"stopped at step {shown(end.get('step'))}, before its end")
+        parts.append(f"stopped at step {show_number(end.get('step'))}, before its end")
     return Verdict(word, "; ".join(filter(None, parts)), mood)
 
 
-def _judged(run: RunData) -> tuple[str, Mood, list[str]]:
+def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
     """The word, its mood, and the figures."""
     metric, rows = run.held_out_metric, run.evaluations
     if metric and len(judged := [row for row in rows if f"{metric}/mean" in row]) > 1:
@@ -103,7 +103,7 @@ def _with(mean: float, low: float, high: float) -> str:
 
 def _short(value: float) -> str:
     """Three digits: an interval knows no more."""
-    return shown(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
+    return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
 def _divergence(run: RunData) -> list[str]:
@@ -119,7 +119,7 @@ def alerts(run: RunData) -> list[Alert]:
     return watch.alerts()
 
 
-def _warned(found: list[Alert]) -> str:
+def _count_warnings(found: list[Alert]) -> str:
     standing = list(dict.fromkeys(BY_NAME[alert.rule].title for alert in found if alert.ended is None))
     passed = len({alert.rule for alert in found} - {alert.rule for alert in found if alert.ended is None})
     if standing:

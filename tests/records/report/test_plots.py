@@ -52,9 +52,9 @@ def test_a_long_curve_keeps_its_outline_in_few_points(tmp_path):
 
 def test_the_moving_average_is_the_weighted_mean():
     values = [3.0, 1.0, 4.0]
-    assert plots.smoothed(values, 0.5) == pytest.approx([3.0, (1.5 + 1) / 1.5, (0.75 + 0.5 + 4) / 1.75])
-    assert plots.smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
-    assert plots.smoothed(values) == plots.smoothed(values, 0.9)
+    assert plots.smooth(values, 0.5) == pytest.approx([3.0, (1.5 + 1) / 1.5, (0.75 + 0.5 + 4) / 1.75])
+    assert plots.smooth([2.0] * 50) == pytest.approx([2.0] * 50)
+    assert plots.smooth(values) == plots.smooth(values, 0.9)
 
 
 def test_the_histogram_of_rewards_stacks_the_shares_of_each_value(run):

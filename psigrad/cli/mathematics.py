@@ -1,0 +1,76 @@
+"""Commands of the mathematics in the small: formulas, grid worlds, control environments, claims shown on exact answers."""
+
+from __future__ import annotations
+
+from psigrad.cli import flags
+from psigrad.config.nested import put, read_value
+from psigrad.errors import UserError
+
+
+def explain(arguments: list[str]) -> int:
+    """Print a formula."""
+    usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
+        print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
+        return 0
+    methods: list[dict[str, object]] = []
+    for text in arguments:
+        name, sign, value = text.partition("=")
+        if sign and methods:
+            name = name.removeprefix("algorithm.").removeprefix("loss.")
+            put(methods[-1], name, read_value(value), f"override {text!r}")
+        else:
+            methods.append({"preset": text})
+    if not 1 <= len(methods) <= 2:
+        raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
+    from psigrad.config import algorithms
+
+    print(algorithms.explain(methods[0], *methods[1:]))
+    if len(methods) == 1 and len(methods[0]) > 1:
+        print(f"What differs from {methods[0]['preset']}:\n")
+        print(algorithms.explain({"preset": methods[0]["preset"]}, methods[0]))
+    return 0
+
+
+def grid(arguments: list[str]) -> int:
+    """Solve a grid world in the terminal."""
+    from psigrad.cli.grid import GridSettings, run
+
+    run(flags.parse(GridSettings, "grid", arguments))
+    return 0
+
+
+def experiment(arguments: list[str]) -> int:
+    """Run an experiment."""
+    from psigrad.experiments import declarations as experiment
+
+    usage = f"psigrad experiment {'|'.join(experiment.EXPERIMENTS)} [--seeds N] [--episodes N] [--out FOLDER]"
+    if not arguments or arguments[0].startswith("-"):
+        if not flags.asks_for_help(arguments):
+            raise UserError(f"experiment got no name; the usage is {usage}.")
+        print(usage)
+        for title, few in experiment.groups().items():
+            print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
+        return 0
+    settings = flags.parse(experiment.find(arguments[0]).settings, f"experiment {arguments[0]}", arguments[1:])
+    experiment.run(arguments[0], settings)
+    return 0
+
+
+def control(arguments: list[str]) -> int:
+    """Train on a Gymnasium environment."""
+    from psigrad.control.settings import ControlConfig
+
+    # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
+    first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
+    rest, command = arguments[len(first) :], "control [ALGORITHM]"
+    asked = flags.parse(ControlConfig, command, rest, defaults=first)
+    from psigrad.control import builder, hyperparameters, run
+
+    known = hyperparameters.settings_for(builder.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+    from psigrad.records.report import terminal
+
+    terminal.print_result(run.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))
+    return 0

@@ -1,0 +1,69 @@
+"""Commands on run folders: draw their report, upload their model, look at them in the studio."""
+
+from __future__ import annotations
+
+from psigrad.cli import flags
+from psigrad.errors import UserError
+
+
+def report(arguments: list[str]) -> int:
+    """Draw a report."""
+    usage = "psigrad report RUN [RUN ...] [--output FILE]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
+        return 0
+    folders, output = flags.names_and_output("report", arguments)
+    if not folders:
+        raise UserError(f"report got no run folder; the usage is {usage}.")
+    from psigrad.records import report
+
+    print(f"report: {report.write(folders, output)}")
+    return 0
+
+
+def push(arguments: list[str]) -> int:
+    """Upload a finished run's model."""
+    usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nUpload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub.")
+        print("The token is that of HF_TOKEN or of `hf auth login`. A repository that is there gets a new commit.")
+        print("\n  --private          make a new repository private")
+        print("  --revision BRANCH  branch to upload to, made where it is missing (default main)")
+        return 0
+    names, listed, rest = flags.parse_lists(arguments, "--revision")
+    given = flags.plain("push", rest, {"private": False})
+    if len(names) != 2 or len(listed["--revision"]) > 1:
+        raise UserError(f"push got {' '.join(names) or 'nothing'} and takes a run folder and a repository; the usage is {usage}.")
+    from psigrad.runs import hub
+
+    print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))
+    return 0
+
+
+def studio(arguments: list[str]) -> int:
+    """Serve the studio."""
+    usage = (
+        "psigrad studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--model-memory GB] [--database URL] [--allow-host NAME ...]"
+        " [--port N] [--no-open]\n"
+        "psigrad studio [RUNS_FOLDER] [--database FILE] --backup FILE | --restore FILE"
+    )
+    if flags.asks_for_help(arguments):
+        print(f"{usage}\n\nThe web application: grid world, runs, labelling desk, chat. It binds this machine only.")
+        print("--backup copies the labels to a new file, also while a studio runs; --restore puts such a file in their place.")
+        return 0
+    folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
+    given = flags.plain(
+        "studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
+    )
+    if len(folders) > 1:
+        raise UserError(f"studio got {len(folders)} folders and takes one; the usage is {usage}.")
+    from psigrad_studio import serve
+
+    folder = "".join(folders)
+    if given["backup"] or given["restore"]:
+        print(serve.copied(folder, given["database"], given["backup"], given["restore"]))
+        return 0
+    chat = {"checkpoints": listed["--checkpoint"], "model_memory": given["model_memory"]}
+    labels = {"database": given["database"], "allow_host": listed["--allow-host"]}
+    serve.studio(folder, port=given["port"], open_browser=given["open"], **chat, **labels)
+    return 0

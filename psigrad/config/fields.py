@@ -1,0 +1,117 @@
+"""What is known of a setting, read off its field: type and range, default, help, and marks that say how it behaves.
+
+A fact about a setting stands on its field and nowhere else. Help, the settings page, what a run pins and what a callback may
+change are read here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
+
+
+class Mark(Enum):
+    """What a field may say of its setting besides its type: `Annotated[int, LIVE]`.
+
+    A setting that says nothing of a run that goes on is pinned: another value is refused, unless `run.allow` names it.
+    """
+
+    FREE = "may be another when a run goes on: it is of this start alone"
+    RECORDED = "may be another when a run goes on, which is recorded: it changes results by rounding at most"
+    LENGTH = "may grow with `run.extend` when a run goes on"
+    LIVE = "a callback may change it during a run"
+    MACHINE = "is of the machine, and not of what is trained"
+    STEPS = "counts steps, where TRL takes a share of the run too"
+    SEVERAL = "may be one name or several"
+    MAIN = "is in the short help"
+
+
+FREE, RECORDED, LENGTH, LIVE = Mark.FREE, Mark.RECORDED, Mark.LENGTH, Mark.LIVE
+MACHINE, STEPS, SEVERAL, MAIN = Mark.MACHINE, Mark.STEPS, Mark.SEVERAL, Mark.MAIN
+
+
+class Setting(NamedTuple):
+    """One setting of a settings class."""
+
+    owner: type[Any]
+    """The class with its field: of `optim.learning_rate` it is `Optim`."""
+    type: Any
+    annotated: Any
+    """The type with its range and its marks."""
+    default: Any
+    marks: frozenset[Mark]
+
+
+def settings_of(cls: Any) -> dict[str, Setting]:
+    """Every setting of a settings class by its dotted name, in the order of the fields. Sections have the defaults that `cls`
+    gives them.
+    """
+    return _settings_of(cls)
+
+
+@cache
+def _settings_of(cls: Any) -> dict[str, Setting]:
+    return _fields_of(cls())
+
+
+def _fields_of(instance: Any, prefix: str = "") -> dict[str, Setting]:
+    owner = type(instance)
+    plain, annotated = get_type_hints(owner), get_type_hints(owner, include_extras=True)
+    found: dict[str, Setting] = {}
+    for f in dataclasses.fields(owner):
+        name, default = f.name, getattr(instance, f.name)
+        if dataclasses.is_dataclass(plain[name]):
+            found |= _fields_of(default, f"{prefix}{name}.")
+        else:
+            marks = frozenset(one for one in _extras(annotated[name]) if isinstance(one, Mark))
+            found[prefix + name] = Setting(owner, plain[name], annotated[name], default, marks)
+    return found
+
+
+def _extras(annotated: Any) -> tuple[Any, ...]:
+    return tuple(getattr(annotated, "__metadata__", ()))
+
+
+def marked(cls: Any, mark: Mark) -> list[str]:
+    """Dotted names of the settings with a mark."""
+    return [name for name, setting in settings_of(cls).items() if mark in setting.marks]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting: `optim.learning_rate` has --learning-rate; `model.path` has --model, as every user types it."""
+    section, _, leaf = name.rpartition(".")
+    return "--" + (section if leaf == "path" else leaf).replace("_", "-")
+
+
+def defaults_of(cls: Any) -> dict[str, Any]:
+    """The settings of `cls` as they are unless they are given, as JSON has them."""
+    return dict(json.loads(json.dumps(dataclasses.asdict(cls()))))
+
+
+def help_of(cls: Any, name: str) -> str:
+    """The string under the field, on one line."""
+    leaf = name.rpartition(".")[2]
+    owners = settings_of(cls)[name].owner.__mro__
+    return next((docs[leaf] for owner in owners if leaf in (docs := _docs(owner))), "")
+
+
+@cache
+def _docs(cls: Any) -> dict[str, str]:
+    """Field -> the string under it in the source of its class."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    source: Any = cls
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs

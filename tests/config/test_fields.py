@@ -1,0 +1,89 @@
+"""What is known of a setting stands on its field, once."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import psigrad
+from psigrad.cli.grid import GridSettings
+from psigrad.config import EvalConfig, LmEvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
+from psigrad.config.fields import FREE, LENGTH, LIVE, RECORDED, Mark, defaults_of, flag_of, help_of, marked, settings_of
+from psigrad.config.load import flat_names, to_dict
+from psigrad.control.settings import ControlConfig
+from psigrad.experiments.declarations import EXPERIMENTS
+from psigrad.preflight.settings import BenchConfig, PlanConfig
+
+TRAINED = (OnlineConfig, SFTConfig, PreferenceConfig, RewardConfig, ControlConfig)
+OTHERS = (EvalConfig, SampleConfig, LmEvalConfig, PlanConfig, BenchConfig, GridSettings)
+CLASSES = (*TRAINED, *OTHERS, *(one.settings for one in EXPERIMENTS.values()))
+ON_RESUME = {FREE, RECORDED, LENGTH}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_field_says_at_most_one_thing_of_resuming(cls):
+    for name, setting in settings_of(cls).items():
+        assert len(setting.marks & ON_RESUME) <= 1, name
+        assert help_of(cls, name), name
+
+
+def test_a_setting_behaves_alike_in_every_class():
+    meant = {}
+    for cls in TRAINED:
+        for name, setting in settings_of(cls).items():
+            marks = setting.marks & {*ON_RESUME, LIVE}
+            assert meant.setdefault(name, marks) == marks, name
+
+
+def tables(source: str, names: set[str]) -> list[list[str]]:
+    """The collections of a source that name two settings or more: facts about settings that stand away from their fields."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            words = [one.value for one in node.elts if isinstance(one, ast.Constant)]
+            if len(here := [word for word in words if word in names]) > 1:
+                found.append(here)
+    return found
+
+
+def test_no_fact_about_settings_stands_away_from_their_fields():
+    names = {name for cls in TRAINED for name in settings_of(cls) if "." in name}
+    package = Path(psigrad.__file__).parent
+    elsewhere = {
+        str(path.relative_to(package)): found
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] != "compat"  # its tables say what others call a setting
+        and (found := tables(path.read_text(), names))
+    }
+    assert not elsewhere
+
+
+def test_negative_control_a_second_table_is_noticed():
+    names = {"run.save_steps", "run.resume", "optim.learning_rate"}
+    assert tables('MAY_CHANGE = frozenset((*("run.save_steps", "run.resume"), "x"))', names) == [["run.save_steps", "run.resume"]]
+    assert not tables('x = ("run.save_steps", "elsewhere")', names)
+
+
+def test_marks_are_read_from_sections_and_bases():
+    assert {"run.save_steps", "reward_timeout", "placement.cluster"} <= set(marked(OnlineConfig, RECORDED))
+    assert {"run.max_steps", "run.num_train_epochs", "total_timesteps"} == set(marked(ControlConfig, LENGTH))
+    assert marked(GridSettings, Mark.MAIN) == []
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_settings_of_a_class_are_its_fields(cls):
+    assert list(settings_of(cls)) == [name for _, name in flat_names(cls)]
+    assert len({flag_of(name) for name in settings_of(cls)}) == len(settings_of(cls))
+
+
+@pytest.mark.parametrize("cls", TRAINED, ids=lambda cls: cls.__name__)
+def test_defaults_are_as_a_run_records_them(cls):
+    assert defaults_of(cls) == json.loads(json.dumps(to_dict(cls())))
+
+
+def test_sections_keep_the_defaults_that_a_class_gives_them():
+    rate = {cls.__name__: settings_of(cls)["optim.learning_rate"].default for cls in (SFTConfig, OnlineConfig)}
+    assert rate == {"SFTConfig": 2e-5, "OnlineConfig": 1e-6}
