@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -28,14 +29,17 @@ from psigrad.control.networks import policies
 from psigrad.control.networks.distributions import Array
 from psigrad.control.run import played
 from psigrad.control.settings import ControlConfig
-from psigrad.control.tensorboard import Log, logging_to
 from psigrad.errors import UserError, kind_of
 from psigrad.records import checkpoint
 from psigrad.runs.machine import prepare_torch
 from psigrad.runs.progress import bar
+from psigrad.runs.trackers import open_trackers
 
 # Called after every line of figures; False ends `learn`.
 Callback = Callable[["Agent", Mapping[str, float]], bool | None]
+
+Log = Callable[[int, Mapping[str, float]], None]
+"""Is told the steps so far and the figures of a line."""
 
 
 class Agent:
@@ -135,7 +139,7 @@ class Agent:
             trainer.restart()
             self._begun = True
         began = time.monotonic()
-        logging = logging_to(self.tensorboard_log, name, again)
+        logging = _logging_to(self.tensorboard_log, name, again)
         with bar("steps", goal, shown=progress_bar, done=start) as advance, logging as self._logged:
             while trainer.timesteps < goal:
                 before = trainer.timesteps
@@ -213,6 +217,23 @@ class Agent:
     def close(self) -> None:
         """Close the environments."""
         self._trainer.collector.envs.close()
+
+
+@contextmanager
+def _logging_to(root: str | Path | None, name: str, again: bool) -> Iterator[Log]:
+    """Logs figures in the folder `root`/`name`_N, with N one more than there are; `again`: in the newest of them. Without `root`
+    nowhere. Raises `UserError` where TensorBoard is not installed.
+    """
+    if root is None:
+        yield lambda steps, figures: None
+        return
+    numbers = [int(n) for path in Path(root).glob(f"{name}_*") if (n := path.name.removeprefix(f"{name}_")).isdigit()]
+    newest = max(numbers, default=0)
+    (tracker,) = open_trackers(["tensorboard"], Path(root) / f"{name}_{max(1, newest if again else newest + 1)}", {})
+    try:
+        yield tracker.log
+    finally:
+        tracker.close()
 
 
 def evaluate_policy(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 
@@ -17,14 +17,12 @@ from psigrad.control import hyperparameters
 from psigrad.control.environments import vector
 from psigrad.control.environments.collector import Collector
 from psigrad.control.environments.normalizer import Normalizer
-from psigrad.control.environments.serial import Absent
 from psigrad.control.environments.spaces import from_json, to_json
-from psigrad.control.environments.vector import Environments
+from psigrad.control.environments.vector import Absent, Environments
 from psigrad.control.methods import presets as methods
 from psigrad.control.methods.dqn import DQNTrainer
 from psigrad.control.methods.on_policy import OnPolicyTrainer
-from psigrad.control.methods.optimizers import FlatOptimizer
-from psigrad.control.methods.trainer import Trainer
+from psigrad.control.methods.trainer import FlatOptimizer, Trainer
 from psigrad.control.methods.trpo import TRPOTrainer
 from psigrad.control.networks import policies
 from psigrad.control.networks.actor_critic import ActorCritic
@@ -37,9 +35,19 @@ from psigrad.objective.parts.advantage import needs_of
 MODEL_CONFIG = "config.json"
 
 
+class OwnTrainer(NamedTuple):
+    """An algorithm with a trainer of its own, and the preset whose psi and critic's loss it takes; None: no policy gradient."""
+
+    make: Callable[..., Trainer]
+    preset: str | None
+
+
+TRAINERS = {"trpo": OwnTrainer(TRPOTrainer, "ppo"), "dqn": OwnTrainer(DQNTrainer, None)}
+
+
 def names() -> list[str]:
-    """Algorithms of control: policy gradients, TRPO and DQN."""
-    return [*methods.names(), "trpo", "dqn"]
+    """Algorithms of control: policy gradients, and those with a trainer of their own."""
+    return [*methods.names(), *TRAINERS]
 
 
 def settings(algorithm: Any, env: Any, given: Mapping[str, Any] | None = None) -> ControlConfig:
@@ -82,8 +90,8 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
         config = replace(config, n_envs=envs.count)
     if any(width < 1 for width in config.network.net_arch):
         raise UserError(f"net_arch is {list(config.network.net_arch)}; expected widths of 1 or more.")
-    has_critic = isinstance(algorithm, PolicyGradient) and algorithm.needs_critic
-    of_actions = isinstance(algorithm, PolicyGradient) and "action_value" in needs_of(algorithm.psi)
+    has_critic = algorithm is not None and algorithm.needs_critic
+    of_actions = algorithm is not None and "action_value" in needs_of(algorithm.psi)
     if of_actions and not isinstance(envs.distribution, Categorical):
         raise UserError(
             f"{name_of(algorithm)} needs discrete actions, one at a time, and this environment's are continuous or several at "
@@ -104,26 +112,31 @@ def build(config: ControlConfig, envs: Environments | None = None) -> Trainer:
     normalizer = Normalizer(envs.size, envs.count, config.gamma, config.normalize_observations, config.normalize_rewards)
     collector = Collector(envs, normalizer)
     optimizer = FlatOptimizer(network.flat, config.optimizer, config.adam_epsilon, config.max_grad_norm)
-    if not isinstance(algorithm, PolicyGradient):
+    make: Callable[..., Trainer] = TRAINERS[config.algorithm].make if has_own_trainer(config.algorithm) else OnPolicyTrainer
+    if algorithm is None:
         network.towers.initialise(config.run.seed)
-        return DQNTrainer(config, network, optimizer, collector)
+        return make(config, network, optimizer, collector)
     network.initialise(config.run.seed, config.network.log_std_init)
-    kind = TRPOTrainer if config.algorithm == "trpo" else OnPolicyTrainer
-    return kind(config, algorithm, network, optimizer, collector)
+    return make(config, algorithm, network, optimizer, collector)
 
 
-def resolve(config: ControlConfig) -> PolicyGradient | str:
-    """The policy gradient asked for, with the settings' numbers in its parts; "dqn" is none. Raises `UserError`."""
-    if config.algorithm == "dqn":
-        return "dqn"
+def has_own_trainer(algorithm: Any) -> bool:
+    """Whether this is the name of an algorithm in `TRAINERS`."""
+    return isinstance(algorithm, str) and algorithm in TRAINERS
+
+
+def resolve(config: ControlConfig) -> PolicyGradient | None:
+    """The policy gradient asked for, with the settings' numbers in its parts; None for what is none. Raises `UserError`."""
     spec = config.algorithm
+    if has_own_trainer(spec):
+        spec = TRAINERS[spec].preset
+    if spec is None:
+        return None
     if isinstance(spec, str) and ":" not in spec and spec not in (*names(), *catalog.METHODS):
         if advice := policies.elsewhere(spec):
             raise UserError(f"There is no algorithm {spec!r} for control: {advice}.")
         raise UserError(f"There is no algorithm {spec!r} for control; expected {', '.join(names())}{nearest(spec, names())}")
-    # TRPO's surrogate is its own; psi and the critic's loss are PPO's
-    algorithm = methods.resolve("ppo" if spec == "trpo" else spec)
-    return methods.adjusted(algorithm, config)
+    return methods.adjusted(methods.resolve(spec), config)
 
 
 def save_policy(folder: Path, trainer: Trainer) -> None:

@@ -27,7 +27,6 @@ from psigrad.runs.result import Result
 from psigrad.runs.state import RunState
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
-CHANGEABLE = ("learning_rate", "max_grad_norm", "target_kl")
 LESS_MEMORY = "Begin again with fewer n_envs or n_steps, or for DQN a smaller buffer_size."
 
 
@@ -137,7 +136,7 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
 
 def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
     """The settings that callbacks have changed."""
-    own = {name: value for name, value in changes.items() if name in CHANGEABLE}
+    own = {name: value for name, value in changes.items() if "." not in name}
     if own:
         trainer.config = replace(trainer.config, **own)
         trainer.optimizer.max_grad_norm = trainer.config.max_grad_norm
@@ -146,7 +145,7 @@ def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
 def pinned(config: ControlConfig) -> dict[str, str]:
     """What a run of control pins: the user's code of the environment and the algorithm, and the machine."""
     algorithm = builder.resolve(config)
-    parts = [] if isinstance(algorithm, str) else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
+    parts = [] if algorithm is None else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     around = [imported_callable(name, "wrapper") for name in config.wrappers]
     found = {"environment": pins.hash_code(vector.source(config.env), *around), "algorithm": pins.hash_code(*parts)}
     return {**{name: digest for name, digest in found.items() if digest is not None}, **pins_of(config.run, kernels())}

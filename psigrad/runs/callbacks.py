@@ -15,19 +15,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from psigrad.config.fields import LIVE, marked, settings_of
+from psigrad.config.load import expected
 from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.rows import headline, parse_step
 from psigrad.records.run_folder import RunFolder
-from psigrad.runs.changes import check
 from psigrad.runs.state import RunState
 
 S = TypeVar("S", bound=RunState)
 EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 # What the held-out figure that tells whether a run improves is called among the metrics of `on_evaluate`.
 HEADLINE = "headline"
+# Sections whose every number a callback may change.
+PARTS = ("algorithm", "loss")
 
 
 class Callback:
@@ -225,13 +230,13 @@ class Callbacks:
         ]
 
     def _check(self, name: str, value: Any) -> tuple[str, Any]:
-        found = check(self.config, name, value)
-        self.trial(dict([found]))
-        return found
+        change = check_change(self.config, name, value)
+        self.trial(dict([change]))
+        return change
 
     def _held(self, setting: str) -> Any:
         """What a setting was before it is changed; None where only the algorithm knows."""
-        if setting in self.held or setting.partition(".")[0] in ("algorithm", "loss"):
+        if setting in self.held or setting.partition(".")[0] in PARTS:
             return self.held.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
 
@@ -304,6 +309,29 @@ class Callbacks:
         if not (changes or c.should_training_stop):
             return state
         return replace(state, changes={**state.changes, **changes}, ended=state.ended or c.should_training_stop)
+
+
+def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
+    """(dotted name, value) of a change, or a `UserError` where the setting stays as it is, or takes no such value."""
+    leaves = dict(flat_names(type(config)))
+    dotted = leaves.get(name, name)
+    if dotted.partition(".")[0] in PARTS and "." in dotted and hasattr(config, dotted.partition(".")[0]):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{dotted} is changed to {value!r}; expected a number.")
+        return dotted, value
+    known = marked(type(config), LIVE)
+    if dotted not in known:
+        parts = " and ".join(f"numbers in {part}" for part in PARTS if hasattr(config, part))
+        raise UserError(
+            f"{name} cannot be changed during a run; what can is {', '.join(known)}{', ' if parts else ''}{parts}"
+            f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
+        )
+    if dotted.startswith("sampling.") and getattr(config, "lag", False):
+        raise UserError(f"{name} cannot be changed in a run with a lag: completions of the steps to come are drawn already.")
+    try:
+        return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{name} is changed to {value!r}; {expected(error.errors()[0]['msg'])}.") from error
 
 
 class CallbackError(UserError):

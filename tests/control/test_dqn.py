@@ -8,7 +8,7 @@ import torch
 from control_worlds import Chain, Counter
 
 from psigrad.control import builder
-from psigrad.control.methods.replay import ReplayBuffer
+from psigrad.control.methods.dqn import ReplayBuffer
 from psigrad.objective import q_learning
 
 

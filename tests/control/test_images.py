@@ -11,10 +11,10 @@ from torch import nn
 
 from psigrad.control import DQN, PPO, TRPO, evaluate_policy
 from psigrad.control.environments import vector
-from psigrad.control.environments.serial import Serial
+from psigrad.control.environments.vector import Serial
 from psigrad.control.networks import networks
 from psigrad.control.networks.actor_critic import ActorCritic
-from psigrad.control.networks.convolutions import LAYERS, ConvolvedTowers, Image, layers_for
+from psigrad.control.networks.convolutions import LAYERS, ConvolvedMLP, Image, layers_for
 from psigrad.control.networks.distributions import Categorical
 from psigrad.errors import UserError
 
@@ -23,7 +23,7 @@ CHANNELS_FIRST = Image(3, 7, 6, channels_last=False, bytes=True)
 
 
 def towers(image=PIXELS, extra=0, activation="tanh"):
-    made = ConvolvedTowers(image, LAYERS["small"], (5,), (3, 1), activation, extra).double()
+    made = ConvolvedMLP(image, LAYERS["small"], (5,), (3, 1), activation, extra).double()
     made.initialise(0, [1.0, 1.0])
     return made
 
@@ -262,9 +262,9 @@ def test_an_image_beside_other_parts_is_seen_as_one_and_the_others_join_its_feat
     envs = vector.make(Sign, 3)
     seen = torch.from_numpy(envs.reset(0))
     assert (envs.image_at, seen.shape[1]) == (2, 2 + 36 + 2) and set(seen[:, 2:38].unique().tolist()) == {0.0, 1.0}
-    towers = ConvolvedTowers(envs.image, LAYERS["small"], (8,), (2, 1), "relu", at=2, beside=4)
+    towers = ConvolvedMLP(envs.image, LAYERS["small"], (8,), (2, 1), "relu", at=2, beside=4)
     towers.initialise(0, [1.0, 1.0])
-    alone = ConvolvedTowers(envs.image, LAYERS["small"], (8,), (2, 1), "relu")
+    alone = ConvolvedMLP(envs.image, LAYERS["small"], (8,), (2, 1), "relu")
     for (weight, bias), (own, shift) in zip(alone.kernels(alone.flat.data), towers.kernels(towers.flat.data), strict=True):
         weight.copy_(own), bias.copy_(shift)
     features = alone.seen(seen[:, 2:38], alone.flat)

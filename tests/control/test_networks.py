@@ -10,11 +10,11 @@ from torch import nn
 from psigrad.control.networks import networks
 from psigrad.control.networks.actor_critic import ActorCritic
 from psigrad.control.networks.distributions import Categorical, MultiCategorical, Noise, Normal
-from psigrad.control.networks.networks import Towers
+from psigrad.control.networks.networks import StackedMLP
 
 
-def towers(activation: str, extra: int = 0) -> Towers:
-    made = Towers(5, (7, 6), (3, 1, 1), activation, extra).double()
+def towers(activation: str, extra: int = 0) -> StackedMLP:
+    made = StackedMLP(5, (7, 6), (3, 1, 1), activation, extra).double()
     made.initialise(0, [1.0, 1.0, 1.0])
     return made
 
@@ -203,27 +203,27 @@ def test_the_closed_form_down_to_log_probs_and_entropies_equals_autograd(distrib
     ("hidden", "outputs", "states"), [((256, 256), (2,), 64), ((7, 6), (3, 1, 1), 11), ((), (2, 2), 5), ((33,), (1,), 1)]
 )
 def test_the_kernels_of_relu_towers_compute_what_pytorch_does(hidden, outputs, states, monkeypatch):
-    made = Towers(5, hidden, outputs, "relu", extra=2)
+    made = StackedMLP(5, hidden, outputs, "relu", extra=2)
     made.initialise(0, [1.0] * len(outputs))
     x = torch.randn(states, 5)
     found = {}
     for name in ("kernels", "PyTorch"):
         if name == "PyTorch":
             monkeypatch.setattr(networks, "kernels", lambda: "off")
-        tape = made.record(x)
+        recording = made.record(x)
         few = made.record(x).backward(torch.ones(len(outputs), max(1, states // 2), max(outputs)))[:-2].clone()
-        weight = torch.arange(tape.output.numel(), dtype=torch.float32).view_as(tape.output) / tape.output.numel()
-        found[name] = (type(tape).__name__, tape.output, tape.backward(weight)[:-2].clone(), few)
+        weight = torch.arange(recording.output.numel(), dtype=torch.float32).view_as(recording.output) / recording.output.numel()
+        found[name] = (type(recording).__name__, recording.output, recording.backward(weight)[:-2].clone(), few)
     assert found["kernels"][0] != found["PyTorch"][0]
     for ours, theirs in zip(found["kernels"][1:], found["PyTorch"][1:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
 def test_negative_control_kernels_given_another_observation_differ():
-    made = Towers(5, (7, 6), (3, 1, 1), "relu")
+    made = StackedMLP(5, (7, 6), (3, 1, 1), "relu")
     made.initialise(0, [1.0, 1.0, 1.0])
     x, weight = torch.randn(11, 5), torch.randn(3, 11, 3)
-    tape = made.record(x)
-    right = tape.backward(weight).clone()
-    x[3] += 1  # the tape reads the observations again
-    assert not torch.allclose(tape.backward(weight), right)
+    recording = made.record(x)
+    right = recording.backward(weight).clone()
+    x[3] += 1  # the recording reads the observations again
+    assert not torch.allclose(recording.backward(weight), right)

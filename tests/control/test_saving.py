@@ -294,7 +294,7 @@ def test_an_error_after_a_weight_has_moved_saves_nothing(tmp_path, monkeypatch):
 
 def test_a_disk_that_gets_full_stops_the_run_while_a_checkpoint_still_fits(tmp_path, monkeypatch):
     free = iter([1 << 40] * 3 + [1000] * 99)
-    monkeypatch.setattr("psigrad.records.run_folder.disk.free_bytes", lambda path: next(free))
+    monkeypatch.setattr("psigrad.records.run_folder.checkpoint.free_bytes", lambda path: next(free))
     config = config_of("ppo", tmp_path / "run", save_minutes=0.0, save_steps=3)
     with pytest.raises(UserError, match=r"has 1000 bytes free, and a checkpoint takes \d+\. The run is saved at step"):
         run.run(config)

@@ -13,8 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from psigrad.control import A2C, DQN, PPO, TRPO, Agent, evaluate_policy
 from psigrad.control.environments import spaces as meanings
-from psigrad.control.environments.serial import Serial
-from psigrad.control.environments.vector import Environments
+from psigrad.control.environments.vector import Environments, Serial
 from psigrad.errors import UserError
 
 INNER = {"b": spaces.Box(-np.inf, 4, (2, 2), np.float32), "a": spaces.Discrete(3, start=-1), "c": spaces.MultiBinary((2, 2))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psigrad.control.methods.optimizers import FlatOptimizer
+from psigrad.control.methods.trainer import FlatOptimizer
 from psigrad.language.training.update import NonFiniteError
 
 

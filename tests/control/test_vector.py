@@ -12,8 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from psigrad.control.environments import vector
 from psigrad.control.environments.collector import Collector, play
 from psigrad.control.environments.normalizer import Normalizer
-from psigrad.control.environments.serial import Serial
-from psigrad.control.environments.vector import Environments
+from psigrad.control.environments.vector import Environments, Serial
 from psigrad.errors import UserError
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]

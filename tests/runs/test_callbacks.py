@@ -19,8 +19,8 @@ from psigrad.config import OnlineConfig, Run, SFTConfig
 from psigrad.config.load import load
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
+from psigrad.language.training.learners import with_changes
 from psigrad.runs import callbacks
-from psigrad.runs.changes import changed
 
 
 class Diary(TrainerCallback):
@@ -303,4 +303,4 @@ def test_settings_name_callbacks_by_their_class():
 
 def test_a_change_of_nothing_is_the_run_itself(job, tmp_path):
     run = object()
-    assert changed(run, {}) is run
+    assert with_changes(run, {}) is run

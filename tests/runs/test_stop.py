@@ -9,7 +9,7 @@ import threading
 import pytest
 from tiny_jobs import forked
 
-from psigrad.runs.stop import StopSignal
+from psigrad.runs.journal import StopSignal
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 

@@ -11,8 +11,7 @@ import numpy as np
 from PIL import Image
 
 from psigrad import seeds
-from psigrad.control.environments.serial import Serial
-from psigrad.control.environments.vector import MOST_STEPS, Environments, single
+from psigrad.control.environments.vector import MOST_STEPS, Environments, Serial, single
 from psigrad.control.methods.trainer import Trainer
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.control.environments.collector import Collector, Rollout
-from psigrad.control.methods.optimizers import FlatOptimizer
-from psigrad.control.methods.trainer import Trainer
+from psigrad.control.methods.trainer import FlatOptimizer, Trainer
 from psigrad.control.networks.actor_critic import ActorCritic, ForwardPass, NetworkOutput
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError

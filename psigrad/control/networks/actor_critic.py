@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from psigrad.control.networks.convolutions import ConvolvedTowers, Image, Kind, layers_for
+from psigrad.control.networks.convolutions import ConvolvedMLP, Image, Kind, layers_for
 from psigrad.control.networks.distributions import Array, Distribution, Noise
-from psigrad.control.networks.networks import Activation, Tape, Towers
+from psigrad.control.networks.networks import Activation, Recording, StackedMLP
 from psigrad.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -64,9 +64,9 @@ class ActorCritic:
         if image is not None and convolutions:
             beside = observation - image.channels * image.height * image.width
             extra = distribution.extra
-            self.towers: Towers = ConvolvedTowers(image, convolutions, hidden, outputs, activation, extra, at, beside)
+            self.towers: StackedMLP = ConvolvedMLP(image, convolutions, hidden, outputs, activation, extra, at, beside)
         else:
-            self.towers = Towers(observation, hidden, outputs, activation, distribution.extra)
+            self.towers = StackedMLP(observation, hidden, outputs, activation, distribution.extra)
 
     def initialise(self, seed: int, log_std: float = 0.0) -> None:
         """Fresh orthogonal weights: a policy that is nearly the same everywhere (gain 0.01), values of gain 1."""
@@ -96,16 +96,16 @@ class ActorCritic:
 
     def record(self, observations: Tensor) -> ForwardPass:
         """The same, as leaves of a graph, to be differentiated once by `ForwardPass.backward`."""
-        tape = self.towers.record(observations)
-        found = self._split(tape.output, self.rest)
+        recording = self.towers.record(observations)
+        found = self._split(recording.output, self.rest)
         values = None if found.values is None else found.values.detach().requires_grad_()
         leaves = NetworkOutput(found.policy.detach().requires_grad_(), found.rest.detach().requires_grad_(), values)
-        return ForwardPass(self, tape, leaves)
+        return ForwardPass(self, recording, leaves)
 
     def record_closed(self, observations: Tensor) -> ForwardPass:
         """The same without a graph, to be differentiated once by `ForwardPass.backward_closed`."""
-        tape = self.towers.record(observations)
-        return ForwardPass(self, tape, self._split(tape.output, self.rest.detach()))
+        recording = self.towers.record(observations)
+        return ForwardPass(self, recording, self._split(recording.output, self.rest.detach()))
 
     def plain(self, observations: Tensor, flat: Tensor | None = None) -> NetworkOutput:
         """The same by PyTorch's own operations from a flat vector, differentiable any number of times."""
@@ -192,7 +192,7 @@ class ForwardPass:
     """
 
     network: ActorCritic
-    tape: Tape
+    recording: Recording
     output: NetworkOutput
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -200,14 +200,14 @@ class ForwardPass:
         network, output = self.network, self.output
         leaves = [x for x in (output.policy, output.rest, output.values) if x is not None]
         grads = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-        back = torch.zeros_like(self.tape.output)
+        back = torch.zeros_like(self.recording.output)
         views = network._split(back, output.rest)
         d_policy, d_rest, d_values = next(grads), next(grads), next(grads, None)
         if d_policy is not None:
             views.policy.copy_(d_policy)
         if d_values is not None and views.values is not None:
             views.values.copy_(d_values)
-        out = self.tape.backward(back)
+        out = self.recording.backward(back)
         if d_rest is not None:
             network.towers.rest(out).copy_(d_rest)
         return out
@@ -217,13 +217,13 @@ class ForwardPass:
         entropies, and of the values [C, m]; of the states of this pass, the first m.
         """
         network, output, steps = self.network, self.output, len(actions)
-        back = torch.zeros_like(self.tape.output)
+        back = torch.zeros_like(self.recording.output)
         views = network._split(back, output.rest)
         d_policy, d_rest = network.distribution.slope(output.policy[:steps], output.rest, actions, d_logp, d_entropy)
         views.policy[:steps] = d_policy
         if d_values is not None and views.values is not None:
             views.values[:, :steps] = d_values
-        out = self.tape.backward(back)
+        out = self.recording.backward(back)
         if network.distribution.extra:
             network.towers.rest(out).copy_(d_rest)
         return out

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-from psigrad.control.networks.networks import Activation, Tape, Towers
+from psigrad.control.networks.networks import Activation, Recording, StackedMLP
 from psigrad.errors import UserError
 
 Kind = Literal["auto", "nature", "small", "none"]
@@ -76,8 +76,8 @@ def _sizes(image: Image, layers: Sequence[Convolution]) -> list[tuple[int, int]]
     return found
 
 
-class ConvolvedTowers(Towers):
-    """`Towers` on the features of convolutions, which see an observation [M, D] as the image that it was.
+class ConvolvedMLP(StackedMLP):
+    """`StackedMLP` on the features of convolutions, which see an observation [M, D] as the image that it was.
 
     Of D numbers the image's begin at `at`; the `beside` others join the features, as in Stable-Baselines3's CombinedExtractor.
     """
@@ -123,7 +123,7 @@ class ConvolvedTowers(Towers):
             h = torch.relu(conv2d(h, weight, bias, stride=layer.stride))
         return torch.cat([h.flatten(1), x_MD[:, : self.at], x_MD[:, end:]], 1) if self.beside else h.flatten(1)
 
-    def record(self, x_MD: Tensor) -> Tape:
+    def record(self, x_MD: Tensor) -> Recording:
         """The same, ready to be differentiated once."""
         leaf = self.flat.detach().requires_grad_()
         with torch.enable_grad():
@@ -152,10 +152,10 @@ class ConvolvedTowers(Towers):
         return found
 
 
-class _ConvolvedTape(Tape):
-    """A tape whose gradient goes on through the convolutions, where autograd costs little beside the products."""
+class _ConvolvedTape(Recording):
+    """A recording whose gradient goes on through the convolutions, where autograd costs little beside the products."""
 
-    def __init__(self, towers: ConvolvedTowers, parts: list[list[Tensor]], features: Tensor, leaf: Tensor) -> None:
+    def __init__(self, towers: ConvolvedMLP, parts: list[list[Tensor]], features: Tensor, leaf: Tensor) -> None:
         super().__init__(towers, parts)
         self._features, self._leaf = features, leaf
 

@@ -27,11 +27,11 @@ Layers = list[tuple[Tensor, Tensor]]
 _GROUPS = 2048
 
 
-class Towers(nn.Module):
+class StackedMLP(nn.Module):
     """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
 
     `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, behind them
-    `front` numbers of what stands in front of the layers, and `extra` numbers for whoever owns the network. Towers with fewer
+    `front` numbers of what stands in front of the layers, and `extra` numbers for whoever owns the network. StackedMLP with fewer
     outputs than the widest have columns that are not read.
     """
 
@@ -82,10 +82,10 @@ class Towers(nn.Module):
         with torch.no_grad():
             return self._activations(self.seen(x_MD, flat), self.layers(flat))[-1]
 
-    def record(self, x_MD: Tensor) -> Tape:
+    def record(self, x_MD: Tensor) -> Recording:
         """The same, ready to be differentiated once."""
         native = self._native(x_MD) if len(x_MD) <= _GROUPS else None
-        return Tape(self, self._record(x_MD)) if native is None else _NativeTape(self, native, x_MD)
+        return Recording(self, self._record(x_MD)) if native is None else _NativeRecording(self, native, x_MD)
 
     def _native(self, x_MD: Tensor) -> TowerKernels | None:
         """The kernels, for float32 layers with ReLUs on a CPU: half the time of PyTorch's operations where layers are small."""
@@ -178,12 +178,12 @@ class Towers(nn.Module):
         return [(w[tower].numpy(), b[tower, 0].numpy()) for w, b in self.layers(self.flat.detach().cpu())]
 
 
-class Tape:
+class Recording:
     """A forward pass and its gradient in closed form: a node of the autograd graph for each operation would cost more than the
-    operation. `Towers.plain` is its oracle.
+    operation. `StackedMLP.plain` is its oracle.
     """
 
-    def __init__(self, towers: Towers, parts: list[list[Tensor]]) -> None:
+    def __init__(self, towers: StackedMLP, parts: list[list[Tensor]]) -> None:
         self.towers, self._parts = towers, parts
         self.output = parts[0][-1] if len(parts) == 1 else torch.cat([hs[-1] for hs in parts], 1)
         """[K, M, widest], without gradient."""
@@ -220,16 +220,16 @@ class Tape:
         return out
 
 
-class _NativeTape(Tape):
-    """A tape of the kernels': the same numbers but for the order of sums, with one call forwards and one backwards."""
+class _NativeRecording(Recording):
+    """A recording of the kernels': the same numbers but for the order of sums, with one call forwards and one backwards."""
 
-    def __init__(self, towers: Towers, native: TowerKernels, x_MD: Tensor) -> None:
+    def __init__(self, towers: StackedMLP, native: TowerKernels, x_MD: Tensor) -> None:
         self._native, self._given = native, x_MD
         self._hs = native.forward(towers.flat.detach(), x_MD, towers.towers, towers.sizes)
         super().__init__(towers, [towers._shaped(self._hs, len(x_MD))])
 
     def backward(self, grad_KMO: Tensor) -> Tensor:
-        """As `Tape.backward`."""
+        """As `Recording.backward`."""
         out, _ = self.towers._room()
         flat, given = self.towers.flat.detach(), grad_KMO.contiguous()
         self._native.backward(out, flat, self._given, self._hs, given, self.towers.sizes)

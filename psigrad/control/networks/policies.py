@@ -222,8 +222,8 @@ class PrintedLines:
         self._last = self._now()
 
     def _now(self) -> int:
-        dqn = self._trainer.config.algorithm == "dqn"
-        return self._trainer.collector.statistics.episodes if dqn else self._trainer.lines
+        in_episodes = self._trainer.prints_by_episode
+        return self._trainer.collector.statistics.episodes if in_episodes else self._trainer.lines
 
     def due(self) -> bool:
         """Whether the line that was just made is one."""

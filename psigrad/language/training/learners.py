@@ -6,22 +6,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from psigrad.config.load import to_dict
+from psigrad.errors import UserError, nearest
 from psigrad.language.rollout.types import Collected, Pending
 from psigrad.language.training.update import Optimizer
 from psigrad.processes.parallel import sharded, shards
 from psigrad.processes.parallel.world import ALONE, World, agree
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
+from psigrad.runs.callbacks import PARTS
 from psigrad.runs.journal import Journal
 from psigrad.runs.state import NonFiniteError, RunState
 
+R = TypeVar("R")
 # What to do about a step that ran out of memory.
 LESS_MEMORY = (
     "Go on with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
@@ -222,3 +225,61 @@ def _sums_of(learners: Learners) -> dict[str, str]:
             if learner.optimizer.held[name] is p
         )
     }
+
+
+def with_changes(run: R, changes: Mapping[str, Any]) -> R:
+    """The parts of a run (`Online` or `Offline`) with these settings. Raises `UserError` where a part has no such number."""
+    made: Any = run
+    for name, value in changes.items():
+        head, _, rest = name.partition(".")
+        if head in PARTS:
+            made = _with_part(made, head, rest, value)
+            continue
+        made = replace(made, config=_replaced(made.config, name.split("."), value, name))
+        if head == "sampling" and hasattr(made, "params"):
+            made = replace(made, params=_replaced(made.params, [rest], value, name))
+        if name == "critic_learning_rate" and getattr(made, "critic", None) is not None:
+            made = replace(made, critic=replace(made.critic, learning_rate=value))
+    same: R = made
+    return same
+
+
+def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
+    """As `with_changes`, the optimisers with it."""
+    if not changes:
+        return run
+    made: Any = with_changes(run, changes)
+    for optimizer in (made.optimizer, *([made.critic.optimizer] if getattr(made, "critic", None) is not None else ())):
+        optimizer.optim = made.config.optim
+        optimizer.adamw.weight_decay = made.config.optim.weight_decay
+    same: R = made
+    return same
+
+
+def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
+    """The run with another number in its algorithm, or in its preference loss."""
+    name = f"{head}.{rest}"
+    if head == "loss":
+        tasks = {
+            own: replace(task, loss=_replaced(task.loss, rest.split("."), value, name))
+            for own in ("task", "held_out")
+            if (task := getattr(run, own)) is not None
+        }
+        return replace(run, **tasks)
+    algorithm = _replaced(run.algorithm, rest.split("."), value, name)
+    if getattr(algorithm, "needs_reference", False) and run.reference is None:
+        raise UserError(f"{name} is changed to {value!r} and the run has no reference; begin with a coefficient above 0.")
+    return replace(run, algorithm=algorithm)
+
+
+def _replaced(thing: Any, path: list[str], value: Any, name: str) -> Any:
+    """A copy of a frozen dataclass with another value at the end of `path`."""
+    known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
+    if path[0] not in known:
+        raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")
+    held = getattr(thing, path[0])
+    if len(path) > 1:
+        value = _replaced(held, path[1:], value, name)
+    elif "." in name and name.partition(".")[0] in PARTS and (isinstance(held, bool) or not isinstance(held, int | float)):
+        raise UserError(f"{name} cannot be changed: it is {held!r} and no number.")
+    return replace(thing, **{path[0]: value})

@@ -15,11 +15,10 @@ from psigrad.language.data.batches import batch_at
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.evaluator import Evaluator
-from psigrad.language.training.learners import LESS_MEMORY, State
+from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
 from psigrad.language.training.update import Optimizer, learning_rate
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, shard, sum_figures
-from psigrad.runs.changes import apply_changes, changed
 from psigrad.runs.cycle import cycle
 from psigrad.runs.journal import Journal
 
@@ -78,7 +77,7 @@ class Offline:
 def train(run: Offline, state: State, save: Callable[[State], None]) -> State:
     """Run to `total_steps`, evaluating and saving through `save` as often as the configuration says."""
     often = run.config.evaluation.eval_steps
-    run.journal.callbacks.trial = partial(changed, run)
+    run.journal.callbacks.trial = partial(with_changes, run)
     turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
     evaluate = lambda state: _evaluate(apply_changes(run, state.changes), state)  # noqa: E731
     updates = lambda: run.optimizer.updates  # noqa: E731

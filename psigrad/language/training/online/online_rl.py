@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psigrad.language.models.fused.activation_cache import ActivationCache
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.learners import LESS_MEMORY, State
+from psigrad.language.training.learners import LESS_MEMORY, State, apply_changes, with_changes
 from psigrad.language.training.offline.preference_task import learn_preferences
 from psigrad.language.training.online.collect import ISSUED, next_collection, update_ledger
 from psigrad.language.training.online.figures import Outcome, Tally, TokenFigures, collection_metrics, rollout_rows, staleness
@@ -37,7 +37,6 @@ from psigrad.language.training.online.forward import (
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.update import learning_rate, step_together
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
-from psigrad.runs.changes import apply_changes, changed
 from psigrad.runs.cycle import cycle
 
 
@@ -52,7 +51,7 @@ def train(run: Online, state: State, save: Callable[[State], None]) -> State:
 
     often = run.config.evaluation.eval_steps
     name = run.algorithm.name or "policy gradient"
-    run.journal.callbacks.trial = partial(changed, run)
+    run.journal.callbacks.trial = partial(with_changes, run)
     turn = lambda state: step(apply_changes(run, state.changes), state)  # noqa: E731
     return cycle(name, state, run.total_steps, turn, evaluate, save, run.config.run, often, run.journal, run.updates, LESS_MEMORY)
 
