@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -103,7 +104,7 @@ def names_of(cls: Any) -> dict[str, str]:
 @cache
 def _names_of(cls: Any) -> dict[str, str]:
     leaves = {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
-    return leaves | {f.name: f.name for f in dataclasses.fields(cls)}
+    return leaves | {f.name: f.name for f in fields(cls)}
 
 
 def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
