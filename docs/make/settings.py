@@ -14,7 +14,7 @@ from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import Mark, Setting, flag_of, help_of, settings_of
 from psigrad.config.methods import declared
-from psigrad.config.shortcuts import SHORTCUTS, leads_to
+from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.control.settings import ControlConfig
 
 PAGE = Path(__file__).parents[1] / "settings.md"
@@ -113,7 +113,11 @@ def _others() -> str:
     answered = [row for row in TABLE.values() if row.why and not (row.needless or row.rule)]
     places = {
         name: sorted(
-            {f"`{'algorithm' if d.online else 'loss'}.{place}`" for m, d in declared().items() for place, _ in leads_to(name, m)}
+            {
+                f"`{'algorithm' if d.online else 'loss'}.{place}`"
+                for m, d in declared().items()
+                for place, _ in find_places(name, m)
+            }
         )
         for name in SHORTCUTS
     }

@@ -63,7 +63,7 @@ def split_flags(
     wrong: list[str] = []
     typed_flags = [(text, values) for text, values in _group(arguments) if text.startswith("--")]
     refuse_two_values(cls, [(_name(text), _read(text, values)) for text, values in typed_flags])
-    flags = {name: flag_of(name) for name in (*names_of(cls).values(), *shortcuts_of(cls))}
+    flags = {name: flag for name in (*names_of(cls).values(), *shortcuts_of(cls)) if (flag := flag_of(name)) in switches}
     for text, values in _group(arguments):
         typed, sign, value = text.partition("=")
         flag = typed.replace("_", "-")

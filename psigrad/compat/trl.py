@@ -117,12 +117,12 @@ def _write_whitened(root: Part, place: str, value: Any) -> Any:
 def _write_correction(change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Part, str, Any], Any]:
     """TRL's correction of what vLLM sampled, with what was changed before and with `change`."""
 
-    def written(root: Part, place: str, value: Any) -> Any:
+    def write(root: Part, place: str, value: Any) -> Any:
         part = root.parameters.get(place)
         usual = {"part": "masked_importance", "level": "sequence", "cap": 3.0, "floor": 0.0}
         return {**usual, **(part.spec if isinstance(part, Part) else {}), **change(value)}
 
-    return written
+    return write
 
 
 def _read_mode(value: Any) -> Mapping[str, Any]:

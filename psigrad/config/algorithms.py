@@ -108,7 +108,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     if not isinstance(spec, str | Mapping):
         raise UserError(f"The preference loss is {kind_of(spec)}; expected a name, a mapping or a Preference.")
     changes = {"preset": spec} if isinstance(spec, str) else dict(spec)
-    start: Any = _known(changes.pop("preset", "dpo"), preference_catalog.METHODS, "preference loss").algorithm
+    start: Any = _look_up(changes.pop("preset", "dpo"), preference_catalog.METHODS, "preference loss").algorithm
     names = {f.name for f in fields(start)}
     for name, value in changes.items():
         if name not in names:
@@ -143,16 +143,16 @@ def explain(spec: Spec | LossSpec | OnlinePreference, other: Spec | LossSpec | N
 
     Both may be names, mappings as in the settings, or objects.
     """
-    return objective.explain(_any(spec), None if other is None else _any(other))
+    return objective.explain(_resolve_any(spec), None if other is None else _resolve_any(other))
 
 
-def _any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | KahnemanTversky:
+def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | KahnemanTversky:
     name = spec.get("preset") if isinstance(spec, Mapping) else spec
     losses = preference_catalog.METHODS
     if isinstance(spec, Preference | KahnemanTversky) or (isinstance(name, str) and name in losses):
         return resolve_loss(spec)
     if isinstance(name, str) and ":" not in name:
-        _known(name, {**catalog.METHODS, **online_preference.METHODS, **losses}, "method")
+        _look_up(name, {**catalog.METHODS, **online_preference.METHODS, **losses}, "method")
     return resolve_online(spec)
 
 
@@ -173,17 +173,17 @@ def _part(slot: str, value: Any, current: Any) -> Any:
     if value is None and slot in _OPTIONAL:
         return None
     if isinstance(value, str):
-        found = _named(slot, value)
-        return _built(found, {}) if isinstance(found, type) else found
+        found = _find_part(slot, value)
+        return _build(found, {}) if isinstance(found, type) else found
     if isinstance(value, Mapping):
         inside = None if "part" in value else current
         parameters = {key: _inner(key, item, inside) for key, item in value.items() if key != "part"}
         if "part" in value:
-            return _built(_named(slot, value["part"]), parameters)
+            return _build(_find_part(slot, value["part"]), parameters)
         if is_dataclass(current) and not isinstance(current, type):
-            return _built(type(current), {f.name: getattr(current, f.name) for f in fields(current)} | parameters)
+            return _build(type(current), {f.name: getattr(current, f.name) for f in fields(current)} | parameters)
         if slot in DEFAULT_PART:
-            return _built(DEFAULT_PART[slot], parameters)
+            return _build(DEFAULT_PART[slot], parameters)
     elif callable(value) or isinstance(value, tuple(DEFAULT_PART.values())):
         return value
     raise UserError(
@@ -201,11 +201,11 @@ def _inner(name: str, value: Any, outer: Any) -> Any:
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 
 
-def _named(slot: str, name: str) -> Any:
-    return imported(name, f"part {slot}") if ":" in name else _known(name, PARTS[slot], slot, " or module:object")
+def _find_part(slot: str, name: str) -> Any:
+    return imported(name, f"part {slot}") if ":" in name else _look_up(name, PARTS[slot], slot, " or module:object")
 
 
-def _built(part: Any, parameters: Mapping[str, Any]) -> Any:
+def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
     """A part with its parameters."""
     label = getattr(part, "__name__", str(part))
     if not (isinstance(part, type) and is_dataclass(part)):
@@ -225,7 +225,7 @@ def _built(part: Any, parameters: Mapping[str, Any]) -> Any:
         raise UserError(f"{label} got {parameters}; {error}; expected parameters {', '.join(allowed)}.") from error
 
 
-def _known(name: Any, among: Mapping[str, T], kind: str, also: str = "") -> T:
+def _look_up(name: Any, among: Mapping[str, T], kind: str, also: str = "") -> T:
     if name not in among:
         raise UserError(
             f"There is no {kind} {name!r}; expected one of {', '.join(among)}{also}{nearest(str(name), among) or '.'}"

@@ -208,7 +208,7 @@ def _plain(value: Any, field: str = "") -> Any:
             return rows
         return f"rows:{len(rows)}:{hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()}"
     if field == "callbacks":
-        return [_plain(v) if isinstance(v, str | Mapping) else _named(v) for v in value]
+        return [_plain(v) if isinstance(v, str | Mapping) else _name(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__module__
         plain = to_dict(value)
@@ -222,10 +222,10 @@ def _plain(value: Any, field: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     if callable(value):
-        return _named(value)
+        return _name(value)
     return value
 
 
-def _named(value: Any) -> str:
+def _name(value: Any) -> str:
     """module:name of a function or class, or of an object's class."""
     return f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', type(value).__qualname__)}"

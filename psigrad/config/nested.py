@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -96,13 +97,14 @@ def read_value(text: str, hint: Any = None) -> Any:
 
 
 def names_of(cls: Any) -> dict[str, str]:
-    """Leaf, and dotted, name -> dotted name of every setting."""
+    """Leaf, and dotted, name -> dotted name of every setting; a section has its own name."""
     return _names_of(cls)
 
 
 @cache
 def _names_of(cls: Any) -> dict[str, str]:
-    return {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
+    leaves = {name: dotted for dotted, _ in field_types(cls) for name in (dotted.rpartition(".")[2], dotted)}
+    return leaves | {f.name: f.name for f in fields(cls)}
 
 
 def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:

@@ -96,9 +96,9 @@ class Shortcut(NamedTuple):
 
     what: str
     help: str
-    places: Callable[[Part], Places]
+    find: Callable[[Part], Places]
     """Method -> (dotted place, value now) of each setting that it stands for; none where the method has no such part."""
-    written: Callable[[Part, str, Any], Any] = lambda root, place, value: value
+    write: Callable[[Part, str, Any], Any] = lambda root, place, value: value
     """Method, place, value given -> value of that setting."""
     switch: bool = False
     """Whether it is yes or no."""
@@ -112,10 +112,10 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
     return SHORTCUTS if ("algorithm" in names and "prompts_per_step" in names) or "loss" in names else {}
 
 
-def leads_to(name: str, spec: Any) -> Places:
+def find_places(name: str, spec: Any) -> Places:
     """(dotted place, value now) of what a shortcut stands for in the method that the setting `spec` means."""
     root = describe_method(spec)
-    return [] if root is None else SHORTCUTS[name].places(root)
+    return [] if root is None else SHORTCUTS[name].find(root)
 
 
 def expand(
@@ -154,12 +154,12 @@ def expand(
                 f"{one.name} changes a part of a method that psigrad knows, and {setting} is {stated[setting]!r}; set the part "
                 "there."
             )
-        places = short[one.name].places(root)
+        places = short[one.name].find(root)
         if not places and not needless(one):
             lacking.append((one, _lacking(one.name, short[one.name], stated[setting])))
         for place, now in places:
             if now != one.value:
-                made.append(Given(f"{setting}.{place}", short[one.name].written(root, place, one.value), one.source))
+                made.append(Given(f"{setting}.{place}", short[one.name].write(root, place, one.value), one.source))
                 put(stated, *made[-1])
     return made, lacking
 
@@ -171,7 +171,7 @@ def rank_source(source: str) -> int:
 
 def _lacking(name: str, short: Shortcut, spec: Any) -> str:
     method = spec.get("preset", "the algorithm") if isinstance(spec, Mapping) else spec
-    have = [other for other, preset in algorithms.PRESETS.items() if short.places(describe(preset))]
+    have = [other for other, preset in algorithms.PRESETS.items() if short.find(describe(preset))]
     return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
 
 
@@ -295,14 +295,14 @@ def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Calla
         now = bool(mine) if not field else mine[0].parameters.get(field) if mine else None
         return [("keep", now)] if root.name == "PolicyGradient" else []
 
-    def written(root: Part, place: str, value: Any) -> Any:
+    def write(root: Part, place: str, value: Any) -> Any:
         wanted = value is not None if field else value
         mine = {"part": part, **({field: value} if field else {})}
         kept = [mine if item.name == part else {"part": item.name, **item.parameters} for item in names(root)]
         kept += [] if mine in kept else [mine]
         return kept if wanted else [item for item in kept if item["part"] != part]
 
-    return places, written
+    return places, write
 
 
 _CLIPS = ("clip", "dual_clip", "geometric_clip")

@@ -12,7 +12,7 @@ from psigrad.config import OnlineConfig, PreferenceConfig, shortcuts
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.config.load import load, resolve_names
 from psigrad.config.methods import declared
-from psigrad.config.shortcuts import SHORTCUTS, leads_to
+from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.errors import UserError
 from psigrad.language.recipes import online_settings
 from psigrad.objective import PolicyGradient, catalog
@@ -63,7 +63,7 @@ def test_the_parts_that_a_setting_changes_are_those_of_the_object(name):
 def test_every_flag_of_a_methods_help_changes_that_and_nothing_else(name):
     before = resolved(name)
     for short in SHORTCUTS:
-        places = leads_to(short, name)
+        places = find_places(short, name)
         flag = f"--{short.replace('_', '-')}"
         if not places:
             with pytest.raises(UserError, match=r"means nothing to it; these have one: .*[a-z]"):
