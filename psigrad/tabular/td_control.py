@@ -22,8 +22,19 @@ from numpy.typing import ArrayLike
 
 from psigrad.tabular.bellman import greedy
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray
-from psigrad.tabular.schedules import Schedule, at
-from psigrad.tabular.simulation import Bootstrap, DiscreteEnv, Episode, Learn, Simulator, environment, play, sizes, uniforms
+from psigrad.tabular.simulation import (
+    Bootstrap,
+    DiscreteEnv,
+    Episode,
+    Learn,
+    Schedule,
+    Simulator,
+    at,
+    environment,
+    play,
+    sizes,
+    uniforms,
+)
 
 Row = list[float]
 Table = list[Row]
