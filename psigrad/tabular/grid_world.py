@@ -339,7 +339,7 @@ class UnboundedGrid:
         return GridWorld(rows, columns, prizes, step_reward=self.step_reward, start=(0, 0), gamma=gamma)
 
 
-def _mixed(x: int) -> int:
+def _mix(x: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -350,5 +350,5 @@ def _uniform(*counters: int) -> float:
     """A double in [0, 1) that depends on the counters only."""
     x = 0
     for counter in counters:
-        x = _mixed((x + GOLDEN + counter) & MASK)
+        x = _mix((x + GOLDEN + counter) & MASK)
     return (x >> 11) * 2.0**-53

@@ -52,9 +52,9 @@ class MDP:
     """(S, A): what a step that ends the episode through `end` pays, for sampling. None: R(s, a)."""
 
     def __post_init__(self) -> None:
-        stacked, n_actions = _stacked(self.transitions, "transitions")
+        stacked, n_actions = _stack(self.transitions, "transitions")
         n_states = stacked.shape[1]
-        rewards, per_outcome = _expected(self.rewards, stacked, n_actions)
+        rewards, per_outcome = _expect(self.rewards, stacked, n_actions)
         terminal = np.zeros(n_states, bool) if self.terminal is None else np.asarray(self.terminal)
         if terminal.shape != (n_states,) or terminal.dtype != np.bool_:
             raise ValueError(f"terminal has shape {terminal.shape} and type {terminal.dtype}; expected {n_states} booleans.")
@@ -138,7 +138,7 @@ def discounted_return(rewards_T: ArrayLike, gamma: float) -> float:
     return total
 
 
-def _stacked(given: Any, name: str) -> tuple[Matrix, int]:
+def _stack(given: Any, name: str) -> tuple[Matrix, int]:
     """(A·S, S) and A, from any of the accepted forms."""
     if sparse.issparse(given):
         stacked = sparse.csr_array(given, dtype=np.float64)
@@ -161,7 +161,7 @@ def _stacked(given: Any, name: str) -> tuple[Matrix, int]:
     return stacked, stacked.shape[0] // stacked.shape[1]
 
 
-def _expected(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, Matrix | None]:
+def _expect(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, Matrix | None]:
     """R(s, a) as (S, A), and R(s, a, s') where that was given."""
     n_states = stacked.shape[1]
     is_sparse = sparse.issparse(given) or (isinstance(given, Sequence) and len(given) > 0 and sparse.issparse(given[0]))
@@ -175,7 +175,7 @@ def _expected(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, 
             f"rewards has shape {table.shape}; expected ({n_states}, {n_actions}) for R(s, a), ({n_states},) for R(s), "
             "or the form of the transitions for R(s, a, s')."
         )
-    per_outcome, _ = _stacked(given, "rewards")
+    per_outcome, _ = _stack(given, "rewards")
     if per_outcome.shape != stacked.shape:
         raise ValueError(f"rewards R(s, a, s') stack to shape {per_outcome.shape}; expected {stacked.shape}, as the transitions.")
     sums = (per_outcome * stacked).sum(axis=1)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse
 
-from psigrad.tabular.bellman import checked_policy
+from psigrad.tabular.bellman import check_policy
 from psigrad.tabular.grid_world import GridWorld
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted_return
 from psigrad.tabular.termination import can_end
@@ -177,7 +177,7 @@ def rollouts(
     env: MDP | DiscreteEnv, policy: ArrayLike, episodes: int, *, seed: int, max_steps: int | None = None
 ) -> Iterator[Episode]:
     """Episodes of a fixed policy, [S] actions or (S, A) probabilities. `max_steps` cuts an episode off (truncation)."""
-    table = checked_policy(*sizes(env), policy)
+    table = check_policy(*sizes(env), policy)
     chosen: list[int] = [int(a) for a in table] if table.ndim == 1 else []
     cumulative = [list(accumulate(row)) for row in table.tolist()] if table.ndim == 2 else []
     draw = uniforms(np.random.default_rng((seed, 1)))

@@ -135,11 +135,11 @@ class _Experience:
             constant = at(alpha, 0, "alpha")
             return lambda state, action: constant
 
-        def counted(state: int, action: int) -> float:
+        def count_visit(state: int, action: int) -> float:
             visits[state, action] = count = visits.get((state, action), 0) + 1
             return at(alpha, count, "alpha")
 
-        return counted
+        return count_visit
 
     def play(
         self, behaviour: Table, learn: Learn | None = None, bootstrap: Bootstrap | None = None

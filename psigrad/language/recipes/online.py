@@ -51,7 +51,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     algorithm = method(config)
     check(config, algorithm)
     with session.open_run(config, "online") as journal, contextlib.ExitStack() as stack:
-        if (done := session.finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
         model = _policy(config, algorithm, found, journal.world, given)

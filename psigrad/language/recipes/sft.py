@@ -27,7 +27,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
     Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
-        if (done := session.finished(config, journal)) is not None:
+        if (done := session.load_finished(config, journal)) is not None:
             return done
         found = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, found, journal.world, given=given)
